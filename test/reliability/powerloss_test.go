@@ -131,7 +131,7 @@ func (m machine) queue(dir string, changing func()) (o pebblestore.Options, clos
 		slowSync()
 	}
 	o = pebblestore.Options{FS: m.disk, Logger: slog.New(slog.DiscardHandler)}
-	writer, err := slots.TakeOver(context.Background(), log, dir, o)
+	writer, err := slots.Slot{Log: log, Dir: dir, Store: o}.TakeOver(context.Background())
 	if err != nil {
 		return o, nil, err
 	}

@@ -35,7 +35,7 @@ func openSlot(t testing.TB, log slots.Log, o pebblestore.Options) *slotStore {
 	o.Logger = slog.New(slog.DiscardHandler)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	w, err := slots.TakeOver(ctx, log, "data/queue", o)
+	w, err := slots.Slot{Log: log, Dir: "data/queue", Store: o}.TakeOver(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -81,7 +81,7 @@ func (c *candidate) due() (kind, time.Time) {
 
 // propose starts a proposal for a new session.
 func (c *candidate) propose(k kind, now time.Time) {
-	h := header{kind: k, epoch: c.epoch + 1, number: 1, first: c.last + 1, last: c.last}
+	h := header{kind: k, epoch: c.epoch + 1, number: 1, first: c.last + 1, last: c.last, snapshot: c.snapshot}
 	_, _ = rand.Read(h.session[:]) // It never fails.
 	c.proposal = &outgoing{header: h, data: make([]byte, headerBytes), firstSent: now}
 	h.seal(c.proposal.data)

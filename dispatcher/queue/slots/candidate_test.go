@@ -21,8 +21,8 @@ func newTestCandidate(t *testing.T, entries ...Entry) *candidate {
 }
 
 var (
-	ownerClaims = entry(1, header{kindClaim, foreign, 1, 1, 1, 0})
-	ownerWrites = entry(2, header{kindBatches, foreign, 1, 2, 1, 1})
+	ownerClaims = entry(1, header{kindClaim, foreign, 1, 1, 1, 0, 0})
+	ownerWrites = entry(2, header{kindBatches, foreign, 1, 2, 1, 1, 0})
 )
 
 // wantProposal takes the next step and compares the record that it publishes.
@@ -90,7 +90,7 @@ func TestLivingOwnerKeepsTheSlot(t *testing.T) {
 	if err := c.answered(suspected, 3); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.apply(suspected.Add(time.Second), entry(4, header{kindHeartbeat, foreign, 1, 3, 2, 1})); err != nil {
+	if err := c.apply(suspected.Add(time.Second), entry(4, header{kindHeartbeat, foreign, 1, 3, 2, 1, 0})); err != nil {
 		t.Fatal(err)
 	}
 	wantWait(t, c, suspected.Add(time.Second), 2*time.Second+suspectAfter+time.Second+suspectAfter)
@@ -99,13 +99,13 @@ func TestLivingOwnerKeepsTheSlot(t *testing.T) {
 // The suspect of another pod is used in place of an own one.
 func TestOneSuspectIsEnough(t *testing.T) {
 	other := pebblestore.Session{3}
-	c := newTestCandidate(t, ownerClaims, entry(2, header{kindSuspect, other, 2, 1, 1, 0}))
+	c := newTestCandidate(t, ownerClaims, entry(2, header{kindSuspect, other, 2, 1, 1, 0, 0}))
 	wantWait(t, c, start.Add(suspectAfter), claimAfter)
 	wantProposal(t, c, start.Add(claimAfter), kindClaim, 2)
 }
 
 func TestClaimsImmediately(t *testing.T) {
-	released := entry(3, header{kindReleased, foreign, 1, 3, 2, 1})
+	released := entry(3, header{kindReleased, foreign, 1, 3, 2, 1, 0})
 	t.Run("empty stream", func(t *testing.T) {
 		wantProposal(t, newTestCandidate(t), start, kindClaim, 0)
 	})
@@ -137,7 +137,7 @@ func TestProposalIsRepeated(t *testing.T) {
 	}
 	c.refused(now, ErrWrongSequence)
 	wantWait(t, c, now, suspectAfter+repeatAfter+behindPause)
-	if err := c.apply(now, entry(3, header{kindHeartbeat, foreign, 1, 3, 2, 1})); err != nil {
+	if err := c.apply(now, entry(3, header{kindHeartbeat, foreign, 1, 3, 2, 1, 0})); err != nil {
 		t.Fatal(err)
 	}
 	wantWait(t, c, now, suspectAfter+repeatAfter+suspectAfter)

@@ -45,13 +45,15 @@ type follower struct {
 	// lastKind and lastSession are those of the last record, also of a suspect; 0 before the first.
 	lastKind    kind
 	lastSession pebblestore.Session
+	// snapshot is the sequence of the last snapshot record; 0 for none.
+	snapshot uint64
 }
 
 // apply applies the next record.
 func (f *follower) apply(e Entry) error {
 	h, payload, err := decodeRecord(e.Record)
-	if err == nil && e.Sequence != f.next {
-		err = fmt.Errorf("records %d to %d are missing", f.next, e.Sequence-1)
+	if e.Sequence != f.next {
+		return fmt.Errorf("%w: records %d to %d were trimmed before it applied them", ErrForeignCopy, f.next, e.Sequence-1)
 	}
 	if err == nil {
 		err = f.applyRecord(h, payload)
@@ -59,7 +61,7 @@ func (f *follower) apply(e Entry) error {
 	if err != nil {
 		return &DamageError{e.Sequence, err}
 	}
-	f.next, f.lastKind, f.lastSession = e.Sequence+1, h.kind, h.session
+	f.next, f.lastKind, f.lastSession, f.snapshot = e.Sequence+1, h.kind, h.session, h.snapshotAt(e.Sequence)
 	return nil
 }
 
@@ -84,7 +86,7 @@ func (f *follower) applyRecord(h header, payload []byte) error {
 		return f.applyBatches(h, payload)
 	case kindPart, kindLastPart:
 		return f.applyPart(h, payload)
-	case kindHeartbeat, kindReleased:
+	case kindHeartbeat, kindReleased, kindSnapshot:
 		return nil
 	}
 	return fmt.Errorf("the record has the unknown %v", h.kind)
@@ -137,7 +139,8 @@ func (f *follower) applyBatch(number uint64, batch []byte) error {
 }
 
 // ErrForeignCopy reports that a copy is not a part of the stream: it has batches that the stream
-// does not have, batches of another session, or it ends before the stream begins.
+// does not have, batches of another session, or it ends before the stream begins. A snapshot
+// replaces it.
 var ErrForeignCopy = errors.New("the copy is not a part of the log")
 
 // ErrEmptied reports that a stream has no records, but had some before: it was emptied, or deleted

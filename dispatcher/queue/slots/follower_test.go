@@ -31,7 +31,7 @@ func entry(sequence uint64, h header) Entry {
 func TestDamagedStream(t *testing.T) {
 	claimed := header{kind: kindClaim, session: own, epoch: 1, number: 1, first: 1, last: 0}
 	batches := func(session pebblestore.Session, first, last uint64) header {
-		return header{kindBatches, session, 1, 2, first, last}
+		return header{kindBatches, session, 1, 2, first, last, 0}
 	}
 	for _, test := range []struct {
 		name    string
@@ -42,13 +42,12 @@ func TestDamagedStream(t *testing.T) {
 		{"sound", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, batches(own, 4, 4))}, 0, 4},
 		{"missing batches", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, batches(own, 5, 5))}, 3, 3},
 		{"repeated batches", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, batches(own, 3, 4))}, 3, 3},
-		{"missing record", []Entry{entry(1, claimed), entry(3, batches(own, 1, 3))}, 3, 0},
 		{"session without a claim", []Entry{entry(1, claimed), entry(2, batches(foreign, 1, 3))}, 2, 0},
-		{"claim of a wrong epoch", []Entry{entry(1, claimed), entry(2, header{kindClaim, foreign, 3, 1, 1, 0})}, 2, 0},
-		{"claim before the last batch", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, header{kindClaim, foreign, 2, 1, 3, 2})}, 3, 3},
-		{"unknown kind", []Entry{entry(1, claimed), entry(2, header{99, own, 1, 2, 1, 0})}, 2, 0},
-		{"too few batches", []Entry{entry(1, claimed), entry(2, header{kindHeartbeat, own, 1, 2, 3, 2})}, 2, 0},
-		{"suspect of another session", []Entry{entry(1, claimed), entry(2, header{kindSuspect, foreign, 0, 1, 1, 0}), entry(3, batches(own, 1, 1))}, 0, 1},
+		{"claim of a wrong epoch", []Entry{entry(1, claimed), entry(2, header{kindClaim, foreign, 3, 1, 1, 0, 0})}, 2, 0},
+		{"claim before the last batch", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, header{kindClaim, foreign, 2, 1, 3, 2, 0})}, 3, 3},
+		{"unknown kind", []Entry{entry(1, claimed), entry(2, header{99, own, 1, 2, 1, 0, 0})}, 2, 0},
+		{"too few batches", []Entry{entry(1, claimed), entry(2, header{kindHeartbeat, own, 1, 2, 3, 2, 0})}, 2, 0},
+		{"suspect of another session", []Entry{entry(1, claimed), entry(2, header{kindSuspect, foreign, 0, 1, 1, 0, 0}), entry(3, batches(own, 1, 1))}, 0, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r := &countingReplica{}
@@ -80,8 +79,8 @@ func TestPartsWithoutAnEnd(t *testing.T) {
 	r := &countingReplica{}
 	f := &follower{copy: r, next: 1}
 	for i, h := range []header{
-		{kindClaim, own, 1, 1, 1, 0}, {kindPart, own, 1, 2, 1, 0},
-		{kindClaim, foreign, 2, 1, 1, 0}, {kindBatches, foreign, 2, 2, 1, 1},
+		{kindClaim, own, 1, 1, 1, 0, 0}, {kindPart, own, 1, 2, 1, 0, 0},
+		{kindClaim, foreign, 2, 1, 1, 0, 0}, {kindBatches, foreign, 2, 2, 1, 1, 0},
 	} {
 		if err := f.apply(entry(uint64(i+1), h)); err != nil {
 			t.Fatalf("record %d: got error %v, want none", i+1, err)
@@ -89,5 +88,19 @@ func TestPartsWithoutAnEnd(t *testing.T) {
 	}
 	if want := (pebblestore.Position{Batch: 1, Session: foreign}); r.Position() != want {
 		t.Errorf("position: got %v, want %v", r.Position(), want)
+	}
+}
+
+// A record that does not follow the last one means that the records between were trimmed: a snapshot
+// replaces the copy.
+func TestTrimmedBehindTheFollower(t *testing.T) {
+	f := &follower{copy: &countingReplica{}, next: 1}
+	if err := f.apply(entry(1, header{kindClaim, own, 1, 1, 1, 0, 0})); err != nil {
+		t.Fatal(err)
+	}
+	var damage *DamageError
+	err := f.apply(entry(3, header{kindBatches, own, 1, 2, 1, 3, 0}))
+	if !errors.Is(err, ErrForeignCopy) || errors.As(err, &damage) {
+		t.Errorf("apply: got error %v, want %v and no DamageError", err, ErrForeignCopy)
 	}
 }

@@ -37,6 +37,10 @@ type publisher struct {
 	waiting      []*outgoing
 	waitingBytes int
 	inFlight     *outgoing
+	// reference is the payload of the snapshot record that is due, or nil. snapshot is the sequence
+	// of the last snapshot record; 0 for none.
+	reference []byte
+	snapshot  uint64
 
 	// pauseUntil is the earliest time of the next request.
 	pauseUntil time.Time
@@ -66,7 +70,7 @@ type outgoing struct {
 // a sequence, and was sent at a time.
 func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publisher {
 	p := &publisher{session: claim.session, epoch: claim.epoch, number: claim.number, expected: sequence,
-		appended: claim.last, acknowledged: claim.last, lastSent: sent, leaseStart: sent}
+		appended: claim.last, acknowledged: claim.last, snapshot: claim.snapshot, lastSent: sent, leaseStart: sent}
 	p.usage.bytes, p.usage.max = s.Bytes, s.MaxBytes // It may be hours old; next reads it again.
 	return p
 }
@@ -169,6 +173,10 @@ func (p *publisher) next(now time.Time) step {
 func (p *publisher) start(now time.Time) bool {
 	idle := now.Sub(p.lastSent) >= heartbeatInterval
 	switch {
+	case p.reference != nil:
+		p.inFlight = p.withoutBatches(kindSnapshot, now)
+		p.inFlight.data = append(p.inFlight.data, p.reference...)
+		p.reference = nil
 	case len(p.waiting) > 0 && !p.usage.batchesWait() && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
 		p.inFlight = p.waiting[0]
 		p.waiting[0] = nil
@@ -183,7 +191,7 @@ func (p *publisher) start(now time.Time) bool {
 	}
 	r := p.inFlight
 	p.number++
-	r.session, r.epoch, r.number, r.firstSent = p.session, p.epoch, p.number, now
+	r.session, r.epoch, r.number, r.snapshot, r.firstSent = p.session, p.epoch, p.number, p.snapshot, now
 	r.seal(r.data)
 	p.lastSent = now
 	return true
@@ -214,6 +222,7 @@ func (p *publisher) landed(sequence uint64) {
 	r := p.inFlight
 	p.inFlight = nil
 	p.expected, p.acknowledged, p.leaseStart = sequence, r.last, r.firstSent
+	p.snapshot = r.snapshotAt(sequence)
 	p.usage.add(len(r.data))
 	if r.kind == kindReleased {
 		p.end(errReleased)
@@ -309,14 +318,19 @@ func (p *publisher) ready(now time.Time) error {
 // usage estimates how full the stream is: its size at the last read, and what was published since.
 type usage struct {
 	bytes, since, max int64
-	readAt            time.Time
+	// published counts the bytes of all records of the session.
+	published int64
+	readAt    time.Time
 }
 
 func (u *usage) set(s State, now time.Time) {
-	*u = usage{bytes: s.Bytes, max: s.MaxBytes, readAt: now}
+	*u = usage{bytes: s.Bytes, max: s.MaxBytes, readAt: now, published: u.published}
 }
 
-func (u *usage) add(bytes int) { u.since += int64(bytes) }
+func (u *usage) add(bytes int) {
+	u.since += int64(bytes)
+	u.published += int64(bytes)
+}
 
 // due reports whether the size should be read again: at most every usageInterval, at the start,
 // after 1 % of the stream or while calls are refused.

@@ -58,7 +58,7 @@ func TestPublishesWantedBatches(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (header{kindBatches, own, 2, 2, 6, 7}); h != want {
+	if want := (header{kindBatches, own, 2, 2, 6, 7, 0}); h != want {
 		t.Errorf("header: got %+v, want %+v", h, want)
 	}
 	if s.expected != 10 {
@@ -216,7 +216,7 @@ func TestIdleOwnerWritesHeartbeats(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (header{kindHeartbeat, own, 2, 2, 6, 5}); h != want {
+	if want := (header{kindHeartbeat, own, 2, 2, 6, 5, 0}); h != want {
 		t.Errorf("header: got %+v, want %+v", h, want)
 	}
 	// Batches without a waiting caller leave in place of the next heartbeat.

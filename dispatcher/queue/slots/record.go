@@ -26,10 +26,12 @@ const (
 	kindSuspect
 	// kindHeartbeat extends the lease of an idle owner.
 	kindHeartbeat
+	// kindSnapshot names the manifest of a complete snapshot.
+	kindSnapshot
 )
 
 func (k kind) String() string {
-	names := [...]string{kindBatches: "batches", kindPart: "part", kindLastPart: "last part", kindClaim: "claim", kindReleased: "released", kindSuspect: "suspect", kindHeartbeat: "heartbeat"}
+	names := [...]string{kindBatches: "batches", kindPart: "part", kindLastPart: "last part", kindClaim: "claim", kindReleased: "released", kindSuspect: "suspect", kindHeartbeat: "heartbeat", kindSnapshot: "snapshot"}
 	if k == 0 || int(k) >= len(names) {
 		return fmt.Sprintf("kind %d", byte(k))
 	}
@@ -47,16 +49,19 @@ type header struct {
 	// last is the last batch of the log that is complete with this record. first is the first
 	// batch in the record; last + 1 for a record without one.
 	first, last uint64
+	// snapshot is the sequence of the last snapshot record before this one; 0 for none.
+	snapshot uint64
 }
 
-// A record is format(1) kind(1) checksum(4) session(16) epoch(8) number(8) first(8) last(8), then
-// for whole batches their lengths and bytes, and for a part its bytes. The checksum covers all but
+// A record is format(1) kind(1) checksum(4) session(16) epoch(8) number(8) first(8) last(8)
+// snapshot(8), then for whole batches their lengths and bytes, for a part its bytes, and for a
+// snapshot the reference to its manifest. The checksum covers all but
 // itself.
 const (
 	recordFormat  = 1
 	checksumAt    = 2
 	checksumBytes = 4
-	headerBytes   = 2 + checksumBytes + 16 + 4*8
+	headerBytes   = 2 + checksumBytes + 16 + 5*8
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -66,7 +71,7 @@ func (h header) seal(record []byte) {
 	record[0], record[1] = recordFormat, byte(h.kind)
 	b := record[checksumAt+checksumBytes:]
 	b = b[copy(b, h.session[:]):]
-	for i, n := range [...]uint64{h.epoch, h.number, h.first, h.last} {
+	for i, n := range [...]uint64{h.epoch, h.number, h.first, h.last, h.snapshot} {
 		binary.BigEndian.PutUint64(b[8*i:], n)
 	}
 	binary.BigEndian.PutUint32(record[checksumAt:], checksum(record))
@@ -74,6 +79,14 @@ func (h header) seal(record []byte) {
 
 func checksum(record []byte) uint32 {
 	return crc32.Update(crc32.Checksum(record[:checksumAt], castagnoli), castagnoli, record[checksumAt+checksumBytes:])
+}
+
+// snapshotAt returns the sequence of the last snapshot record up to this one, which is at a sequence.
+func (h header) snapshotAt(sequence uint64) uint64 {
+	if h.kind == kindSnapshot {
+		return sequence
+	}
+	return h.snapshot
 }
 
 // id is the Msg-Id of the record.
@@ -92,7 +105,7 @@ func decodeRecord(record []byte) (h header, payload []byte, err error) {
 	h.kind = kind(record[1])
 	b := record[checksumAt+checksumBytes:]
 	b = b[copy(h.session[:], b):]
-	for i, n := range [...]*uint64{&h.epoch, &h.number, &h.first, &h.last} {
+	for i, n := range [...]*uint64{&h.epoch, &h.number, &h.first, &h.last, &h.snapshot} {
 		*n = binary.BigEndian.Uint64(b[8*i:])
 	}
 	return h, record[headerBytes:], nil

@@ -6,8 +6,9 @@
 // session of the newest claim can append.
 //
 // The package does not know which system keeps the stream; Log is all that it needs. The main
-// types are Writer (appends the batches of a session), publisher (its state machine, without I/O)
-// and follower (applies records to a copy). Package slotstest simulates a Log with its faults.
+// types are Slot (takes over or follows a slot), Writer (appends the batches of a session), publisher
+// (its state machine, without I/O), follower (applies records to a copy) and Snapshotter (stores
+// snapshots as objects, and trims the stream). Package slotstest simulates a Log with its faults.
 package slots
 
 import (
@@ -141,4 +142,6 @@ const (
 const (
 	refuseShare = 0.70
 	waitShare   = 0.90
+	// Above hurryShare, snapshots follow each other without a bound of their rate.
+	hurryShare = 0.50
 )

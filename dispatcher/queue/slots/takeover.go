@@ -12,53 +12,97 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
-// TakeOver makes the store in dir the store of a slot: it applies all records of the stream,
-// claims the slot, and returns the Log with which pebblestore.Open opens the store. The files in
-// dir are removed first when they are damaged or not a part of the stream.
-//
-// The caller must know that the slot may be claimed. The claim ends the session that had the slot.
-func TakeOver(ctx context.Context, log Log, dir string, o pebblestore.Options) (*Writer, error) {
-	o.Log = nil
-	if o.Logger == nil {
-		o.Logger = slog.Default()
-	}
-	w, err := takeOver(ctx, log, dir, o)
-	if isUnusable(err) {
-		o.Logger.Warn("local files are not a part of the log; restoring them from the log", "dir", dir, "error", err)
-		if err := removeStore(o.FS, dir); err != nil {
-			return nil, fmt.Errorf("take over a slot: %w", err)
-		}
-		w, err = takeOver(ctx, log, dir, o)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("take over a slot: %w", err)
-	}
-	return w, nil
+// Slot is the access of a pod to a slot, and the folder of its copy.
+type Slot struct {
+	Log Log
+	// Objects has the snapshots; nil for a slot without snapshots.
+	Objects Objects
+	// Dir is the data directory of the store, and Store has its options. Dir with the suffixes .restore and
+	// .snapshot is used, too.
+	Dir   string
+	Store pebblestore.Options
+	Options
 }
 
-func takeOver(ctx context.Context, log Log, dir string, o pebblestore.Options) (*Writer, error) {
-	r, err := pebblestore.OpenReplica(dir, o)
+// TakeOver makes the store in Dir the store of the slot: it applies all records of the stream,
+// claims the slot, and returns the Log with which pebblestore.Open opens the store. Files that are
+// damaged or not a part of the stream are first replaced by the newest snapshot. They are kept when
+// there is no snapshot and the stream does not begin with the first batch.
+//
+// The caller must know that the slot may be claimed. The claim ends the session that had the slot.
+func (s Slot) TakeOver(ctx context.Context) (*Writer, error) { return s.open(ctx, true) }
+
+// Follow keeps a copy in Dir as TakeOver does, and applies the records of the stream to it until the
+// slot has no owner; see the function Follow.
+func (s Slot) Follow(ctx context.Context) (*Writer, error) { return s.open(ctx, false) }
+
+func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
+	if s.Logger == nil {
+		s.Logger = s.Store.Logger
+	}
+	s.setDefaults()
+	s.Store.Log, s.Store.Logger = nil, s.Logger
+	if s.Store.FS == nil {
+		s.Store.FS = vfs.Default
+	}
+	r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir, tried: map[uint64]bool{}}
+	emptied := false
+	for {
+		w, err := s.claim(ctx, force)
+		if !isUnusable(err) {
+			if err != nil {
+				err = fmt.Errorf("open a slot: %w", err)
+			}
+			return w, err
+		}
+		s.Logger.Warn("local files are not a part of the log; restoring them", "dir", s.Dir, "error", err)
+		restoreErr := r.restore(ctx)
+		if errors.Is(restoreErr, errNoSnapshot) && !emptied {
+			emptied = true
+			restoreErr = s.empty(ctx, restoreErr)
+		}
+		if restoreErr != nil {
+			return nil, fmt.Errorf("open a slot: %w; restoring the files failed: %w", err, restoreErr)
+		}
+	}
+}
+
+// claim opens the copy and claims the slot with it.
+func (s Slot) claim(ctx context.Context, force bool) (*Writer, error) {
+	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
 	if err != nil {
 		return nil, err
 	}
-	w, err := Claim(ctx, log, r, Options{Logger: o.Logger})
+	w, err := newSession(ctx, s.Log, r, s.Options, force)
 	if err = errors.Join(err, r.Close()); err != nil && w != nil {
 		w.Close()
 	}
 	return w, err
 }
 
+// empty removes the copy if the stream has all batches.
+func (s Slot) empty(ctx context.Context, cause error) error {
+	state, err := s.Log.State(ctx)
+	if err != nil {
+		return fmt.Errorf("read the state of the log: %w", err)
+	}
+	if state.First > state.Last && state.Last > 0 {
+		return ErrEmptied
+	}
+	_, h, err := findBatch(ctx, s.Log, state, 1)
+	switch {
+	case err != nil && !errors.Is(err, ErrNoRecord):
+		return err
+	case err == nil && h.first > 1:
+		return fmt.Errorf("%w, and the log begins with batch %d; restore the stream and the objects of the slot", cause, h.first)
+	}
+	return s.Store.FS.RemoveAll(s.Dir)
+}
+
 // isUnusable reports whether the files of a copy, and not the log, are the cause of an error.
 func isUnusable(err error) bool {
 	var corrupt *pebblestore.CorruptError
 	return errors.Is(err, ErrForeignCopy) || errors.As(err, &corrupt)
-}
-
-func removeStore(fs vfs.FS, dir string) error {
-	if fs == nil {
-		fs = vfs.Default
-	}
-	return fs.RemoveAll(dir)
 }
 
 // Claim brings a copy to the end of the stream, claims the slot for a new session, and returns the

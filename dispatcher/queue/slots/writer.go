@@ -107,6 +107,40 @@ func (w *Writer) Acknowledged() uint64 {
 	return w.p.acknowledged
 }
 
+// publishSnapshot appends a snapshot record, and returns when it is in the stream. It is called by
+// one goroutine at a time.
+func (w *Writer) publishSnapshot(reference []byte) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	before := w.p.snapshot
+	w.p.reference = reference
+	w.signal()
+	for w.p.snapshot == before {
+		if w.p.ended != nil {
+			return w.p.ended
+		}
+		w.changed.Wait()
+	}
+	return nil
+}
+
+// progress describes the stream for the schedule of snapshots.
+type progress struct {
+	// snapshot is the sequence of the last snapshot record.
+	snapshot uint64
+	// acknowledged is the last durable batch. published counts the bytes of the session's records.
+	acknowledged uint64
+	published    int64
+	// isHalfFull: space must be freed soon.
+	isHalfFull bool
+}
+
+func (w *Writer) progress() progress {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return progress{w.p.snapshot, w.p.acknowledged, w.p.usage.published, w.p.usage.above(hurryShare)}
+}
+
 // MaySend reports whether the session may send a request of the slot now. It is called before every
 // request: no other session has claimed the slot as long as it is true, and outcomes of requests
 // become durable within refuseAfter.

@@ -220,7 +220,7 @@ func openStore(t *testing.T, log slots.Log, o pebblestore.Options) *slotStore {
 	defer cancel()
 	dir := t.TempDir()
 	o.Logger = slog.New(slog.DiscardHandler)
-	w, err := slots.TakeOver(ctx, log, dir, o)
+	w, err := slots.Slot{Log: log, Dir: dir, Store: o}.TakeOver(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}

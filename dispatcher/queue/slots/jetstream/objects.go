@@ -1,0 +1,157 @@
+package jetstream
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+var _ slots.Objects = (*Objects)(nil)
+
+// ObjectsConfig describes the object store of a slot.
+type ObjectsConfig struct {
+	Bucket   string
+	Replicas int
+	// MaxBytes is the size at which the store accepts no more objects.
+	MaxBytes int64
+}
+
+// Objects is the object store of one slot in JetStream.
+type Objects struct {
+	store  jetstream.ObjectStore
+	stream jetstream.Stream
+	bucket string
+}
+
+// OpenObjects returns an object store, and creates it when it is missing. It fails when the store
+// has other settings.
+func OpenObjects(ctx context.Context, nc *nats.Conn, c ObjectsConfig) (*Objects, error) {
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+	}
+	store, err := js.CreateObjectStore(ctx, jetstream.ObjectStoreConfig{
+		Bucket: c.Bucket, Replicas: c.Replicas, MaxBytes: c.MaxBytes, Storage: jetstream.FileStorage,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+	}
+	stream, err := js.Stream(ctx, "OBJ_"+c.Bucket)
+	if err != nil {
+		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+	}
+	return &Objects{store, stream, c.Bucket}, nil
+}
+
+// restPrefix begins the names that List returns for chunks without an object.
+const restPrefix = "rest/"
+
+func (o *Objects) chunks(id string) string { return fmt.Sprintf("$O.%s.C.%s", o.bucket, id) }
+
+func (o *Objects) meta(name string) string {
+	return fmt.Sprintf("$O.%s.M.%s", o.bucket, base64.URLEncoding.EncodeToString([]byte(name)))
+}
+
+// Put implements slots.Objects.
+func (o *Objects) Put(ctx context.Context, name string, data io.Reader) error {
+	if _, err := o.store.Put(ctx, jetstream.ObjectMeta{Name: name}, data); err != nil {
+		// The client may have stored the name although the server refused some of the chunks.
+		return errors.Join(publishError(err), o.Delete(ctx, name))
+	}
+	return nil
+}
+
+// Get implements slots.Objects.
+func (o *Objects) Get(ctx context.Context, name string) (io.ReadCloser, error) {
+	object, err := o.store.Get(ctx, name)
+	if errors.Is(err, jetstream.ErrObjectNotFound) {
+		return nil, slots.ErrNoObject
+	}
+	if err != nil {
+		return nil, err
+	}
+	described, err := object.Info()
+	if err == nil {
+		err = o.checkChunks(ctx, described)
+	}
+	if err != nil {
+		return nil, errors.Join(err, object.Close())
+	}
+	return &objectReader{object}, nil
+}
+
+// checkChunks returns ErrNoObject when chunks of an object are missing: a reader would wait for them.
+func (o *Objects) checkChunks(ctx context.Context, described *jetstream.ObjectInfo) error {
+	subject := o.chunks(described.NUID)
+	info, err := o.stream.Info(ctx, jetstream.WithSubjectFilter(subject))
+	if err != nil {
+		return err
+	}
+	if n := info.State.Subjects[subject]; n < uint64(described.Chunks) {
+		return fmt.Errorf("%w: %d of its %d chunks exist", slots.ErrNoObject, n, described.Chunks)
+	}
+	return nil
+}
+
+// objectReader ends a read that gets no data.
+type objectReader struct{ jetstream.ObjectResult }
+
+// emptyReads is the number of reads without data, of 5 s each, after which an object cannot be read.
+const emptyReads = 6
+
+func (r *objectReader) Read(p []byte) (int, error) {
+	for range emptyReads {
+		if n, err := r.ObjectResult.Read(p); n > 0 || err != nil {
+			return n, err
+		}
+	}
+	return 0, errors.New("the object store sends no data")
+}
+
+// List implements slots.Objects.
+func (o *Objects) List(ctx context.Context) ([]string, error) {
+	// The rests first: an object that is stored meanwhile would look like one.
+	info, err := o.stream.Info(ctx, jetstream.WithSubjectFilter(o.chunks("*")))
+	if err != nil {
+		return nil, err
+	}
+	objects, err := o.store.List(ctx)
+	if err != nil && !errors.Is(err, jetstream.ErrNoObjectsFound) {
+		return nil, err
+	}
+	var names []string
+	for _, described := range objects {
+		delete(info.State.Subjects, o.chunks(described.NUID))
+		names = append(names, described.Name)
+	}
+	for subject := range info.State.Subjects {
+		names = append(names, restPrefix+strings.TrimPrefix(subject, o.chunks("")))
+	}
+	return names, nil
+}
+
+// Delete implements slots.Objects. It leaves no mark of the deletion: names are not used again.
+func (o *Objects) Delete(ctx context.Context, name string) error {
+	if id, ok := strings.CutPrefix(name, restPrefix); ok {
+		return o.stream.Purge(ctx, jetstream.WithPurgeSubject(o.chunks(id)))
+	}
+	info, err := o.store.GetInfo(ctx, name, jetstream.GetObjectInfoShowDeleted())
+	if errors.Is(err, jetstream.ErrObjectNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := o.stream.Purge(ctx, jetstream.WithPurgeSubject(o.meta(name))); err != nil {
+		return err
+	}
+	return o.stream.Purge(ctx, jetstream.WithPurgeSubject(o.chunks(info.NUID)))
+}

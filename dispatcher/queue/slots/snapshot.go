@@ -1,0 +1,302 @@
+package slots
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+	"golang.org/x/time/rate"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// Times and bounds of snapshots.
+const (
+	// snapshotBytes and snapshotInterval are the changes after which a snapshot is taken.
+	snapshotBytes    = 1 << 30
+	snapshotInterval = 15 * time.Minute
+	// snapshotCheck is the time between two checks, and the wait after an error.
+	snapshotCheck = 10 * time.Second
+	// uploadRate bounds the bytes uploaded in a second. uploadBurst is the size of one read.
+	uploadRate  = 20 << 20
+	uploadBurst = 1 << 20
+)
+
+// Checkpointer is a store whose snapshots are taken; pebblestore.Store.
+type Checkpointer interface {
+	// Checkpoint writes a copy of the store to dir, and returns the last batch of the copy.
+	Checkpoint(dir string) (pebblestore.Position, error)
+}
+
+// Snapshotter takes the snapshots of a slot for its session, and trims the stream behind them. Run
+// takes them when they are due.
+//
+// Invariants:
+//
+//   - A snapshot record is published after all objects that it needs. The files are a prefix of the
+//     log, because their last batch is read from them, and is acknowledged before.
+//   - The stream has all records behind the last batch of the last two snapshots, and the objects of
+//     both exist. So a copy that is one snapshot behind follows the stream without a restore, and
+//     the loss of an object costs a longer restore only.
+//   - Objects are deleted only if they were listed while the session had its lease. So the snapshots
+//     of a later session do not need them.
+type Snapshotter struct {
+	// Log, Objects and Writer are those of the session; Store is its store.
+	Log     Log
+	Objects Objects
+	Writer  *Writer
+	Store   Checkpointer
+	// FS has the folder Dir, which is used for the files of one snapshot.
+	FS  vfs.FS
+	Dir string
+	// Logger is the destination of log messages.
+	Logger *slog.Logger
+
+	// kept are the last two snapshots, the older one first.
+	kept []manifest
+	// uploaded are the tables that this session has uploaded, by object.
+	uploaded map[string]file
+	limiter  *rate.Limiter
+
+	// at and published are the time and the progress of the last snapshot.
+	at        time.Time
+	published int64
+}
+
+// Run takes snapshots until ctx or the session ends: one immediately, then after 15 minutes or 1 GB of
+// changes, or as soon as the stream is more than half full.
+func (s *Snapshotter) Run(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-s.Writer.Done():
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	for ctx.Err() == nil {
+		if s.isDue() {
+			if err := s.Take(ctx); err != nil && ctx.Err() == nil {
+				s.Logger.Warn("snapshot of a slot failed; retrying", "error", err)
+			}
+		}
+		_ = pause(ctx, snapshotCheck)
+	}
+}
+
+// isDue reports whether a snapshot is due. Without changes the last one is sufficient.
+func (s *Snapshotter) isDue() bool {
+	p := s.Writer.progress()
+	if s.at.IsZero() {
+		return p.acknowledged > 0
+	}
+	return p.acknowledged > s.kept[len(s.kept)-1].Batch &&
+		(p.isHalfFull || p.published-s.published >= snapshotBytes || time.Since(s.at) >= snapshotInterval)
+}
+
+// Take takes a snapshot, trims the stream, and deletes the objects that are no longer needed.
+func (s *Snapshotter) Take(ctx context.Context) error {
+	if s.uploaded == nil {
+		if err := s.begin(ctx); err != nil {
+			return fmt.Errorf("take a snapshot: %w", err)
+		}
+	}
+	p, at := s.Writer.progress(), time.Now()
+	m, err := s.upload(ctx, p.isHalfFull)
+	if err = errors.Join(err, s.FS.RemoveAll(s.Dir)); err != nil {
+		return fmt.Errorf("take a snapshot: %w", err)
+	}
+	s.kept = append(s.kept, m)
+	s.kept = s.kept[max(0, len(s.kept)-2):]
+	s.at, s.published = at, p.published
+	if err := errors.Join(s.trim(ctx), s.collect(ctx)); err != nil {
+		return fmt.Errorf("remove what a snapshot replaces: %w", err)
+	}
+	return nil
+}
+
+// begin reads the last two snapshots of the slot, and deletes the objects that they do not need: the
+// rests of uploads that were cut off.
+func (s *Snapshotter) begin(ctx context.Context) error {
+	s.limiter = rate.NewLimiter(uploadRate, uploadBurst)
+	s.kept = nil
+	for sequence := s.Writer.progress().snapshot; sequence > 0 && len(s.kept) < 2; {
+		m, before, err := readManifest(ctx, s.Log, s.Objects, sequence)
+		if err != nil && !errors.Is(err, errNoSnapshot) {
+			return err
+		}
+		if err == nil {
+			s.kept = slices.Insert(s.kept, 0, m)
+		}
+		sequence = before
+	}
+	if err := s.collect(ctx); err != nil {
+		return err
+	}
+	s.uploaded = map[string]file{}
+	return nil
+}
+
+// upload uploads a checkpoint of the store and publishes its record.
+func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, err error) {
+	if err := s.FS.RemoveAll(s.Dir); err != nil {
+		return m, err
+	}
+	position, err := s.Store.Checkpoint(s.Dir)
+	if err != nil {
+		return m, err
+	}
+	if err := s.Writer.Wait(position.Batch); err != nil {
+		return m, err
+	}
+	if m.Files, err = s.putFiles(ctx, position.Batch, unlimited); err != nil {
+		return m, err
+	}
+	m.Batch = position.Batch
+	encoded, err := json.Marshal(m)
+	if err != nil {
+		return m, err
+	}
+	m.object = objectName(s.Writer.Session(), position.Batch, "snapshot.json", false)
+	if err := s.Objects.Put(ctx, m.object, bytes.NewReader(encoded)); err != nil {
+		return m, fmt.Errorf("store object %s: %w", m.object, err)
+	}
+	if err := s.Writer.publishSnapshot(reference(encoded, m.object)); err != nil {
+		return m, err
+	}
+	m.sequence = s.Writer.progress().snapshot
+	return m, nil
+}
+
+// putFiles stores the files of the checkpoint that are no object yet. An object that was deleted by
+// another program is stored again.
+func (s *Snapshotter) putFiles(ctx context.Context, batch uint64, unlimited bool) (files []file, err error) {
+	names, err := s.FS.List(s.Dir)
+	if err != nil {
+		return nil, err
+	}
+	listed, err := s.Objects.List(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("list the objects: %w", err)
+	}
+	exists := make(map[string]bool, len(listed))
+	for _, name := range listed {
+		exists[name] = true
+	}
+	slices.Sort(names)
+	used := make(map[string]file, len(names))
+	for _, name := range names {
+		isTable := strings.HasSuffix(name, ".sst") || strings.HasSuffix(name, ".blob")
+		object := objectName(s.Writer.Session(), batch, name, isTable)
+		f, ok := s.uploaded[object]
+		if !ok || !exists[object] {
+			if f, err = s.putFile(ctx, name, object, unlimited); err != nil {
+				return nil, fmt.Errorf("store object %s: %w", object, err)
+			}
+		}
+		if isTable {
+			s.uploaded[object], used[object] = f, f
+		}
+		files = append(files, f)
+	}
+	s.uploaded = used
+	return files, nil
+}
+
+// putFile stores a file as an object.
+func (s *Snapshotter) putFile(ctx context.Context, name, object string, unlimited bool) (f file, err error) {
+	opened, err := s.FS.Open(s.FS.PathJoin(s.Dir, name))
+	if err != nil {
+		return f, err
+	}
+	defer func() { err = errors.Join(err, opened.Close()) }()
+	r := &limitedReader{ctx: ctx, from: opened}
+	if !unlimited {
+		r.limiter = s.limiter
+	}
+	info, err := opened.Stat()
+	if err != nil || info.Size() == 0 {
+		return file{Name: name}, err
+	}
+	if err := s.Objects.Put(ctx, object, r); err != nil {
+		return f, err
+	}
+	return file{name, object, r.size, r.checksum}, nil
+}
+
+// trim removes the records that neither of the last two snapshots needs. The record with the last
+// batch remains: it proves that a copy is a part of the log.
+func (s *Snapshotter) trim(ctx context.Context) error {
+	if len(s.kept) < 2 {
+		return nil
+	}
+	state, err := s.Log.State(ctx)
+	if err != nil {
+		return fmt.Errorf("read the state of the log: %w", err)
+	}
+	e, _, err := findBatch(ctx, s.Log, state, s.kept[0].Batch)
+	if err != nil {
+		return err
+	}
+	if err := s.Log.Trim(ctx, min(e.Sequence, s.kept[0].sequence)); err != nil {
+		return fmt.Errorf("trim the log: %w", err)
+	}
+	return nil
+}
+
+// collect deletes the objects that neither of the last two snapshots needs. It runs while nothing is
+// uploaded.
+func (s *Snapshotter) collect(ctx context.Context) error {
+	needed := map[string]bool{}
+	for _, m := range s.kept {
+		needed[m.object] = true
+		for _, f := range m.Files {
+			needed[f.Object] = true
+		}
+	}
+	listed, err := s.Objects.List(ctx)
+	if err != nil {
+		return fmt.Errorf("list the objects: %w", err)
+	}
+	if !s.Writer.MaySend() {
+		return nil // The list may have objects of a later session.
+	}
+	for _, name := range listed {
+		if needed[name] {
+			continue
+		}
+		if err := s.Objects.Delete(ctx, name); err != nil {
+			return fmt.Errorf("delete object %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// limitedReader reads at a bounded rate, and counts and sums what it reads.
+type limitedReader struct {
+	ctx      context.Context
+	from     io.Reader
+	limiter  *rate.Limiter // nil for none.
+	size     int64
+	checksum uint32
+}
+
+func (r *limitedReader) Read(p []byte) (int, error) {
+	n, err := r.from.Read(p[:min(len(p), uploadBurst)])
+	r.size += int64(n)
+	r.checksum = crc32.Update(r.checksum, castagnoli, p[:n])
+	if err == nil && r.limiter != nil {
+		err = r.limiter.WaitN(r.ctx, n)
+	}
+	return n, err
+}

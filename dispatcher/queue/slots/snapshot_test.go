@@ -1,0 +1,245 @@
+package slots_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+)
+
+// snapshotSlot is a slot on a simulated stream and object store.
+type snapshotSlot struct {
+	stream  *slotstest.Stream
+	objects *slotstest.ObjectStore
+}
+
+func newSnapshotSlot() *snapshotSlot {
+	return &snapshotSlot{slotstest.NewStream(0), slotstest.NewObjectStore(0)}
+}
+
+// snapshotOwner is the session of a slot with its store.
+type snapshotOwner struct {
+	*slots.Snapshotter
+	store *pebblestore.Store
+	count int
+}
+
+// open takes over the slot with the files of a file system.
+func (s *snapshotSlot) open(t *testing.T, fs vfs.FS) *snapshotOwner {
+	t.Helper()
+	slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: "data/queue",
+		Store: pebblestore.Options{FS: fs, Logger: slog.New(slog.DiscardHandler), MemTableBytes: 256 << 10}}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	w, err := slot.TakeOver(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slot.Store.Log = w
+	store, err := pebblestore.Open(slot.Dir, slot.Store)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		w.Close()
+		_ = store.Close()
+	})
+	return &snapshotOwner{store: store, Snapshotter: &slots.Snapshotter{
+		Log: slot.Log, Objects: s.objects, Writer: w, Store: store, FS: fs, Dir: slot.Dir + ".snapshot", Logger: slot.Store.Logger,
+	}}
+}
+
+// accept appends messages.
+func (o *snapshotOwner) accept(t *testing.T, n int) {
+	t.Helper()
+	for range n {
+		o.count++
+		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("%x-%d", o.Writer.Session(), o.count), AcceptedAt: time.Now(), Body: []byte(strings.Repeat("x", 1000))}
+		if _, err := o.store.Append(t.Context(), []queue.Message{m}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func (o *snapshotOwner) take(t *testing.T) {
+	t.Helper()
+	if err := o.Take(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (o *snapshotOwner) wantAccepted(t *testing.T, want uint64) {
+	t.Helper()
+	if got := o.store.SourceStats("shop/web").Accepted; uint64(got) != want {
+		t.Errorf("accepted messages: got %d, want %d", got, want)
+	}
+}
+
+func (s *snapshotSlot) first(t *testing.T) uint64 {
+	t.Helper()
+	state, err := slotstest.NewLog(s.stream).State(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return state.First
+}
+
+// A slot is restored from a snapshot and the records behind it. The stream is trimmed behind the
+// snapshot before the last one. A second snapshot has only the tables that are new.
+func TestSnapshotAndRestore(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 300)
+	owner.take(t)
+	if got := s.first(t); got != 1 {
+		t.Errorf("first record after one snapshot: got %d, want 1", got)
+	}
+	atFirst := s.objects.Puts()
+	owner.take(t)
+	if got := s.objects.Puts() - atFirst; got >= atFirst {
+		t.Errorf("objects stored by the second snapshot: got %d, want fewer than the %d of the first one", got, atFirst)
+	}
+	trimmed := s.first(t)
+	if trimmed < 100 {
+		t.Errorf("first record after two snapshots: got %d, want at least 100", trimmed)
+	}
+	owner.accept(t, 100)
+	s.open(t, vfs.NewMem()).wantAccepted(t, 400)
+}
+
+// Files of a copy that ends before the stream begins are replaced by a snapshot. Without one they
+// are kept, and the error names the cause.
+func TestTrimmedCopy(t *testing.T) {
+	s := newSnapshotSlot()
+	old := vfs.NewMem()
+	owner := s.open(t, old)
+	owner.accept(t, 10)
+	owner.Writer.Close()
+	_ = owner.store.Close()
+
+	owner = s.open(t, vfs.NewMem())
+	for range 2 {
+		owner.accept(t, 100)
+		owner.take(t)
+	}
+	objects := s.objects
+	s.objects = slotstest.NewObjectStore(0)
+	slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: "data/queue", Store: pebblestore.Options{FS: old, Logger: slog.New(slog.DiscardHandler)}}
+	if _, err := slot.TakeOver(t.Context()); !errors.Is(err, slots.ErrForeignCopy) || !strings.Contains(err.Error(), "restore the stream and the objects") {
+		t.Errorf("take over without objects: got error %v, want %v with its fix", err, slots.ErrForeignCopy)
+	}
+	if p, err := pebblestore.ReadPosition(old, "data/queue"); err != nil || p.Batch == 0 {
+		t.Errorf("position of the kept files: got %d and error %v, want some batches", p.Batch, err)
+	}
+	s.objects = objects
+	s.open(t, old).wantAccepted(t, 210)
+}
+
+// An object that another program deleted costs a restore from the snapshot before, and is stored
+// again by the next snapshot.
+func TestDeletedObject(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 100)
+	owner.take(t)
+	before, _ := s.objects.List(t.Context())
+	owner.accept(t, 100)
+	owner.take(t)
+	all, _ := s.objects.List(t.Context())
+	deleted := 0
+	for _, name := range all {
+		if strings.HasSuffix(name, ".sst") && !strings.Contains(strings.Join(before, " "), name) {
+			_ = s.objects.Delete(t.Context(), name)
+			deleted++
+		}
+	}
+	if deleted == 0 {
+		t.Fatal("tables of the second snapshot alone: got none, want some")
+	}
+	clone := &snapshotSlot{s.stream.Clone(), s.objects}
+	clone.open(t, vfs.NewMem()).wantAccepted(t, 200)
+
+	owner.take(t)
+	owner.take(t)
+	s.open(t, vfs.NewMem()).wantAccepted(t, 200)
+}
+
+// cutObjects fails all uploads behind a number of them.
+type cutObjects struct {
+	slots.Objects
+	left int
+}
+
+func (o *cutObjects) Put(ctx context.Context, name string, data io.Reader) error {
+	if o.left == 0 {
+		return slotstest.ErrLost
+	}
+	o.left--
+	return o.Objects.Put(ctx, name, data)
+}
+
+// A snapshot that is cut off anywhere changes nothing: the slot is restored as before, and the next
+// session deletes the rest.
+func TestCutSnapshot(t *testing.T) {
+	for left := range 12 {
+		s := newSnapshotSlot()
+		owner := s.open(t, vfs.NewMem())
+		owner.accept(t, 50)
+		owner.take(t)
+		owner.accept(t, 50)
+		owner.take(t)
+		first := s.first(t)
+		owner.accept(t, 50)
+		owner.Objects = &cutObjects{s.objects, left}
+		if err := owner.Take(t.Context()); err == nil {
+			break // All objects of a snapshot.
+		} else if !errors.Is(err, slotstest.ErrLost) {
+			t.Fatalf("snapshot with %d uploads: got error %v, want %v", left, err, slotstest.ErrLost)
+		}
+		if got := s.first(t); got != first {
+			t.Errorf("first record after %d uploads: got %d, want %d", left, got, first)
+		}
+		rest, _ := s.objects.List(t.Context())
+		next := s.open(t, vfs.NewMem())
+		next.wantAccepted(t, 150)
+		next.take(t)
+		next.take(t)
+		kept, _ := s.objects.List(t.Context())
+		for _, name := range rest {
+			if strings.Contains(strings.Join(kept, " "), name) {
+				t.Errorf("object %s of the cut snapshot: got it after two snapshots of the next session, want it deleted", name)
+			}
+		}
+		s.open(t, vfs.NewMem()).wantAccepted(t, 150)
+	}
+}
+
+// A full object store trims nothing; the next snapshot with room does.
+func TestFullObjectStore(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 100)
+	s.objects.SetMaxBytes(1)
+	if err := owner.Take(t.Context()); !errors.Is(err, slots.ErrNoSpace) {
+		t.Errorf("snapshot to a full store: got error %v, want %v", err, slots.ErrNoSpace)
+	}
+	owner.accept(t, 10)
+	if got := s.first(t); got != 1 {
+		t.Errorf("first record: got %d, want 1", got)
+	}
+	s.objects.SetMaxBytes(0)
+	owner.take(t)
+	owner.take(t)
+	s.open(t, vfs.NewMem()).wantAccepted(t, 110)
+}
