@@ -30,6 +30,7 @@ import (
 //
 //   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
 //   - the log has no gap, and after a claim no record of an older session,
+//   - the log can be restored from each of the last two snapshots and the records behind it,
 //   - every surviving copy is a prefix of the log, or is recognised as a foreign one,
 //   - with leases, no session had a lease that had not ended while another one was allowed to send,
 //     and after a claim an older session sent at most the requests that were in flight.
@@ -45,10 +46,10 @@ func TestModel(t *testing.T) {
 			}
 		})
 	}
-	t.Logf("%d claims, %d sessions ended by another claim, %d released, %d kills, %d foreign copies, %d batches acknowledged, %d not, %d requests, %d of them after a claim", all.claims, all.fenced, all.released, all.kills, all.foreign, all.acknowledged, all.unacknowledged, all.sent, all.late)
+	t.Logf("%d claims, %d sessions ended by another claim, %d released, %d kills, %d foreign copies, %d batches acknowledged, %d not, %d requests, %d of them after a claim, %d snapshots", all.claims, all.fenced, all.released, all.kills, all.foreign, all.acknowledged, all.unacknowledged, all.sent, all.late, all.snapshots)
 	for name, n := range map[string]int{
 		"sessions ended by another claim": all.fenced, "released sessions": all.released, "kills": all.kills, "foreign copies": all.foreign,
-		"batches not acknowledged": all.unacknowledged, "requests": all.sent, "requests after a claim": all.late,
+		"batches not acknowledged": all.unacknowledged, "requests": all.sent, "requests after a claim": all.late, "snapshots": all.snapshots,
 	} {
 		if n == 0 && seeds >= 100 {
 			t.Errorf("%s: got none, want some: the model does not reach this case", name)
@@ -62,11 +63,14 @@ func TestModelFindsFaults(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the race detector finds nothing more here than in TestModel")
 	}
-	const seeds = 40
+	const seeds = 30
 	for name, v := range map[string]modelVariant{
 		"claim 4 s after the suspect": {leases: true, claimAfter: 4 * time.Second},
 		"a clock at 40 % of its rate": {leases: true, clockError: 0.6},
 		"records without the fence":   {unfenced: true},
+		"manifest before its files":   {leases: true, snapshotFault: manifestFirst},
+		"trim before the manifest":    {leases: true, snapshotFault: trimFirst},
+		"position read too late":      {leases: true, snapshotFault: positionLater},
 	} {
 		t.Run(name, func(t *testing.T) {
 			found := 0
@@ -93,7 +97,7 @@ func env(name string, otherwise int) int {
 
 // modelTally has the sums of all seeds.
 type modelTally struct {
-	claims, fenced, released, kills, foreign, acknowledged, unacknowledged, sent, late int
+	claims, fenced, released, kills, foreign, acknowledged, unacknowledged, sent, late, snapshots int
 }
 
 // modelVariant chooses the rules that the pods keep.
@@ -106,15 +110,18 @@ type modelVariant struct {
 	clockError float64
 	// unfenced: a record that does not follow the expected one is appended nevertheless.
 	unfenced bool
+	// snapshotFault is the fault of the snapshots; 0 for none.
+	snapshotFault snapshotFault
 	// lasts replaces modelFor.
 	lasts time.Duration
 }
 
 type model struct {
 	modelVariant
-	stream *slotstest.Stream
-	faults slotstest.Faults
-	tally  *modelTally
+	stream  *slotstest.Stream
+	objects *slotstest.ObjectStore
+	faults  slotstest.Faults
+	tally   *modelTally
 
 	mu  sync.Mutex
 	rng *rand.Rand
@@ -145,7 +152,7 @@ func runModel(t *testing.T, seed int, v modelVariant, tally *modelTally) (failur
 }
 
 func newModel(rng *rand.Rand, v modelVariant, tally *modelTally) *model {
-	m := &model{modelVariant: v, stream: slotstest.NewStream(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
+	m := &model{modelVariant: v, stream: slotstest.NewStream(0), objects: slotstest.NewObjectStore(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
 	if m.oneOf(3) {
 		m.stream = slotstest.NewStream(int64(20_000 + rng.IntN(100_000)))
 	}
@@ -235,6 +242,13 @@ func (l *modelLog) Publish(ctx context.Context, expected uint64, id string, reco
 	return sequence, err
 }
 
+func (l *modelLog) Trim(ctx context.Context, before uint64) error {
+	if l.cut.Load() {
+		return slotstest.ErrLost
+	}
+	return l.Log.Trim(ctx, before)
+}
+
 func (l *modelLog) Get(ctx context.Context, from uint64) (slots.Entry, error) {
 	if l.cut.Load() {
 		sleep(ctx, 1000)
@@ -274,7 +288,12 @@ func (m *model) runPod(ctx context.Context, pod int) {
 		switch {
 		case errors.Is(err, slots.ErrForeignCopy):
 			m.count(&m.tally.foreign)
-			files = &copied{}
+			restored, err := m.recover(ctx, log, &modelObjects{m, ctx, log}, map[uint64]bool{})
+			if restored != nil {
+				files = restored
+			} else if ctx.Err() == nil && !isTransient(err) {
+				m.fail("pod %d: restore a snapshot: got error %v, want none", pod, err)
+			}
 			continue
 		case err != nil && ctx.Err() == nil && !isTransient(err):
 			m.fail("pod %d: claim: got error %v, want none", pod, err)
@@ -335,6 +354,9 @@ func (m *model) own(ctx context.Context, log *modelLog, w *slots.Writer, files *
 				sleep(living, m.upTo(2000))
 			}
 		})
+	}
+	if m.oneOf(2) {
+		workers.Go(func() { m.takeSnapshots(living, log, w, files) })
 	}
 	late := 0
 	if m.leases {
@@ -445,7 +467,13 @@ func (m *model) check(ctx context.Context) {
 	time.Sleep(time.Minute) // Late requests arrive.
 	m.stream.SetMaxBytes(0)
 	restored := &copied{}
-	if err := m.restore(ctx, restored); err != nil {
+	err := m.restore(ctx, restored)
+	if errors.Is(err, slots.ErrForeignCopy) { // The stream was trimmed.
+		if restored, err = m.recover(ctx, slotstest.NewLog(m.stream), m.objects, map[uint64]bool{}); err == nil {
+			err = m.restore(ctx, restored)
+		}
+	}
+	if err != nil {
 		m.fail("restore: got error %v, want none", err)
 		return
 	}
@@ -462,6 +490,7 @@ func (m *model) check(ctx context.Context) {
 			m.fail("acknowledged batch %.20q: got it at %d (0: missing), want %d", batch, seen[batch], number)
 		}
 	}
+	m.checkSnapshots(ctx, restored)
 	for i, files := range m.survivors {
 		if err := m.restore(ctx, files); errors.Is(err, slots.ErrForeignCopy) {
 			m.tally.foreign++
@@ -505,6 +534,13 @@ func (c *copied) equal(other *copied) bool {
 	return slices.EqualFunc(c.batches, other.batches, func(a, b copiedBatch) bool {
 		return a.session == b.session && bytes.Equal(a.data, b.data)
 	})
+}
+
+// all returns the batches.
+func (c *copied) all() []copiedBatch {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.batches)
 }
 
 // crash leaves the first n batches.
