@@ -154,7 +154,7 @@ func (c *modelCheckpoints) Checkpoint(dir string) (pebblestore.Position, error) 
 		batches = batches[tableBatches:]
 	}
 	if c.snapshotFault == positionLater {
-		time.Sleep(time.Duration(c.upTo(6000)) * time.Millisecond)
+		time.Sleep(time.Duration(c.upTo(4000)) * time.Millisecond)
 		position = (&copied{batches: c.files.all()}).Position()
 	}
 	return position, writeBatches(c.fs, c.fs.PathJoin(dir, restName), batches)

@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
-
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"strconv"
+	"strings"
 )
 
 // Objects keeps the files of the snapshots of one slot. All methods may be called concurrently.
@@ -102,11 +102,18 @@ func getAll(ctx context.Context, objects Objects, name string) (data []byte, err
 	return data, err
 }
 
-// objectName returns the name of a file of a session. Tables never change in a session; all other
-// files belong to one snapshot.
-func objectName(session pebblestore.Session, batch uint64, name string, isTable bool) string {
+// objectName returns the name of a file of a session, which begins with the epoch of its claim. Tables
+// never change in a session; all other files belong to one snapshot.
+func objectName(w *Writer, batch uint64, name string, isTable bool) string {
 	if isTable {
-		return fmt.Sprintf("%x/%s", session, name)
+		return fmt.Sprintf("%d-%x/%s", w.Epoch(), w.Session(), name)
 	}
-	return fmt.Sprintf("%x/%d/%s", session, batch, name)
+	return fmt.Sprintf("%d-%x/%d/%s", w.Epoch(), w.Session(), batch, name)
+}
+
+// epochOf returns the epoch of the session that stored an object; not for the rest of an upload.
+func epochOf(object string) (epoch uint64, ok bool) {
+	digits, _, _ := strings.Cut(object, "-")
+	epoch, err := strconv.ParseUint(digits, 10, 64)
+	return epoch, err == nil
 }

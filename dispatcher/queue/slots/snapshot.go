@@ -47,8 +47,9 @@ type Checkpointer interface {
 //   - The stream has all records behind the last batch of the last two snapshots, and the objects of
 //     both exist. So a copy that is one snapshot behind follows the stream without a restore, and
 //     the loss of an object costs a longer restore only.
-//   - Objects are deleted only if they were listed while the session had its lease. So the snapshots
-//     of a later session do not need them.
+//   - A session deletes no objects of a later one, whose first snapshot has objects of its own. Until
+//     then a later session needs the last two snapshots that this session knows. The rests of uploads
+//     do not name their session, so they are deleted only if they were listed under the lease.
 type Snapshotter struct {
 	// Log, Objects and Writer are those of the session; Store is its store.
 	Log     Log
@@ -167,7 +168,7 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if err != nil {
 		return m, err
 	}
-	m.object = objectName(s.Writer.Session(), position.Batch, "snapshot.json", false)
+	m.object = objectName(s.Writer, position.Batch, "snapshot.json", false)
 	if err := s.Objects.Put(ctx, m.object, bytes.NewReader(encoded)); err != nil {
 		return m, fmt.Errorf("store object %s: %w", m.object, err)
 	}
@@ -197,7 +198,7 @@ func (s *Snapshotter) putFiles(ctx context.Context, batch uint64, unlimited bool
 	used := make(map[string]file, len(names))
 	for _, name := range names {
 		isTable := strings.HasSuffix(name, ".sst") || strings.HasSuffix(name, ".blob")
-		object := objectName(s.Writer.Session(), batch, name, isTable)
+		object := objectName(s.Writer, batch, name, isTable)
 		f, ok := s.uploaded[object]
 		if !ok || !exists[object] {
 			if f, err = s.putFile(ctx, name, object, unlimited); err != nil {
@@ -268,11 +269,10 @@ func (s *Snapshotter) collect(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("list the objects: %w", err)
 	}
-	if !s.Writer.MaySend() {
-		return nil // The list may have objects of a later session.
-	}
+	hadLease := s.Writer.MaySend()
 	for _, name := range listed {
-		if needed[name] {
+		epoch, ok := epochOf(name)
+		if needed[name] || ok && epoch > s.Writer.Epoch() || !ok && !hadLease {
 			continue
 		}
 		if err := s.Objects.Delete(ctx, name); err != nil {
