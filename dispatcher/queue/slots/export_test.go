@@ -25,5 +25,8 @@ func RestoreFiles(ctx context.Context, log Log, objects Objects, fs vfs.FS, dir 
 	return (&restorer{log: log, objects: objects, fs: fs, dir: dir, tried: tried}).restore(ctx)
 }
 
+// ErrStaleRead reports that a read did not see a record that exists.
+var ErrStaleRead = errStaleRead
+
 // NewestSnapshot returns the sequence of the last snapshot record; 0 for none.
 func NewestSnapshot(ctx context.Context, log Log) (uint64, error) { return newestSnapshot(ctx, log) }

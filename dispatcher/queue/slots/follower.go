@@ -55,6 +55,9 @@ func (f *follower) apply(e Entry) error {
 	if e.Sequence != f.next {
 		return fmt.Errorf("%w: records %d to %d were trimmed before it applied them", ErrForeignCopy, f.next, e.Sequence-1)
 	}
+	if err == nil && f.lastKind == 0 && h.first > f.last+1 { // A stale state had another first record.
+		return fmt.Errorf("%w: it ends with batch %d, and the log begins with batch %d", ErrForeignCopy, f.last, h.first)
+	}
 	if err == nil {
 		err = f.applyRecord(h, payload)
 	}
@@ -147,6 +150,9 @@ var ErrForeignCopy = errors.New("the copy is not a part of the log")
 // and created again. The pod must not remove its copy, which may be the last one.
 var ErrEmptied = errors.New("the records of the stream were removed by another program; restore the stream")
 
+// errStaleRead reports that a read did not see a record that exists.
+var errStaleRead = errors.New("the server that answered does not have the record yet")
+
 // newFollower finds the record with the last batch of a copy. The record must be in the stream and
 // of the copy's session. A copy without batches begins with the first batch.
 func newFollower(ctx context.Context, log Log, s State, copied Replica) (*follower, error) {
@@ -178,11 +184,14 @@ func findBatch(ctx context.Context, log Log, s State, batch uint64) (found Entry
 	for low, high := s.First, s.Last+1; low < high; {
 		middle := low + (high-low)/2
 		e, getErr := log.Get(ctx, middle)
-		if getErr != nil && !errors.Is(getErr, ErrNoRecord) {
+		if errors.Is(getErr, ErrNoRecord) {
+			return found, h, fmt.Errorf("read record %d of the log: %w", middle, errStaleRead)
+		}
+		if getErr != nil {
 			return found, h, fmt.Errorf("read record %d of the log: %w", middle, getErr)
 		}
-		if getErr != nil || e.Sequence >= high {
-			high = middle // The records from here on were removed.
+		if e.Sequence >= high {
+			high = middle // The records before e were trimmed meanwhile.
 			continue
 		}
 		head, _, decodeErr := decodeRecord(e.Record)

@@ -323,7 +323,7 @@ func (m *model) newClock(pod int) func() time.Time {
 // isTransient reports whether an error ends with the faults of the stream. A stale read may not see
 // the first records.
 func isTransient(err error) bool {
-	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied)
+	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied) || errors.Is(err, slots.ErrStaleRead)
 }
 
 func (m *model) count(n *int) {

@@ -62,7 +62,9 @@ func reference(encoded []byte, object string) []byte {
 func readManifest(ctx context.Context, log Log, objects Objects, sequence uint64) (m manifest, before uint64, err error) {
 	e, err := log.Get(ctx, sequence)
 	switch {
-	case errors.Is(err, ErrNoRecord) || err == nil && e.Sequence != sequence:
+	case errors.Is(err, ErrNoRecord):
+		return m, 0, fmt.Errorf("read record %d of the log: %w", sequence, errStaleRead)
+	case err == nil && e.Sequence != sequence:
 		return m, 0, fmt.Errorf("%w: its record %d was trimmed", errNoSnapshot, sequence)
 	case err != nil:
 		return m, 0, fmt.Errorf("read record %d of the log: %w", sequence, err)

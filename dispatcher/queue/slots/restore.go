@@ -58,9 +58,12 @@ func newestSnapshot(ctx context.Context, log Log) (uint64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("read the state of the log: %w", err)
 	}
+	if s.First > s.Last {
+		return 0, nil
+	}
 	e, err := log.Get(ctx, s.Last)
 	if errors.Is(err, ErrNoRecord) {
-		return 0, nil
+		err = errStaleRead
 	}
 	if err != nil {
 		return 0, fmt.Errorf("read record %d of the log: %w", s.Last, err)

@@ -131,6 +131,7 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 func (s *Snapshotter) begin(ctx context.Context) error {
 	s.limiter = rate.NewLimiter(uploadRate, uploadBurst)
 	s.kept = nil
+	isComplete := true
 	for sequence := s.Writer.progress().snapshot; sequence > 0 && len(s.kept) < 2; {
 		m, before, err := readManifest(ctx, s.Log, s.Objects, sequence)
 		if err != nil && !errors.Is(err, errNoSnapshot) {
@@ -139,10 +140,14 @@ func (s *Snapshotter) begin(ctx context.Context) error {
 		if err == nil {
 			s.kept = slices.Insert(s.kept, 0, m)
 		}
+		isComplete = isComplete && err == nil
 		sequence = before
 	}
-	if err := s.collect(ctx); err != nil {
-		return err
+	// If a manifest was not found, its snapshot may be complete nevertheless.
+	if isComplete {
+		if err := s.collect(ctx); err != nil {
+			return err
+		}
 	}
 	s.uploaded = map[string]file{}
 	return nil
@@ -245,9 +250,12 @@ func (s *Snapshotter) trim(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read the state of the log: %w", err)
 	}
-	e, _, err := findBatch(ctx, s.Log, state, s.kept[0].Batch)
+	e, h, err := findBatch(ctx, s.Log, state, s.kept[0].Batch)
 	if err != nil {
 		return err
+	}
+	if h.first > s.kept[0].Batch {
+		return nil // A later session has trimmed the stream.
 	}
 	if err := s.Log.Trim(ctx, min(e.Sequence, s.kept[0].sequence)); err != nil {
 		return fmt.Errorf("trim the log: %w", err)
