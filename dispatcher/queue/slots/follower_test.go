@@ -104,3 +104,14 @@ func TestTrimmedBehindTheFollower(t *testing.T) {
 		t.Errorf("apply: got error %v, want %v and no DamageError", err, ErrForeignCopy)
 	}
 }
+
+// A new copy that begins behind the first batch needs a snapshot; the stream is not damaged.
+func TestNewCopyOfTrimmedStream(t *testing.T) {
+	for _, h := range []header{{kindBatches, own, 1, 9, 15, 16, 0}, {kindClaim, own, 2, 1, 15, 14, 0}, {kindHeartbeat, own, 1, 9, 15, 14, 0}} {
+		f := &follower{copy: &countingReplica{}, next: 7}
+		var damage *DamageError
+		if err := f.apply(entry(7, h)); !errors.Is(err, ErrForeignCopy) || errors.As(err, &damage) {
+			t.Errorf("apply a %v: got error %v, want %v and no DamageError", h.kind, err, ErrForeignCopy)
+		}
+	}
+}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -242,4 +243,43 @@ func TestFullObjectStore(t *testing.T) {
 	owner.take(t)
 	owner.take(t)
 	s.open(t, vfs.NewMem()).wantAccepted(t, 110)
+}
+
+// staleLog does not return the records from a sequence on.
+type staleLog struct {
+	slots.Log
+	unseen uint64
+}
+
+func (l *staleLog) Get(ctx context.Context, from uint64) (slots.Entry, error) {
+	e, err := l.Log.Get(ctx, from)
+	if err == nil && e.Sequence >= l.unseen {
+		return slots.Entry{}, slots.ErrNoRecord
+	}
+	return e, err
+}
+
+// Reads that miss existing records delete no object that a snapshot needs, and do not trim.
+func TestStaleReads(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 50)
+	owner.take(t)
+	owner.take(t)
+	before, _ := s.objects.List(t.Context())
+	first := s.first(t)
+
+	next := s.open(t, vfs.NewMem())
+	next.Log = &staleLog{next.Log, first + 1}
+	if err := next.Take(t.Context()); !errors.Is(err, slots.ErrStaleRead) {
+		t.Errorf("first snapshot of a session whose reads are stale: got error %v, want %v", err, slots.ErrStaleRead)
+	}
+	after, _ := s.objects.List(t.Context())
+	if diff := cmp.Diff(before, after); diff != "" {
+		t.Errorf("objects (-want +got):\n%s", diff)
+	}
+	if got := s.first(t); got != first {
+		t.Errorf("first record: got %d, want %d", got, first)
+	}
+	s.open(t, vfs.NewMem()).wantAccepted(t, 50)
 }
