@@ -57,8 +57,8 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// TestModelFindsFaults runs the model with known faults. Each fault must break the promises in most
-// seeds; otherwise the model proves nothing about them.
+// TestModelFindsFaults runs the model with known faults. Each fault must break the promises in a quarter
+// of the seeds or more; otherwise the model proves nothing about them.
 func TestModelFindsFaults(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the race detector finds nothing more here than in TestModel")
@@ -81,8 +81,8 @@ func TestModelFindsFaults(t *testing.T) {
 				}
 			}
 			t.Logf("the model fails in %d of %d seeds", found, seeds)
-			if found <= seeds/2 {
-				t.Errorf("failing seeds: got %d of %d, want more than half", found, seeds)
+			if found < seeds/4 {
+				t.Errorf("failing seeds: got %d of %d, want a quarter or more", found, seeds)
 			}
 		})
 	}
