@@ -74,8 +74,8 @@ func (f fact) due(before record, now time.Time) bool {
 	return f.value != before.Value && now.Sub(before.Time).Abs() >= f.pause
 }
 
-// facts returns the facts of a namespace that are due. Destinations that get notices have none, so that
-// no notice causes another one.
+// facts returns the facts of a namespace that are due. Destinations that get notices have none, also as
+// forwarded dead letters, so that no notice causes another one.
 func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.ConfigReport, before map[string]record, now time.Time) (list []fact) {
 	if n == nil {
 		n = &adminapi.NamespaceIndex{}
@@ -100,8 +100,16 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 	}
 	gets := map[string]bool{}
 	for i := range config.Destinations {
+		if d := &config.Destinations[i]; listens(d) {
+			gets[d.Name] = true
+			if to := d.DeadLetters.ForwardTo; to != "" { // It gets the notices that fail.
+				gets[to] = true
+			}
+		}
+	}
+	for i := range config.Destinations {
 		d := &config.Destinations[i]
-		if gets[d.Name] = listens(d); gets[d.Name] || n.Destinations[d.Name] == nil {
+		if gets[d.Name] || n.Destinations[d.Name] == nil {
 			continue
 		}
 		r := n.Destinations[d.Name]

@@ -260,6 +260,23 @@ func TestNoLoop(t *testing.T) {
 	})
 }
 
+// A destination that gets the notices that failed, as forwarded dead letters, causes none.
+func TestNoLoopOverForwardedNotices(t *testing.T) {
+	run(t, func(r *rig) {
+		r.config.Destinations = slices.Clone(r.config.Destinations)
+		r.config.Destinations[1].DeadLetters.ForwardTo = "crm"
+		r.apply()
+		r.after(2*time.Hour, func() {
+			r.circuit(adminapi.EndpointCircuitOpen)()
+			r.crm().DeadLettered = 3
+		})
+		r.config.Destinations = slices.Clone(r.config.Destinations)
+		r.config.Destinations[1].DeadLetters.ForwardTo = ""
+		r.apply()
+		r.after(time.Minute, nil, notices.CircuitOpened, notices.DeadLetters)
+	})
+}
+
 func TestDeadLetters(t *testing.T) {
 	run(t, func(r *rig) {
 		r.after(time.Minute, nil)
