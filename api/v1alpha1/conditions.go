@@ -221,6 +221,13 @@ const (
 	ReasonDamaged = "Damaged"
 )
 
+// DeadLetterReasons are the reasons that a dead letter can have.
+var DeadLetterReasons = []string{
+	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDamaged, ReasonTimedOut, ReasonConnectionRefused,
+	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
+	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
+}
+
 // Reasons of Receiving.
 const (
 	// ReasonReceiving: calls have been accepted for this Source.

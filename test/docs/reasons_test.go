@@ -9,11 +9,14 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
 var update = flag.Bool("update", false, "write the generated parts of pages")
@@ -110,6 +113,9 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 			found++
 			if !inAPI[m[1]] {
 				t.Errorf("dispatcher/%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
+			}
+			if !slices.Contains(v1alpha1.DeadLetterReasons, m[1]) {
+				t.Errorf("dispatcher/%s has the reason %s, which v1alpha1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
 			}
 		}
 	}

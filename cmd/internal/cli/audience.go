@@ -306,10 +306,10 @@ func showProgress(w io.Writer, line func() string) (stop func()) {
 		for {
 			select {
 			case <-done:
-				fmt.Fprint(w, "\r\033[K")
+				command.RedrawLine(w, "")
 				return
 			case <-tick.C:
-				fmt.Fprint(w, "\r\033[K"+line())
+				command.RedrawLine(w, line())
 			}
 		}
 	}()

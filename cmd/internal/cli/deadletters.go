@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
@@ -73,6 +75,9 @@ func unknown(ctx context.Context, targets []target, destination string) error {
 	return fmt.Errorf("no dispatcher has a destination %q in namespace %q%s", name, namespace, command.DidYouMean(name, names))
 }
 
+// maxListed is the highest limit of a list of dead letters.
+const maxListed = 10_000
+
 func newDeadLettersList(flags connectorFlags) *cobra.Command {
 	var r connector
 	var output string
@@ -86,6 +91,9 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			name, err := destination(r, args[0])
 			if err != nil {
 				return err
+			}
+			if limit < 1 || limit > maxListed {
+				return command.Usagef("--limit %d: use 1 to %d", limit, maxListed)
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
@@ -239,11 +247,41 @@ func (c *selection) register(cmd *cobra.Command) {
 	f.StringSliceVar(&c.Events, "event", nil, "those with this event name")
 	f.StringVar(&c.since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
 	f.StringVar(&c.until, "until", "", "those that failed before then")
+	c.completeValues(cmd)
+}
+
+// completeValues completes --reason and --type.
+func (c *selection) completeValues(cmd *cobra.Command) {
+	for flag, values := range map[string][]string{"reason": v1alpha1.DeadLetterReasons, "type": callTypes} {
+		_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
+	}
+}
+
+// callTypes are the types of the calls that a dead letter can have.
+var callTypes = []string{"identify", "track", "page", "screen", "group", "alias", "delete"}
+
+// checkValues fails for a value that no dead letter can have, because it would select nothing.
+func checkValues(flag string, values, known []string) error {
+	for _, v := range values {
+		if slices.Contains(known, v) {
+			continue
+		}
+		i := slices.IndexFunc(known, func(k string) bool { return strings.EqualFold(k, v) })
+		suggestion := command.DidYouMean(v, known)
+		if i >= 0 {
+			suggestion = fmt.Sprintf("; did you mean %s?", known[i])
+		}
+		return command.Usagef("%s %q is not one of %s%s", flag, v, strings.Join(known, ", "), suggestion)
+	}
+	return nil
 }
 
 // parse makes the selector. At least one selection, or --all, is required; how names the
 // alternatives in the error.
 func (c *selection) parse(how string, keys ...string) (err error) {
+	if err := cmp.Or(checkValues("--reason", c.Reasons, v1alpha1.DeadLetterReasons), checkValues("--type", c.Types, callTypes)); err != nil {
+		return err
+	}
 	if c.Since, err = moment("--since", c.since); err != nil {
 		return err
 	}
@@ -276,7 +314,9 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 			n += p.Matched
 		}
 		question := fmt.Sprintf("Remove %d dead letters of %s permanently?", n, a.Destination)
-		if n > 0 {
+		if n == 0 {
+			a.DryRun = true // A dead letter that is stored from now on is not confirmed.
+		} else {
 			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %d dead letters of %s permanently", n, a.Destination)); err != nil {
 				return err
 			}
@@ -314,7 +354,7 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 		}
 	}
 	what := fmt.Sprintf("%d %s", sum.Redelivered, done)
-	if a.DryRun {
+	if a.DryRun && !ask {
 		what = fmt.Sprintf("%d would be %s", sum.Matched, done)
 	}
 	fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, sum.Bytes)
@@ -351,6 +391,9 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 			none := "No attempts to " + name + " since the dispatchers started."
 			if failed {
 				none = "No failed attempts among the last ones to " + name + "."
+			}
+			if endpoint != "" {
+				none = strings.TrimSuffix(none, ".") + fmt.Sprintf(", at endpoint %q.", endpoint)
 			}
 			return list(cmd, r, name, output, none, pick, func([]target, int) string {
 				if output == "json" {

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net/http"
 	"net/url"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -189,12 +190,15 @@ func (g *getter) objects(ctx context.Context, resource, accept string, include s
 	return nil
 }
 
+// remaining is the part of a warning that changes with the time alone.
+var remaining = regexp.MustCompile(` in [0-9.hms]+, at `)
+
 // fetch requests a path, and prints each warning of the responses once.
 func (g *getter) fetch(ctx context.Context, path, accept string) ([]byte, error) {
 	body, warnings, err := g.request(ctx, path, accept)
 	for _, w := range warnings {
-		if !g.warned[w.Text] {
-			g.warned[w.Text] = true
+		if key := remaining.ReplaceAllString(w.Text, " at "); !g.warned[key] {
+			g.warned[key] = true
 			fmt.Fprintln(g.cmd.ErrOrStderr(), "Warning:", w.Text)
 		}
 	}

@@ -185,3 +185,34 @@ func TestGetCompletion(t *testing.T) {
 		}
 	}
 }
+
+// A warning whose remaining time shrinks is one warning, also for hours of --watch.
+func TestWatchPrintsAWarningOnce(t *testing.T) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	var requests atomic.Int64
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		n := requests.Add(1)
+		w.Header().Add("Warning", fmt.Sprintf(`299 - "3 pending messages will be discarded in %s, at 2026-11-23T15:25:46Z"`, []string{"8m33s", "8m32s", "1h0m0.5s"}[min(n-1, 2)]))
+		if n >= 2 {
+			w.Header().Add("Warning", `299 - "4 pending messages will be discarded in 1s, at 2026-11-23T15:25:46Z"`)
+		}
+		if n == 4 {
+			cancel()
+		}
+		fmt.Fprint(w, `{"kind":"Table","apiVersion":"meta.k8s.io/v1","rows":[]}`)
+	}))
+	defer server.Close()
+	cmd := newGet()
+	var out, errs bytes.Buffer
+	cmd.SetOut(&out)
+	cmd.SetErr(&errs)
+	cmd.SetArgs([]string{"destinations", "--watch", "--admin", server.URL})
+	if err := cmd.ExecuteContext(ctx); err != nil {
+		t.Fatal(err)
+	}
+	const want = "Warning: 3 pending messages will be discarded in 8m33s, at 2026-11-23T15:25:46Z\nWarning: 4 pending messages will be discarded in 1s, at 2026-11-23T15:25:46Z\n"
+	if diff := cmp.Diff(want, errs.String()); diff != "" || requests.Load() < 3 {
+		t.Errorf("warnings of %d requests (-want +got):\n%s", requests.Load(), diff)
+	}
+}

@@ -47,9 +47,14 @@ func openTerminal(t *testing.T) (screen, terminal *os.File) {
 // character or reverse its text, whatever the command and its output; also when
 // the dispatcher is of a release that does not escape.
 func TestTerminalGetsNoControlCharacters(t *testing.T) {
-	const hostile = "ev\u0085\u009b31m\u202eil\u2066\u200f\u061c\u007f"
-	letter := `{"key":"k","source":"default/web","destination":"default/crm","messageId":"` + hostile + `","type":"track","event":"` + hostile + `","reason":"Rejected","message":"` + hostile + `","response":"` + hostile + `"}`
-	attempt := `{"source":"default/web","destination":"default/crm","endpoint":"e","messageId":"` + hostile + `","message":"` + hostile + `"}`
+	const hostile = "\x1b]0;title\aev\u0085\u009b31m\u202eil\u2066\u200f\u061c\u007f"
+	quoted, err := json.Marshal(hostile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	inJSON := strings.Trim(string(quoted), `"`)
+	letter := `{"key":"k","source":"default/web","destination":"default/crm","messageId":"` + inJSON + `","type":"track","event":"` + inJSON + `","reason":"Rejected","message":"` + inJSON + `","response":"` + inJSON + `"}`
+	attempt := `{"source":"default/web","destination":"default/crm","endpoint":"e","messageId":"` + inJSON + `","message":"` + inJSON + `"}`
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/deadletters", "/deadletters/k":
@@ -58,6 +63,8 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 			fmt.Fprintln(w, attempt)
 		case "/debug/pprof/heap":
 			fmt.Fprint(w, hostile)
+		case "/problems":
+			fmt.Fprint(w, `{"problems":[{"file":"a.yaml","object":"`+inJSON+`","message":"`+inJSON+`"}]}`)
 		case apiPrefix + "/webhookdestinations":
 			w.Header().Set("Warning", "299 - \"il\u2066\u200f\u061c\u202e\"")
 			fmt.Fprint(w, `{"kind": "Table", "apiVersion": "meta.k8s.io/v1", "rows": []}`)
@@ -68,7 +75,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	defer server.Close()
 	for _, args := range [][]string{
 		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"}, {"deadletters", "show", "crm", "none"},
-		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"},
+		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"}, {"problems"},
 	} {
 		screen, terminal := openTerminal(t)
 		shown := make(chan []byte, 1)
@@ -82,7 +89,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 		if len(text) == 0 {
 			t.Errorf("%v: nothing is shown, exit code %d", args, code)
 		}
-		if i := strings.IndexAny(text, "\u0085\u009b\u202e\u2066\u200f\u061c\u007f"); i >= 0 {
+		if i := strings.IndexAny(text, "\x1b\a\u0085\u009b\u202e\u2066\u200f\u061c\u007f"); i >= 0 {
 			t.Errorf("%v: a control character reaches the terminal: %q", args, text)
 		}
 	}
@@ -166,5 +173,36 @@ func TestPurgeAsksOnTerminal(t *testing.T) {
 		if question := "Remove 3 dead letters of default/crm permanently? [y/N]"; err != nil || !strings.Contains(string(seen[:n]), question) {
 			t.Errorf("answer %q: got %q (%v), want %q", answer, seen[:n], err, question)
 		}
+	}
+}
+
+// A purge that finds nothing asks nothing, so it must not remove a dead letter that is stored meanwhile.
+func TestPurgeOfNothingRemovesNothing(t *testing.T) {
+	var requests, purged atomic.Int64
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/report" {
+			_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "default", Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
+			return
+		}
+		var a adminapi.DeadLetterAction
+		if err := json.NewDecoder(r.Body).Decode(&a); err != nil {
+			t.Errorf("%s: %v", r.URL.Path, err)
+		}
+		progress := adminapi.DeadLetterProgress{Done: true}
+		if requests.Add(1) > 1 { // It is stored after the count.
+			progress.Matched = 1
+			if !a.DryRun {
+				progress.Redelivered = 1
+				purged.Add(1)
+			}
+		}
+		_ = json.NewEncoder(w).Encode(progress)
+	}))
+	defer server.Close()
+	_, terminal := openTerminal(t)
+	var out bytes.Buffer
+	code := execute([]string{"deadletters", "purge", "crm", "--all", "--admin", server.URL}, terminal, &out, terminal)
+	if code != command.ExitOK || purged.Load() != 0 || out.String() != "0 removed (0 bytes)\n" {
+		t.Errorf("got exit code %d, %d purges and %q, want 0, 0 and nothing removed", code, purged.Load(), out.String())
 	}
 }

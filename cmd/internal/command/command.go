@@ -60,6 +60,10 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetOut(SafeOnTerminal(stdout))
 	stderr = SafeOnTerminal(stderr) // Errors and warnings may quote external text.
 	root.SetErr(stderr)
+	root.InitDefaultCompletionCmd(args...)
+	if completion, _, err := root.Find([]string{"completion"}); err == nil && completion != root {
+		completion.Args, completion.RunE = OnlyCommands, ShowHelp // An unknown shell is an error.
+	}
 	cmd, err := root.ExecuteContextC(ctx)
 	var usage usageError
 	switch {
@@ -99,13 +103,39 @@ func explainFlag(err error) error {
 }
 
 // terminal is a standard stream that is connected to a terminal.
-type terminal struct{ *termsafe.Writer }
+type terminal struct {
+	*termsafe.Writer
+	file *os.File
+}
+
+// withoutC0 escapes the control characters below space, which JSON never has, but other texts may. Only
+// tabs and line breaks remain.
+type withoutC0 struct{ to io.Writer }
+
+func (w withoutC0) Write(p []byte) (int, error) {
+	isC0 := func(c byte) bool { return c < ' ' && c != '\n' && c != '\t' }
+	text := p
+	if slices.ContainsFunc(p, isC0) {
+		text = nil
+		for _, c := range p {
+			if isC0(c) {
+				text = fmt.Appendf(text, `\u%04x`, c)
+			} else {
+				text = append(text, c)
+			}
+		}
+	}
+	if _, err := w.to.Write(text); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
 
 // SafeOnTerminal escapes control sequences on terminals, because much of the output of commands
 // is written by senders and receivers. Files and pipes get the text unchanged.
 func SafeOnTerminal(w io.Writer) io.Writer {
 	if f, ok := w.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
-		return terminal{termsafe.NewWriter(f)}
+		return terminal{termsafe.NewWriter(withoutC0{f}), f}
 	}
 	return w
 }
@@ -114,6 +144,14 @@ func SafeOnTerminal(w io.Writer) io.Writer {
 func IsTerminal(w io.Writer) bool {
 	_, ok := w.(terminal)
 	return ok
+}
+
+// RedrawLine replaces the present line of a terminal by a text, and does nothing elsewhere.
+func RedrawLine(w io.Writer, text string) {
+	if t, ok := w.(terminal); ok {
+		_, _ = io.WriteString(t.file, "\r\033[K") // The terminal itself would escape it.
+		_, _ = io.WriteString(t, text)
+	}
 }
 
 // Confirm asks a question on the terminal, and fails unless the answer is yes. Without a terminal it
