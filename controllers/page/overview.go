@@ -136,7 +136,7 @@ func (p *Page) newOverview(v view, query string) overview {
 	o.SentSpark, o.FailedSpark = spark("messages delivered", total, delivered), spark("dead letters", total, failed)
 
 	bySource := map[string]bool{}
-	for k := range v.destinations {
+	for _, k := range slices.SortedFunc(maps.Keys(v.destinations), compareKeys) {
 		r := p.newRow(v, k)
 		o.All.Ledger, o.All.Stored, o.All.Retrying = plus(o.All.Ledger, r.Ledger), o.All.Stored+r.Stored, o.All.Retrying+r.Retrying
 		o.All.Oldest = earlier(o.All.Oldest, r.Oldest)
@@ -152,11 +152,19 @@ func (p *Page) newOverview(v view, query string) overview {
 				}
 				bySource[k.Namespace+r.Cause.Text] = true
 			}
-			o.Problems = append(o.Problems, problem{k.String(), r.Link, r.Cause.Text, r.Cause.Fix})
+			found := problem{k.String(), r.Link, r.Cause.Text, r.Cause.Fix}
+			if r.Cause.Idle {
+				o.Notices = append(o.Notices, found)
+				continue
+			}
+			o.Problems = append(o.Problems, found)
 		}
 	}
 	if text := why.UnknownKeys(v.unknownKeys, v.now); text != "" {
 		o.Notices = append(o.Notices, problem{Object: "write keys", Text: text, Fix: "if the sender is yours, compare its write key with the Secret of the Source"})
+	}
+	if more := len(o.Notices) - maxProblems; more > 0 {
+		o.Notices = append(o.Notices[:maxProblems], problem{Object: "more", Text: count(int64(more), "more notice")})
 	}
 	slices.SortStableFunc(o.Problems, func(a, b problem) int { return cmp.Compare(a.Link, b.Link) })
 	slices.SortFunc(o.Rows, worseFirst)
@@ -240,6 +248,8 @@ func (p *Page) newRow(v view, k key) row {
 	r := row{key: k, numbers: v.numbers(k), Link: link(k), State: "ok"}
 	r.Cause = why.Cause(v.explain(k, nil))
 	switch {
+	case r.Cause != nil && r.Cause.Idle:
+		r.State, r.Words = "notice", r.Cause.Text
 	case r.Cause != nil:
 		r.State, r.Words = "problem", r.Cause.Text
 	case r.Retrying > 0:

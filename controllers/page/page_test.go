@@ -3,6 +3,7 @@ package page
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -62,6 +64,29 @@ func TestShownConfig(t *testing.T) {
 	}
 	if got := *spec.Endpoints[0].Headers[0].Value; got != "value" {
 		t.Errorf("header of the input: got %q, want it unchanged", got)
+	}
+}
+
+// A Source without calls is one notice of a new installation, not a problem, and always of the same
+// destination.
+func TestIdleSourceIsANotice(t *testing.T) {
+	v := view{indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(adminapi.Report{Ready: true})}, destinations: map[key]*v1alpha1.WebhookDestination{}}
+	v.sources = map[string][]v1alpha1.Source{"shop": {{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}}
+	for i := range 20 {
+		d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%02d", i), Namespace: "shop"}}
+		d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
+		d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue}}
+		v.destinations[key{"shop", d.Name}] = d
+	}
+	o := New(Options{}).newOverview(v, "")
+	if len(o.Problems) != 0 {
+		t.Errorf("problems: got %+v, want none", o.Problems)
+	}
+	if len(o.Notices) != 1 || o.Notices[0].Object != "shop/d00" || !strings.Contains(o.Notices[0].Text, "no call has ever been accepted") {
+		t.Errorf("notices: got %+v, want one, of shop/d00", o.Notices)
+	}
+	if o.Rows[0].State != "notice" {
+		t.Errorf("state of a row: got %q, want notice", o.Rows[0].State)
 	}
 }
 

@@ -44,6 +44,8 @@ type Finding struct {
 	Text string `json:"text"`
 	// Fix is the action for the user; empty if none is necessary.
 	Fix string `json:"fix,omitempty"`
+	// Idle is true for a Source that has never had a call, as in a new installation.
+	Idle bool `json:"idle,omitempty"`
 }
 
 // Facts are the input of Explain.
@@ -65,7 +67,7 @@ type Facts struct {
 	Now      time.Time
 }
 
-// Explain returns the findings along the delivery path; the first Problem is the first cause to fix.
+// Explain returns the findings along the delivery path. Cause selects the one to fix first.
 func Explain(f Facts) []Finding {
 	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
@@ -95,10 +97,13 @@ func Explain(f Facts) []Finding {
 	return e.found
 }
 
-// Cause returns the finding to fix first, or nil.
+// Cause returns the finding to fix first, or nil. An idle Source is the cause only if there is no other
+// problem, such as an endpoint that rejects the messages of another Source.
 func Cause(findings []Finding) *Finding {
-	if i := slices.IndexFunc(findings, func(f Finding) bool { return f.Level == Problem }); i >= 0 {
-		return &findings[i]
+	for _, idle := range []bool{false, true} {
+		if i := slices.IndexFunc(findings, func(f Finding) bool { return f.Level == Problem && f.Idle == idle }); i >= 0 {
+			return &findings[i]
+		}
 	}
 	return nil
 }
@@ -114,7 +119,7 @@ type explainer struct {
 }
 
 func (e *explainer) add(level Level, about, fix, format string, args ...any) {
-	e.found = append(e.found, Finding{level, about, fmt.Sprintf(format, args...), fix})
+	e.found = append(e.found, Finding{Level: level, About: about, Text: fmt.Sprintf(format, args...), Fix: fix})
 }
 
 // manifests explains the rejected manifests: first those of the destination, then the others of its
@@ -340,6 +345,7 @@ func (e *explainer) sources() {
 			e.add(Problem, "Source", "fix the sender; the message gives the reason", "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
 		case calls.Accepted == 0:
 			e.add(Problem, "Source", "check the sender's address and write key: requests with a wrong key get 401 and are not counted for this Source", "no call has ever been accepted for Source %q", s.Name)
+			e.found[len(e.found)-1].Idle = true
 		case last == nil:
 			e.add(Fine, "Source", "", "Source %q has accepted %s, none since the dispatchers started", s.Name, count(calls.Accepted, "call"))
 		default:

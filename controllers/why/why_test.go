@@ -318,3 +318,24 @@ func TestDiscardsAhead(t *testing.T) {
 		}
 	}
 }
+
+// A Source that has never had a call does not hide what is wrong with another one's messages.
+func TestIdleSourceIsTheLastCause(t *testing.T) {
+	idle := Finding{Level: Problem, About: "Source", Idle: true}
+	broken := Finding{Level: Problem, About: "Endpoint"}
+	for name, c := range map[string]struct {
+		findings []Finding
+		want     string
+	}{
+		"alone":              {[]Finding{{Level: Fine, About: "Config"}, idle}, "Source"},
+		"before an endpoint": {[]Finding{idle, broken}, "Endpoint"},
+		"after an endpoint":  {[]Finding{broken, idle}, "Endpoint"},
+	} {
+		if got := Cause(c.findings); got == nil || got.About != c.want {
+			t.Errorf("%s: got %+v, want %s", name, got, c.want)
+		}
+	}
+	if got := Cause([]Finding{{Level: Notice, Idle: true}}); got != nil {
+		t.Errorf("a notice is a cause: %+v", got)
+	}
+}

@@ -42,7 +42,7 @@ rewrites manifests and connects to no cluster.`,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
+	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
 	ofPlugin(cmd)
 	return cmd
 }
@@ -64,23 +64,31 @@ there is a problem.`
 func newWhy() *cobra.Command {
 	var d direct
 	var output string
+	var all bool
 	cmd := &cobra.Command{
 		Use:     "why [DESTINATION|KIND/NAME]",
 		Short:   "Diagnose a destination (standalone)",
 		Long:    whyLong,
-		Example: "  posthorn why\n  posthorn why crm\n  posthorn why source/web",
+		Example: "  posthorn why\n  posthorn why -A\n  posthorn why crm\n  posthorn why source/web",
 		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			resource, name, err := objectOf(args)
+			if err == nil {
+				err = allWithoutName(cmd, all, name)
+			}
 			if err != nil {
 				return err
 			}
 			if resource != "webhookdestinations" {
-				v, err := d.inventory(cmd.Context(), d.ns)
+				namespace := d.ns
+				if all {
+					namespace = ""
+				}
+				v, err := d.inventory(cmd.Context(), namespace)
 				if err != nil {
 					return err
 				}
-				return v.explain(cmd, output, d.ns, resource, name)
+				return v.explain(cmd, output, namespace, resource, name)
 			}
 			facts, err := d.facts(cmd.Context(), name)
 			if err != nil {
@@ -92,8 +100,20 @@ func newWhy() *cobra.Command {
 	d.adminFlag(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return &d })
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
+}
+
+// allWithoutName fails if -A is set together with a name or a namespace.
+func allWithoutName(cmd *cobra.Command, all bool, name string) error {
+	if all && name != "" {
+		return command.Usagef("-A prints the problems of all objects; leave out -A or the name %q", name)
+	}
+	if all && cmd.Flags().Changed("namespace") {
+		return command.Usagef("set either --namespace or --all-namespaces")
+	}
+	return nil
 }
 
 // facts reads the input of why for a destination.
@@ -142,7 +162,7 @@ func addLive(ctx context.Context, facts *why.Facts, targets []target) error {
 
 func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	var output string
-	var live bool
+	var live, all bool
 	cmd := &cobra.Command{
 		Use:     "why [DESTINATION|KIND/NAME]",
 		Short:   "Diagnose a destination",
@@ -151,11 +171,14 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			resource, name, err := objectOf(args)
+			if err == nil {
+				err = allWithoutName(cmd, all, name)
+			}
 			if err != nil {
 				return err
 			}
 			if resource != "webhookdestinations" {
-				v, namespace, err := cluster.inventory(cmd.Context(), live)
+				v, namespace, err := cluster.inventory(cmd.Context(), all, live)
 				if err != nil {
 					return err
 				}
@@ -188,6 +211,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 		},
 	}
 	cmd.ValidArgsFunction = completeDestination(func() connector { return cluster })
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
 	cmd.Flags().BoolVar(&live, "live", false, "ask the dispatcher pods for live numbers and unknown write keys; needs the Role posthorn-support-user")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd

@@ -376,6 +376,9 @@ spec:
 	has(call(command.ExitFailure, "why"), "1 of 1 objects have a problem.")
 	has(call(command.ExitFailure, "why", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why", "source/web"), `there is no Source "web" in namespace "shop"`)
+	has(call(command.ExitUsage, "why", "-A"), "set either --namespace or --all-namespaces")
+	has(call(command.ExitUsage, "status", "-A"), "set either --namespace or --all-namespaces")
+	has(call(command.ExitFailure, "status"), "posthorn-support-user")
 	var completed bytes.Buffer
 	execute([]string{"__complete", "kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "attempts", ""}, nil, &completed, io.Discard)
 	if got, want := completed.String(), "crm\n:4\n"; got != want {

@@ -114,20 +114,29 @@ func (v *inventory) addReports(ctx context.Context, targets []target) error {
 }
 
 // troubles returns the first problem of every object that has one: rejected manifests, then
-// destinations, then the other kinds.
-func (v *inventory) troubles() []trouble {
-	found := []trouble{}
+// destinations, then the other kinds. idle describes the Sources that have never had a call, which is
+// no problem of a new installation.
+func (v *inventory) troubles() (found []trouble, idle []string) {
+	found = []trouble{}
 	for _, p := range v.manifests {
 		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
 	}
+	seen := map[string]bool{}
 	sources := map[string][]v1alpha1.Source{}
 	for _, s := range v.sources {
 		sources[s.Namespace] = append(sources[s.Namespace], s)
 	}
 	for i, d := range v.destinations {
 		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1], Reports: v.reports, Now: v.now}
-		if cause := why.Cause(why.Explain(facts)); cause != nil {
+		findings := why.Explain(facts)
+		if cause := why.Cause(findings); cause != nil && !cause.Idle {
 			found = append(found, trouble{"WebhookDestination", d.Namespace, d.Name, *cause})
+		}
+		for _, f := range findings {
+			if text := f.Text + " in namespace " + d.Namespace; f.Idle && !seen[text] {
+				seen[text] = true
+				idle = append(idle, text)
+			}
 		}
 	}
 	for _, o := range v.others {
@@ -135,7 +144,7 @@ func (v *inventory) troubles() []trouble {
 			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message}})
 		}
 	}
-	return found
+	return found, idle
 }
 
 // problem returns the first condition that needs an action of the user, or nil.
@@ -146,6 +155,7 @@ func (o *conditioned) problem() *metav1.Condition {
 	}{
 		{v1alpha1.ConditionAccepted, metav1.ConditionFalse}, {v1alpha1.ConditionResolvedRefs, metav1.ConditionFalse},
 		{v1alpha1.ConditionFailed, metav1.ConditionTrue}, {v1alpha1.ConditionStalled, metav1.ConditionTrue},
+		{v1alpha1.ConditionReceiving, metav1.ConditionFalse},
 	} {
 		if c := meta.FindStatusCondition(o.Status.Conditions, bad.condition); c != nil && c.Status == bad.status {
 			return c
@@ -154,9 +164,12 @@ func (o *conditioned) problem() *metav1.Condition {
 	return nil
 }
 
-// notices returns what may be intended: discards ahead, and unknown write keys.
-func (v *inventory) notices(namespace string) []string {
-	texts := []string{}
+// notices returns what may be intended: idle Sources, discards ahead, and unknown write keys.
+func (v *inventory) notices(idle []string, namespace string) []string {
+	texts := append([]string{}, idle...)
+	if namespace != "" && len(v.destinations)+len(v.others)+len(v.manifests) == 0 {
+		texts = append(texts, fmt.Sprintf("there are no objects in namespace %q; set another --namespace, or all with -A", namespace))
+	}
 	for _, r := range v.reports {
 		texts = append(texts, why.DiscardsAhead(r.Configs, namespace, v.now)...)
 	}
@@ -166,9 +179,14 @@ func (v *inventory) notices(namespace string) []string {
 	return texts
 }
 
-// printTroubles prints a paragraph for each trouble.
-func printTroubles(w io.Writer, found []trouble) {
-	for _, t := range found {
+// printTroubles prints a paragraph for each trouble, and a line for each notice: at most most of each,
+// if it is not 0.
+func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
+	shown, shownNotices := len(found), len(notices)
+	if most > 0 {
+		shown, shownNotices = min(shown, most), min(shownNotices, most)
+	}
+	for _, t := range found[:shown] {
 		name := t.Name
 		if t.Namespace != "" {
 			name = t.Namespace + "/" + name
@@ -178,11 +196,20 @@ func printTroubles(w io.Writer, found []trouble) {
 			fmt.Fprintf(w, "  To do: %s\n", sentence(t.Fix))
 		}
 	}
+	if more := len(found) - shown; more > 0 {
+		fmt.Fprintf(w, "… and %d more problems; 'why -A' prints all.\n", more)
+	}
+	for _, text := range notices[:shownNotices] {
+		fmt.Fprintln(w, "Notice:", sentence(text))
+	}
+	if more := len(notices) - shownNotices; more > 0 {
+		fmt.Fprintf(w, "… and %d more notices.\n", more)
+	}
 }
 
 // explainAll is why without a name: it prints all troubles, and fails if there is one.
 func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string) error {
-	found := v.troubles()
+	found, idle := v.troubles()
 	if output == "json" {
 		out := json.NewEncoder(cmd.OutOrStdout())
 		for _, t := range found {
@@ -191,10 +218,7 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string) err
 			}
 		}
 	} else {
-		printTroubles(cmd.OutOrStdout(), found)
-		for _, text := range v.notices(namespace) {
-			fmt.Fprintln(cmd.OutOrStdout(), "Notice:", sentence(text))
-		}
+		printTroubles(cmd.OutOrStdout(), found, v.notices(idle, namespace), 0)
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %d objects have a problem.\n", withObject(found), len(v.destinations)+len(v.others))
 	}
 	if len(found) > 0 {
@@ -307,12 +331,18 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	return v, v.addReports(ctx, []target{t})
 }
 
-// inventory reads the objects of the user's namespace with the user's permissions, and the state of
-// the dispatchers if live is true.
-func (c *clusterConnector) inventory(ctx context.Context, live bool) (*inventory, string, error) {
+// inventory reads the objects of the user's namespace, or of all, with the user's permissions, and the
+// state of the dispatchers if live is true.
+func (c *clusterConnector) inventory(ctx context.Context, all, live bool) (*inventory, string, error) {
 	posthorn, err := c.resources()
 	if err != nil {
 		return nil, "", err
+	}
+	if err := oneScope(all, c.overrides.Context.Namespace); err != nil {
+		return nil, "", err
+	}
+	if all {
+		posthorn.namespace = ""
 	}
 	v := &inventory{now: time.Now()}
 	if err := v.addObjects(ctx, posthorn.listJSON); err != nil || !live {
@@ -344,7 +374,8 @@ type state struct {
 
 // state sums up the reports.
 func (v *inventory) state(namespace string) state {
-	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: v.troubles(), Notices: v.notices(namespace)}
+	found, idle := v.troubles()
+	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace)}
 	for _, r := range v.reports {
 		s.Ready = s.Ready && r.Ready
 		s.Storage.UsedBytes += r.Storage.UsedBytes
@@ -373,18 +404,46 @@ func (v *inventory) state(namespace string) state {
 	return s
 }
 
+const statusLong = `Shows whether Posthorn accepts calls, its storage, the number of calls and messages,
+and the first problem of every object that has one. Exits 1 if something is wrong.
+A Source that has never had a call is a notice.`
+
 func newStatus() *cobra.Command {
 	var d direct
-	var output, namespace string
+	var all bool
+	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) {
+		if err := oneScope(all, d.ns); err != nil {
+			return nil, "", err
+		}
+		v, err := d.inventory(ctx, d.ns)
+		return v, d.ns, err
+	})
+	cmd.Short = "Show everything on one screen: traffic, storage and all problems (standalone)"
+	cmd.Example = "  posthorn status\n  posthorn status -o json | jq '.problems[].name'"
+	d.adminFlag(cmd)
+	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "", "only this namespace (default: all)")
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, the default")
+	return cmd
+}
+
+func newKubectlStatus(cluster *clusterConnector) *cobra.Command {
+	var all bool
+	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) { return cluster.inventory(ctx, all, true) })
+	cmd.Short = "Show a namespace on one screen: traffic, storage and all problems"
+	cmd.Example = "  kubectl posthorn status -n shop\n  kubectl posthorn status -A -o json | jq '.problems[].name'"
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces")
+	return cmd
+}
+
+// newStatusOf makes a command status of the objects and the namespace ("" for all) that read returns.
+func newStatusOf(read func(context.Context) (*inventory, string, error)) *cobra.Command {
+	var output string
 	cmd := &cobra.Command{
-		Use:   "status",
-		Short: "Show everything on one screen: traffic, storage and all problems (standalone)",
-		Long: `Shows whether Posthorn accepts calls, its storage, the number of calls and messages,
-and the first problem of every object that has one. Exits 1 if something is wrong.`,
-		Example: "  posthorn status\n  posthorn status -o json | jq '.problems[].name'",
-		Args:    command.ExactArgs(),
+		Use:  "status",
+		Long: statusLong,
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			v, err := d.inventory(cmd.Context(), namespace)
+			v, namespace, err := read(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -402,11 +461,20 @@ and the first problem of every object that has one. Exits 1 if something is wron
 			return nil
 		},
 	}
-	d.adminFlag(cmd)
-	cmd.Flags().StringVarP(&namespace, "namespace", "n", "", "only this namespace (default: all)")
 	command.OutputFlag(cmd, &output, "", "json: one object", "json")
 	return cmd
 }
+
+// oneScope fails if a command line selects both one namespace and all.
+func oneScope(all bool, namespace string) error {
+	if all && namespace != "" {
+		return command.Usagef("set either --namespace or --all-namespaces")
+	}
+	return nil
+}
+
+// maxShown bounds the problems, and the notices, that status prints.
+const maxShown = 20
 
 func (s *state) print(w io.Writer) {
 	ready := "yes"
@@ -428,8 +496,5 @@ func (s *state) print(w io.Writer) {
 	if len(s.Problems)+len(s.Notices) > 0 {
 		fmt.Fprintln(w)
 	}
-	printTroubles(w, s.Problems)
-	for _, text := range s.Notices {
-		fmt.Fprintln(w, "Notice:", sentence(text))
-	}
+	printTroubles(w, s.Problems, s.Notices, maxShown)
 }

@@ -8,9 +8,12 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
@@ -48,6 +51,7 @@ func TestStatus(t *testing.T) {
 	starting.Ready = false
 	full.Storage.Pressure = true
 	const refused = `[{"type":"ResolvedRefs","status":"False","reason":"SecretNotFound","message":"Secret \"gone\" does not exist"}]`
+	const rejecting = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all of the latest calls were rejected: no userId"}]`
 	for _, c := range []struct {
 		name, args, conditions, problems string
 		report                           adminapi.Report
@@ -84,6 +88,21 @@ Source default/web: Secret "gone" does not exist.
 
 PROBLEM   ResolvedRefs   Secret "gone" does not exist
 `},
+		{"why of a Source whose calls are rejected", "why source/web", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
+
+OK        Accepted    the spec is valid
+PROBLEM   Receiving   all of the latest calls were rejected: no userId
+`},
+		{"why, a Source whose calls are rejected", "why -A", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
+1 of 2 objects have a problem.
+`},
+		{"why, a manifest of another namespace, all", "why -A", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
+  To do: correct the manifest.
+0 of 2 objects have a problem.
+`},
+		{"why, all and a name", "why -A source/web", healthy, "[]", report, command.ExitUsage, "posthorn: -A prints the problems of all objects; leave out -A or the name \"web\"\nSee 'posthorn why --help'.\n"},
+		{"why, all and a namespace", "why -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn why --help'.\n"},
+		{"status, all and a namespace", "status -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn status --help'.\n"},
 		{"why of an unknown Source", "why source/wen", healthy, "[]", report, command.ExitFailure, "posthorn: there is no Source \"wen\" in namespace \"default\"; did you mean web?\n"},
 		{"why of all", "why all/web", healthy, "[]", report, command.ExitUsage, "posthorn: \"all/web\": use KIND/NAME, with one kind\nSee 'posthorn why --help'.\n"},
 	} {
@@ -97,6 +116,71 @@ PROBLEM   ResolvedRefs   Secret "gone" does not exist
 				t.Errorf("output (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// destinationsOf returns n accepted destinations of the Source web.
+func destinationsOf(n int, enabled bool) (list []v1alpha1.WebhookDestination) {
+	for i := range n {
+		d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%03d", i), Namespace: "shop"}}
+		d.Spec.SourceRefs, d.Spec.Enabled = []v1alpha1.ObjectReference{{Name: "web"}}, &enabled
+		d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue}}
+		list = append(list, d)
+	}
+	return list
+}
+
+// A Source without calls is one notice of a new installation, however many destinations it has.
+func TestStatusOfANewInstallation(t *testing.T) {
+	v := &inventory{destinations: destinationsOf(1000, true), sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	s := v.state("shop")
+	if len(s.Problems) != 0 {
+		t.Errorf("problems: got %d, want 0; the first is %+v", len(s.Problems), s.Problems[0])
+	}
+	if diff := cmp.Diff([]string{`no call has ever been accepted for Source "web" in namespace shop`}, s.Notices); diff != "" {
+		t.Errorf("notices (-want +got):\n%s", diff)
+	}
+}
+
+// Status fits on a screen; its JSON has all problems.
+func TestStatusIsBounded(t *testing.T) {
+	v := &inventory{destinations: destinationsOf(1000, false), sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	s := v.state("")
+	var out bytes.Buffer
+	s.print(&out)
+	if got := strings.Count(out.String(), "WebhookDestination shop/"); got != maxShown || len(s.Problems) != 1000 {
+		t.Errorf("problems: got %d printed of %d, want %d of 1000", got, len(s.Problems), maxShown)
+	}
+	if want := "… and 980 more problems; 'why -A' prints all.\n"; !strings.Contains(out.String(), want) {
+		t.Errorf("got no %q in\n%s", want, out.String())
+	}
+}
+
+// An empty namespace may be a mistyped one.
+func TestStatusOfAnEmptyNamespace(t *testing.T) {
+	s := (&inventory{now: time.Now()}).state("shpo")
+	if diff := cmp.Diff([]string{`there are no objects in namespace "shpo"; set another --namespace, or all with -A`}, s.Notices); diff != "" {
+		t.Errorf("notices (-want +got):\n%s", diff)
+	}
+}
+
+// A value that no dead letter can have selects nothing, so it is a mistake.
+func TestUnknownSelection(t *testing.T) {
+	reasons, types := strings.Join(v1alpha1.DeadLetterReasons, ", "), strings.Join(callTypes, ", ")
+	for args, want := range map[string]string{
+		"deadletters redeliver crm --reason expired":            `--reason "expired" is not one of ` + reasons + "; did you mean Expired?",
+		"deadletters purge crm --reason Rejected,Expird":        `--reason "Expird" is not one of ` + reasons + "; did you mean Expired?",
+		"deadletters redeliver crm --type trak":                 `--type "trak" is not one of ` + types + "; did you mean track?",
+		"kubectl redeliver crm --reason Exp --kubeconfig /none": `--reason "Exp" is not one of ` + reasons + "; did you mean Expired?",
+		"deadletters list crm --limit 0":                        "--limit 0: use 1 to 10000",
+		"deadletters list crm --limit 10001":                    "--limit 10001: use 1 to 10000",
+		"completion fsh":                                        `unknown command "fsh"; did you mean bash or fish or zsh?`,
+	} {
+		var out bytes.Buffer
+		code := execute(strings.Fields(args), nil, &out, &out)
+		if got, _, _ := strings.Cut(out.String(), "\n"); code != command.ExitUsage || got != "posthorn: "+want {
+			t.Errorf("%s: got exit code %d and %q, want %d and %q", args, code, got, command.ExitUsage, want)
+		}
 	}
 }
 
