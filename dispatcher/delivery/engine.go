@@ -73,6 +73,9 @@ type Options struct {
 	DrainTimeout time.Duration
 	// Attempts is the number of attempts that are kept per endpoint. Default 100.
 	Attempts int
+	// MaySend reports whether a request may be sent now. It is called before each request; when it is
+	// false, requests in flight are cancelled within leaseCheck and sent again later. nil: always.
+	MaySend func() bool
 	// Changes is marked when the report of a destination changes; nil marks nothing.
 	Changes *changes.Log
 }
@@ -130,6 +133,11 @@ type Engine struct {
 	// hard ends requests in flight; soft ends everything else.
 	hard, soft         context.Context
 	cancel, cancelSoft context.CancelFunc
+	// paused is true while MaySend is false. flight is the parent of new requests, cancelled by a
+	// pause.
+	paused       bool
+	flight       context.Context
+	cancelFlight context.CancelFunc
 	// createdAt is the time of New.
 	createdAt time.Time
 	// tidy starts the maintenance early.
@@ -307,6 +315,7 @@ func New(o Options) *Engine {
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)
+	e.flight, e.cancelFlight = context.WithCancel(e.hard)
 	o.Store.SetNotify(e.notify)
 	if o.Registerer != nil {
 		o.Registerer.MustRegister(collector{e})
@@ -327,6 +336,7 @@ func (e *Engine) Run(ctx context.Context) error {
 		defer close(maintained)
 		e.maintain(e.soft)
 	}()
+	e.followLease(ctx)
 	<-ctx.Done()
 	e.cancelSoft()
 	<-maintained

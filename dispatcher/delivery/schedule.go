@@ -57,7 +57,7 @@ func (l *lane) hasWork() bool { return l.more || l.buffered() > 0 }
 // wakeWorker wakes one worker if there is work; a worker that finds work wakes the next. The lock is
 // held.
 func (e *Engine) wakeWorker() {
-	if e.waking > 0 || !e.running || e.ready.len == 0 || e.stopped {
+	if e.waking > 0 || !e.running || e.ready.len == 0 || e.stopped || e.paused {
 		return
 	}
 	if n := len(e.idle); n > 0 {
@@ -112,7 +112,7 @@ func (e *Engine) work() {
 // held, but released while the store is called.
 func (e *Engine) next(p *post) bool {
 	for {
-		if e.stopped {
+		if e.stopped || e.paused {
 			return false
 		}
 		l := e.popReady()

@@ -28,6 +28,8 @@ type post struct {
 	set     *destinationConfig
 	target  target
 	message queue.Delivery
+	// flight ends the request early.
+	flight context.Context
 	// probe is true for an open circuit's probe; unproven is true if the lane was not proven.
 	probe, unproven bool
 	// others is true if the lane may also send the message to other endpoints.
@@ -39,7 +41,7 @@ type ended struct {
 	egress.Result
 	at       time.Time
 	duration time.Duration
-	// cut is true if the engine cancelled the request in order to stop.
+	// cut is true if the engine cancelled the request, in order to stop or to pause.
 	cut bool
 }
 
@@ -90,7 +92,7 @@ func (l *lane) choose(turn int, now time.Time, will func(target) bool) (to targe
 
 // post makes the request for a message.
 func (e *Engine) post(l *lane, d queue.Delivery, to target, p *post, now time.Time) {
-	*p = post{lane: l, set: l.set, target: to, message: d, probe: to.machine.Open(), others: len(l.targets) > 1}
+	*p = post{lane: l, set: l.set, target: to, message: d, flight: e.flight, probe: to.machine.Open(), others: len(l.targets) > 1}
 	e.account(p, now)
 }
 
@@ -245,14 +247,17 @@ func (e *Engine) send(w *worker) {
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
 	}
-	// The context is only cancelled when the engine stops: a timer per request would cost more than
-	// the rest of send.
-	ctx := egress.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
-	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, body)}
+	r := ended{Result: egress.Result{Reason: egress.ConnectionFailed}}
+	if e.maySend() {
+		// The context is only cancelled when the engine stops or pauses: a timer per request would
+		// cost more than the rest of send.
+		ctx := egress.WithDeadline(p.flight, started.Add(p.set.policy.Timeout))
+		r.Result = e.o.Client.Post(ctx, p.target.to, w.headers, body)
+	}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
 	r.Response = p.set.signer.Redact(r.Response, w.headers)
-	r.cut = r.outcome().Failed() && e.hard.Err() != nil
+	r.cut = r.outcome().Failed() && p.flight.Err() != nil
 
 	// The endpoint observes the result before the store does: the store needs longer for a failure
 	// than for a success, so the failures of concurrent requests would follow each other and open
@@ -419,7 +424,7 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 	e.leased--
 	l.leased--
 	e.countOutcome(l.destination, s, now.Sub(p.message.AcceptedAt))
-	if p.probe {
+	if p.probe || s == released {
 		// A probe leases the oldest message, so the store's last answer about the lane may be
 		// outdated.
 		l.more = true

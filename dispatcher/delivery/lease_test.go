@@ -1,0 +1,75 @@
+package delivery
+
+import (
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// A process that may not send cancels its requests and sends none. Later it continues, and no message
+// was counted as failed.
+func TestMaySend(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var may atomic.Bool
+		may.Store(true)
+		var isSlow atomic.Bool
+		w := newWorld(t, func(request) answer {
+			if isSlow.Load() {
+				return answer{status: 200, after: 2 * time.Second}
+			}
+			return answer{status: 200, after: time.Millisecond}
+		}, func(o *Options) { o.MaySend = may.Load })
+		w.apply(dest("crm", "http://a.test"))
+		w.send("web", 1000) // The window grows to 64.
+		w.sleep(time.Second)
+		isSlow.Store(true)
+		w.send("web", 100)
+		w.sleep(time.Second)
+		if n := w.client.inFlight[""]; n != 64 {
+			t.Fatalf("%d requests in flight before the pause, want the window of 64", n)
+		}
+		may.Store(false)
+		w.sleep(leaseCheck)
+		if n := w.client.inFlight[""]; n != 0 {
+			t.Errorf("%d requests in flight %v after the lease ended, want 0", n, leaseCheck)
+		}
+		w.sleep(time.Minute)
+		if n := len(w.client.requests("")); n != 1064 {
+			t.Errorf("%d requests during the pause, want none after the first 1064", n)
+		}
+		may.Store(true)
+		w.sleep(10 * time.Second)
+		r := w.report("crm")
+		if r.Delivered != 1100 || r.Pending != 0 || r.Endpoints[0].State != adminapi.EndpointHealthy {
+			t.Errorf("report %+v, want 1100 delivered by a healthy endpoint", r)
+		}
+		if n := len(w.client.requests("")); n != 1164 {
+			t.Errorf("%d requests, want 64 cancelled ones and 1100", n)
+		}
+		w.end()
+	})
+}
+
+// Between the end of the lease and the next check, no request is sent.
+func TestMaySendIsCheckedBeforeEachRequest(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var sent atomic.Int64
+		w := newWorld(t, always(answer{status: 200}), func(o *Options) { o.MaySend = func() bool { return sent.Load() < 10 } })
+		w.client.answer = func(request) answer {
+			sent.Add(1)
+			return answer{status: 200}
+		}
+		w.apply(dest("crm", "http://a.test"))
+		w.send("web", 200)
+		w.sleep(time.Second)
+		// Requests may have passed the check at the same time.
+		if n := len(w.client.requests("")); n > 10+64 {
+			t.Errorf("%d requests, want none after the permission ended", n)
+		}
+		if r := w.report("crm"); r.Delivered+r.Pending != 200 || r.Pending == 0 {
+			t.Errorf("report %+v, want the other messages pending", r)
+		}
+	})
+}
