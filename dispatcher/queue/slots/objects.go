@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"io/fs"
 	"strconv"
 	"strings"
 )
@@ -27,7 +28,7 @@ type Objects interface {
 }
 
 // ErrNoObject reports that there is no complete object with a name.
-var ErrNoObject = errors.New("no object")
+var ErrNoObject = fmt.Errorf("no object: %w", fs.ErrNotExist)
 
 // manifest describes a snapshot: the files of a store after a batch. It is an object of its own,
 // which the snapshot record refers to.

@@ -17,6 +17,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -56,6 +57,8 @@ type State struct {
 	// Bytes is the size of the records, MaxBytes the size at which the stream accepts no more; 0
 	// for no bound.
 	Bytes, MaxBytes int64
+	// ID is another one for each stream that is created; empty if the Log has none.
+	ID string
 }
 
 // Errors of a Log.
@@ -70,10 +73,22 @@ var (
 	ErrNoRecord = errors.New("no record")
 )
 
+// Remote is what a slot has outside of the processes.
+type Remote struct {
+	Log Log
+	// Snapshots has the files of snapshots, and Members those of audiences.
+	Snapshots, Members Objects
+}
+
 // ErrSessionEnded reports that another session has claimed the slot, or that the stream is
 // damaged. The store of the session must be closed; its files may have batches that the stream
-// does not have.
-var ErrSessionEnded = errors.New("the session has ended")
+// does not have. It is a queue.ErrUnavailable, too: another session accepts the calls.
+var ErrSessionEnded error = sessionEnded{}
+
+type sessionEnded struct{}
+
+func (sessionEnded) Error() string        { return "the session has ended" }
+func (sessionEnded) Is(target error) bool { return target == queue.ErrUnavailable }
 
 // errReleased reports that a session has ended in order.
 var errReleased = errors.New("the session has released the slot")

@@ -2,6 +2,7 @@ package slots
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -17,8 +18,8 @@ type Slot struct {
 	Log Log
 	// Objects has the snapshots; nil for a slot without snapshots.
 	Objects Objects
-	// Dir is the data directory of the store, and Store has its options. Dir with the suffixes .restore and
-	// .snapshot is used, too.
+	// Dir is the data directory of the store, and Store has its options. Dir with the suffixes .restore,
+	// .snapshot and .slot is used, too.
 	Dir   string
 	Store pebblestore.Options
 	Options
@@ -73,11 +74,41 @@ func (s Slot) claim(ctx context.Context, force bool) (*Writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	w, err := newSession(ctx, s.Log, r, s.Options, force)
+	w, err := s.claimWith(ctx, r, force)
 	if err = errors.Join(err, r.Close()); err != nil && w != nil {
 		w.Close()
 	}
 	return w, err
+}
+
+// claimWith claims the slot with an open copy. The lock of the copy is held.
+func (s Slot) claimWith(ctx context.Context, r *pebblestore.Replica, force bool) (*Writer, error) {
+	stored, err := readLocal(s.Store.FS, s.Dir)
+	if err != nil {
+		return nil, err
+	}
+	state, err := s.Log.State(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read the state of the log: %w", err)
+	}
+	if r.Position().Batch > 0 {
+		if err := stored.checkStream(state, s.Dir); err != nil {
+			return nil, err
+		}
+	}
+	if stored.Stream = state.ID; s.Exited == (pebblestore.Session{}) {
+		s.Exited = stored.session()
+	}
+	if err := stored.write(s.Store.FS, s.Dir); err != nil {
+		return nil, err
+	}
+	w, err := newSession(ctx, s.Log, r, s.Options, force)
+	if err != nil {
+		return nil, err
+	}
+	session := w.Session()
+	stored.Session = hex.EncodeToString(session[:])
+	return w, stored.write(s.Store.FS, s.Dir)
 }
 
 // empty removes the copy if the stream has all batches.

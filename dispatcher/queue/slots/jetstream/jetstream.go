@@ -4,8 +4,10 @@ package jetstream
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -54,22 +56,72 @@ func Connect(url string, options ...nats.Option) (*nats.Conn, error) {
 	}, options...)...)
 }
 
+// metadataID is the key, in the metadata of a stream, of a random value that is made with the stream.
+const metadataID = "posthorn-id"
+
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
 // has other settings.
 func Open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
-	js, err := jetstream.New(nc)
+	l, err := open(ctx, nc, c)
 	if err != nil {
 		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
 	}
-	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{
+	return l, nil
+}
+
+func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, err
+	}
+	want := jetstream.StreamConfig{
 		Name: c.Name, Subjects: []string{c.Subject}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
 		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
 		Duplicates: duplicateWindow, DenyDelete: true,
-	})
+		Metadata: map[string]string{metadataID: rand.Text()},
+	}
+	stream, err := js.Stream(ctx, c.Name)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		if stream, err = js.CreateStream(ctx, want); errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) {
+			stream, err = js.Stream(ctx, c.Name) // Another process has created it meanwhile.
+		}
+	}
 	if err != nil {
-		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
+		return nil, err
+	}
+	if err := checkSettings(stream.CachedInfo().Config, want); err != nil {
+		return nil, err
 	}
 	return &Log{js, stream, c.Name, c.Subject}, nil
+}
+
+// checkSettings returns an error that names the setting by which a stream cannot keep the records.
+// More replicas, more bytes, and a longer window are permitted.
+func checkSettings(found, want jetstream.StreamConfig) error {
+	for _, s := range []struct {
+		ok          bool
+		name        string
+		found, want any
+	}{
+		{slices.Equal(found.Subjects, want.Subjects), "subjects", found.Subjects, want.Subjects},
+		{found.Storage == want.Storage, "storage", found.Storage, want.Storage},
+		{found.Retention == want.Retention, "retention", found.Retention, want.Retention},
+		{found.Discard == want.Discard, "discard", found.Discard, want.Discard},
+		{found.Replicas >= want.Replicas, "num_replicas", found.Replicas, want.Replicas},
+		{found.MaxBytes <= 0 || found.MaxBytes >= want.MaxBytes, "max_bytes", found.MaxBytes, want.MaxBytes},
+		{found.MaxAge == 0, "max_age", found.MaxAge, 0},
+		{found.MaxMsgs <= 0, "max_msgs", found.MaxMsgs, -1},
+		{found.MaxMsgsPerSubject <= 0, "max_msgs_per_subject", found.MaxMsgsPerSubject, -1},
+		{found.MaxMsgSize <= 0 || found.MaxMsgSize >= maxPayload, "max_msg_size", found.MaxMsgSize, -1},
+		{found.Duplicates >= want.Duplicates, "duplicate_window", found.Duplicates, want.Duplicates},
+		{found.Mirror == nil && len(found.Sources) == 0, "mirror or sources", "another stream", "none"},
+		{!found.Sealed && !found.NoAck && found.SubjectTransform == nil, "sealed, no_ack or subject_transform", "set", "not set"},
+	} {
+		if !s.ok {
+			return fmt.Errorf("the stream has %s %v; set it to %v", s.name, s.found, s.want)
+		}
+	}
+	return nil
 }
 
 // Publish implements slots.Log.
@@ -151,6 +203,10 @@ func (l *Log) State(ctx context.Context) (slots.State, error) {
 	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
 	if info.State.Msgs == 0 {
 		s.First = s.Last + 1
+	}
+	// A stream that was created by hand has no id; its time of creation is as good.
+	if s.ID = info.Config.Metadata[metadataID]; s.ID == "" {
+		s.ID = info.Created.UTC().Format(time.RFC3339Nano)
 	}
 	return s, nil
 }

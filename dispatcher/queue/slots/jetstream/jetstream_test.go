@@ -119,7 +119,10 @@ func TestLog(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Bytes = 0
+		if s.ID == "" {
+			t.Error("the stream has no ID")
+		}
+		s.Bytes, s.ID = 0, ""
 		return s
 	}
 	wantState := func(what string, want slots.State) {

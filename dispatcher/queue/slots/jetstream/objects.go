@@ -116,26 +116,52 @@ func (r *objectReader) Read(p []byte) (int, error) {
 	return 0, errors.New("the object store sends no data")
 }
 
-// List implements slots.Objects.
-func (o *Objects) List(ctx context.Context) ([]string, error) {
-	// The rests first: an object that is stored meanwhile would look like one.
-	info, err := o.stream.Info(ctx, jetstream.WithSubjectFilter(o.chunks("*")))
+// List implements slots.Objects. It reads the subjects of the bucket's stream: ObjectStore.List waits
+// without end when the stream has no leader at its start, or when the last object is deleted
+// meanwhile.
+func (o *Objects) List(ctx context.Context) (names []string, err error) {
+	// The chunks first: an object that is stored meanwhile would look like a rest.
+	chunks, err := o.subjects(ctx, o.chunks("*"))
 	if err != nil {
 		return nil, err
 	}
-	objects, err := o.store.List(ctx)
-	if err != nil && !errors.Is(err, jetstream.ErrNoObjectsFound) {
+	metas, err := o.subjects(ctx, fmt.Sprintf("$O.%s.M.*", o.bucket))
+	if err != nil {
 		return nil, err
 	}
-	var names []string
-	for _, described := range objects {
-		delete(info.State.Subjects, o.chunks(described.NUID))
-		names = append(names, described.Name)
+	for subject := range metas {
+		name, err := base64.URLEncoding.DecodeString(subject[strings.LastIndexByte(subject, '.')+1:])
+		if err != nil {
+			return nil, fmt.Errorf("the bucket has the unknown subject %s: %w", subject, err)
+		}
+		names = append(names, string(name))
 	}
-	for subject := range info.State.Subjects {
+	if len(chunks) <= len(metas) {
+		return names, nil // Each object has chunks, so there are no others.
+	}
+	for _, name := range names {
+		described, err := o.store.GetInfo(ctx, name, jetstream.GetObjectInfoShowDeleted())
+		if errors.Is(err, jetstream.ErrObjectNotFound) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		delete(chunks, o.chunks(described.NUID))
+	}
+	for subject := range chunks {
 		names = append(names, restPrefix+strings.TrimPrefix(subject, o.chunks("")))
 	}
 	return names, nil
+}
+
+// subjects returns the subjects of the bucket's stream that match a filter.
+func (o *Objects) subjects(ctx context.Context, filter string) (map[string]uint64, error) {
+	info, err := o.stream.Info(ctx, jetstream.WithSubjectFilter(filter))
+	if err != nil {
+		return nil, err
+	}
+	return info.State.Subjects, nil
 }
 
 // Delete implements slots.Objects. It leaves no mark of the deletion: names are not used again.

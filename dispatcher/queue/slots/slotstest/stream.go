@@ -6,6 +6,7 @@ package slotstest
 import (
 	"cmp"
 	"context"
+	crand "crypto/rand"
 	"errors"
 	"fmt"
 	"maps"
@@ -19,6 +20,7 @@ import (
 
 // Stream is a stream in memory. The methods may be called concurrently.
 type Stream struct {
+	id       string
 	mu       sync.Mutex
 	records  [][]byte // Of the sequences from first on.
 	first    uint64
@@ -31,14 +33,14 @@ type Stream struct {
 
 // NewStream returns an empty stream that accepts maxBytes; 0 for no bound.
 func NewStream(maxBytes int64) *Stream {
-	return &Stream{first: 1, ids: map[string]uint64{}, maxBytes: maxBytes, appended: make(chan struct{})}
+	return &Stream{id: crand.Text(), first: 1, ids: map[string]uint64{}, maxBytes: maxBytes, appended: make(chan struct{})}
 }
 
 // Clone returns an independent stream with the same records.
 func (s *Stream) Clone() *Stream {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &Stream{records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
+	return &Stream{id: s.id, records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
 }
 
 // SetMaxBytes changes the size at which the stream accepts no more records; 0 for no bound.
@@ -104,7 +106,7 @@ func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct
 func (s *Stream) state(unseen uint64) slots.State {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes}
+	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id}
 }
 
 func (s *Stream) trim(before uint64) {

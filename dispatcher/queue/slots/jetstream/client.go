@@ -1,0 +1,208 @@
+package jetstream
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"k8s.io/apimachinery/pkg/util/version"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// Config describes the log of an installation.
+type Config struct {
+	// URL has the addresses of the servers: nats://HOST:PORT or tls://HOST:PORT, separated by commas.
+	URL string
+	// Name is the installation. It begins the names of streams, subjects and object stores, so several
+	// installations can use the same servers.
+	Name string
+	// Replicas is the number of servers with a copy.
+	Replicas int
+	// MaxBytes is the size at which a stream accepts no more records. The object store of the snapshots
+	// gets three times as much, that of audiences' members the same.
+	MaxBytes int64
+	// Credentials is a file with the credentials of a NATS user, CA one with the certificates that sign
+	// the servers' certificates, Cert and Key are the files of the client's certificate. All are read
+	// again at each connection; each may be empty.
+	Credentials, CA, Cert, Key string
+	// Monitoring is the URL of the monitoring port of a server, by which sync_interval is checked; empty
+	// for no check.
+	Monitoring string
+	// AllowWeak accepts settings by which the loss of one server loses calls.
+	AllowWeak bool
+}
+
+// Bounds of a Config, and requirements on the servers.
+const (
+	// MinReplicas survive the loss of one server.
+	MinReplicas = 3
+	// MinBytes is the smallest stream: less has no room for a snapshot behind 64 MB of changes.
+	MinBytes = 256 << 20
+	// maxPayload is the size of a record with its headers.
+	maxPayload = 1 << 20
+	// connectTimeout bounds a connection and a request to the monitoring port.
+	connectTimeout = 5 * time.Second
+)
+
+var (
+	minVersion = version.MustParseGeneric("2.15.0")
+	name       = regexp.MustCompile(`^[A-Za-z0-9-]{1,40}$`)
+)
+
+// Validate returns an error that names the field and the rule.
+func (c Config) Validate() error {
+	switch {
+	case !strings.HasPrefix(c.URL, "nats://") && !strings.HasPrefix(c.URL, "tls://"):
+		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", c.URL)
+	case !name.MatchString(c.Name):
+		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
+	case c.Replicas < 1 || c.Replicas > 5:
+		return fmt.Errorf("%d replicas: use %d to 5", c.Replicas, MinReplicas)
+	case c.Replicas < MinReplicas && !c.AllowWeak:
+		return fmt.Errorf("%d replicas: the loss of one server would lose calls; use %d", c.Replicas, MinReplicas)
+	case c.MaxBytes < MinBytes:
+		return fmt.Errorf("%d bytes per stream: use %d or more", c.MaxBytes, MinBytes)
+	case (c.Cert == "") != (c.Key == ""):
+		return errors.New("a client certificate needs its key")
+	}
+	return nil
+}
+
+// Client is a connection to the servers, which is opened again when it fails.
+type Client struct {
+	c  Config
+	nc *nats.Conn
+}
+
+// New starts to connect; it does not wait for the servers.
+func New(c Config, logger *slog.Logger) (*Client, error) {
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	options := []nats.Option{
+		nats.RetryOnFailedConnect(true), nats.CustomInboxPrefix("_INBOX." + c.Name), nats.Timeout(connectTimeout),
+		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) {
+			if err != nil {
+				logger.Warn("connection to the log lost; connecting again", "error", err)
+			}
+		}),
+		nats.ReconnectHandler(func(nc *nats.Conn) { logger.Info("connected to the log", "server", nc.ConnectedServerName()) }),
+		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
+			logger.Warn("error of the connection to the log", "error", err)
+		}),
+	}
+	if c.Credentials != "" {
+		options = append(options, nats.UserCredentials(c.Credentials))
+	}
+	if c.CA != "" {
+		options = append(options, nats.RootCAs(c.CA))
+	}
+	if c.Cert != "" {
+		options = append(options, nats.ClientCert(c.Cert, c.Key))
+	}
+	nc, err := Connect(c.URL, options...)
+	if err != nil {
+		return nil, fmt.Errorf("connect to the log: %w", err)
+	}
+	return &Client{c, nc}, nil
+}
+
+// Close closes the connection.
+func (c *Client) Close() { c.nc.Close() }
+
+// OpenSlot returns the stream and the object stores of a slot, and creates them when they are missing.
+// It fails when the servers or the settings cannot keep what Posthorn promises.
+func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err error) {
+	if err := c.check(ctx); err != nil {
+		return r, err
+	}
+	base := fmt.Sprintf("PH_%s_W%d", c.c.Name, slot)
+	r.Log, err = Open(ctx, c.nc, StreamConfig{
+		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes,
+	})
+	if err != nil {
+		return r, explain(err)
+	}
+	r.Snapshots, err = OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base, Replicas: c.c.Replicas, MaxBytes: 3 * c.c.MaxBytes})
+	if err != nil {
+		return r, explain(err)
+	}
+	r.Members, err = OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base + "_members", Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes})
+	if err != nil {
+		return r, explain(err)
+	}
+	return r, nil
+}
+
+// check checks the servers.
+func (c *Client) check(ctx context.Context) error {
+	if !c.nc.IsConnected() {
+		cause := c.nc.LastError()
+		if cause == nil {
+			cause = errors.New("no answer yet")
+		}
+		return fmt.Errorf("the log at %s cannot be reached: %w; start the NATS servers, or correct the address and the credentials", c.c.URL, cause)
+	}
+	found, err := version.ParseGeneric(c.nc.ConnectedServerVersion())
+	if err != nil || found.LessThan(minVersion) {
+		return fmt.Errorf("the NATS server has version %q; use %s or later", c.nc.ConnectedServerVersion(), minVersion)
+	}
+	if most := c.nc.MaxPayload(); most < maxPayload {
+		return fmt.Errorf("the NATS server accepts messages of %d bytes; set max_payload to %d or more", most, maxPayload)
+	}
+	if c.c.Monitoring == "" || c.c.AllowWeak {
+		return nil
+	}
+	return c.checkSync(ctx)
+}
+
+// checkSync checks that the servers sync each record to their disks.
+func (c *Client) checkSync(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	url := strings.TrimSuffix(c.c.Monitoring, "/") + "/jsz?config=true"
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return fmt.Errorf("check sync_interval: %w", err)
+	}
+	answer, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return fmt.Errorf("check sync_interval: %w", err)
+	}
+	defer func() { _ = answer.Body.Close() }()
+	var found struct {
+		Config struct {
+			SyncAlways bool `json:"sync_always"`
+		} `json:"config"`
+	}
+	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxPayload)).Decode(&found); err != nil || answer.StatusCode != http.StatusOK {
+		return fmt.Errorf("check sync_interval: %s answered with status %d, not with the state of JetStream: %w", url, answer.StatusCode, err)
+	}
+	if !found.Config.SyncAlways {
+		return errors.New("the NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }")
+	}
+	return nil
+}
+
+// explain adds the fix to errors of the servers.
+func explain(err error) error {
+	var refused *jetstream.APIError
+	switch {
+	case errors.Is(err, jetstream.ErrJetStreamNotEnabled), errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount), errors.Is(err, nats.ErrNoResponders):
+		return fmt.Errorf("%w; enable JetStream in the servers and for the account", err)
+	case errors.Is(err, nats.ErrPermissionViolation):
+		return fmt.Errorf("%w; the user needs the permissions of docs/replicated-log.md", err)
+	case errors.As(err, &refused) && (strings.Contains(refused.Description, "insufficient") || strings.Contains(refused.Description, "no suitable peers")):
+		return fmt.Errorf("%w; add servers or storage (max_file_store), or use fewer replicas or smaller streams", err)
+	}
+	return err
+}

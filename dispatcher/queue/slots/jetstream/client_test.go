@@ -1,0 +1,231 @@
+package jetstream
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// config is a valid Config for one server.
+func config(url string) Config {
+	return Config{URL: url, Name: "test", Replicas: 1, MaxBytes: MinBytes, AllowWeak: true}
+}
+
+func TestValidate(t *testing.T) {
+	for want, change := range map[string]func(*Config){
+		"nats://HOST:PORT":          func(c *Config) { c.URL = "http://n:4222" },
+		"letters, digits":           func(c *Config) { c.Name = "a.b" },
+		"the loss of one server":    func(c *Config) { c.AllowWeak = false },
+		"use 3 to 5":                func(c *Config) { c.Replicas = 6 },
+		"bytes per stream":          func(c *Config) { c.MaxBytes = 1 << 20 },
+		"certificate needs its key": func(c *Config) { c.Cert = "client.pem" },
+	} {
+		c := config("nats://n:4222")
+		if err := c.Validate(); err != nil {
+			t.Fatal(err)
+		}
+		change(&c)
+		if err := c.Validate(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got error %v", want, err)
+		}
+	}
+}
+
+// openSlot opens a slot as soon as the connection is open, and returns the first other error.
+func openSlot(t *testing.T, c Config) (slots.Remote, error) {
+	t.Helper()
+	client, err := New(c, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(client.Close)
+	for deadline := time.Now().Add(startTimeout); ; time.Sleep(10 * time.Millisecond) {
+		r, err := client.OpenSlot(t.Context(), 0)
+		if err == nil || !strings.Contains(err.Error(), "no answer yet") || time.Now().After(deadline) {
+			return r, err
+		}
+	}
+}
+
+func wantText(t *testing.T, what string, err error, texts ...string) {
+	t.Helper()
+	for _, text := range texts {
+		if err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("%s: got error %v, want one with %q", what, err, text)
+		}
+	}
+}
+
+// Servers and streams that cannot keep the promises are refused; the error has the setting and the
+// fix.
+func TestWeakLogsAreRefused(t *testing.T) {
+	t.Run("unreachable", func(t *testing.T) {
+		client, err := New(config(fmt.Sprintf("nats://127.0.0.1:%d", freePorts(t, 1)[0])), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer client.Close()
+		_, err = client.OpenSlot(t.Context(), 0)
+		wantText(t, "servers that are not there", err, "cannot be reached", "start the NATS servers")
+	})
+	t.Run("credentials", func(t *testing.T) {
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT, Username: "posthorn", Password: "secret"})
+		_, err := openSlot(t, config(s.ClientURL()))
+		wantText(t, "missing credentials", err, "credentials")
+	})
+	t.Run("payload", func(t *testing.T) {
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT, MaxPayload: 512 << 10})
+		_, err := openSlot(t, config(s.ClientURL()))
+		wantText(t, "a small payload", err, "max_payload", "1048576")
+	})
+	t.Run("replicas", func(t *testing.T) {
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+		c := config(s.ClientURL())
+		c.Replicas, c.AllowWeak = 3, false
+		_, err := openSlot(t, c)
+		wantText(t, "three replicas on one server", err, "PH_test_W0", "replicas")
+	})
+	t.Run("sync", func(t *testing.T) {
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+		always := false
+		monitor := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprintf(w, `{"config":{"sync_always":%v}}`, always)
+		}))
+		defer monitor.Close()
+		client, err := New(config(s.ClientURL()), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer client.Close()
+		client.c.AllowWeak, client.c.Monitoring = false, monitor.URL
+		err = client.checkSync(t.Context())
+		wantText(t, "no sync of each record", err, "sync_interval: always")
+		always = true
+		if err := client.checkSync(t.Context()); err != nil {
+			t.Errorf("sync of each record: got error %v, want none", err)
+		}
+	})
+}
+
+// A stream that was made by hand is refused if one of its settings can lose records.
+func TestForeignSettingsAreRefused(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+	nc, err := Connect(s.ClientURL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for setting, change := range map[string]func(*jetstream.StreamConfig){
+		"subjects":             func(c *jetstream.StreamConfig) { c.Subjects = []string{"other"} },
+		"storage":              func(c *jetstream.StreamConfig) { c.Storage = jetstream.MemoryStorage },
+		"retention":            func(c *jetstream.StreamConfig) { c.Retention = jetstream.InterestPolicy },
+		"discard":              func(c *jetstream.StreamConfig) { c.Discard = jetstream.DiscardOld },
+		"max_age":              func(c *jetstream.StreamConfig) { c.MaxAge = time.Hour },
+		"max_msgs":             func(c *jetstream.StreamConfig) { c.MaxMsgs = 1000 },
+		"max_msgs_per_subject": func(c *jetstream.StreamConfig) { c.MaxMsgsPerSubject = 1000 },
+		"max_bytes":            func(c *jetstream.StreamConfig) { c.MaxBytes = 1 << 20 },
+		"max_msg_size":         func(c *jetstream.StreamConfig) { c.MaxMsgSize = 1000 },
+		"duplicate_window":     func(c *jetstream.StreamConfig) { c.Duplicates = time.Second },
+		"":                     func(*jetstream.StreamConfig) {},
+	} {
+		c := jetstream.StreamConfig{
+			Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * MinBytes,
+			Storage: jetstream.FileStorage, Duplicates: time.Hour, DenyDelete: true,
+		}
+		change(&c)
+		if _, err := js.CreateStream(t.Context(), c); err != nil {
+			t.Fatalf("%s: %v", setting, err)
+		}
+		_, err := openSlot(t, config(s.ClientURL()))
+		if setting != "" {
+			wantText(t, setting, err, "PH_test_W0", " "+setting+" ", "set it to")
+		} else if err != nil {
+			t.Errorf("a stream that keeps more: got error %v, want none", err)
+		}
+		if err := js.DeleteStream(t.Context(), "PH_test_W0"); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// permissions are those in docs/replicated-log.md. They allow neither the deletion of a stream nor
+// access to other streams.
+var permissions = []string{
+	"ph.test.>", "$O.PH_test_W0.>", "$O.PH_test_W0_members.>", "$JS.API.INFO",
+	"$JS.API.STREAM.*.PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0_members",
+	"$JS.API.STREAM.MSG.GET.*", "$JS.API.DIRECT.GET.>", "$JS.API.CONSUMER.>", "$JS.FC.>", "$JS.ACK.>",
+}
+
+// The documented permissions suffice for a claim, a snapshot, and a restore.
+func TestPermissions(t *testing.T) {
+	page, err := os.ReadFile("../../../../docs/replicated-log.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range permissions {
+		if !strings.Contains(string(page), strconv.Quote(p)) {
+			t.Errorf("docs/replicated-log.md: got no permission %q, want all that the test uses", p)
+		}
+	}
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT, Users: []*server.User{{
+		Username: "posthorn", Password: "secret", Permissions: &server.Permissions{
+			Publish:   &server.SubjectPermission{Allow: permissions, Deny: []string{"$JS.API.STREAM.DELETE.>"}},
+			Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.test.>"}},
+		},
+	}}})
+	url := strings.Replace(s.ClientURL(), "nats://", "nats://posthorn:secret@", 1)
+	remote, err := openSlot(t, config(url))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for round := range 3 {
+		slot := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: t.TempDir() + "/queue", Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
+		w, err := slot.TakeOver(ctx)
+		if err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		o := slot.Store
+		o.Log = w
+		store, err := pebblestore.Open(slot.Dir, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := store.PutMetaDurable(fmt.Sprint("round/", round), []byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		snapshots := &slots.Snapshotter{Log: remote.Log, Objects: remote.Snapshots, Writer: w, Store: store, FS: vfs.Default, Dir: slot.Dir + ".snapshot", Logger: o.Logger}
+		if err := snapshots.Take(ctx); err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		values, err := store.AllMeta()
+		if err != nil || len(values) < round+1 {
+			t.Errorf("round %d: got %d values and error %v, want those of all rounds", round, len(values), err)
+		}
+		if err := store.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Release(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
