@@ -61,6 +61,9 @@ func newBackupToken(dataDir string) (admin.BackupToken, error) {
 // when the disk is above its high-water mark: the archive's hard links keep space that the store has
 // freed.
 func (d *Dispatcher) Backup(ctx context.Context, w io.Writer) error {
+	if d.options.term != nil {
+		return errors.New("this store has a replicated log; back up the streams of the NATS servers instead")
+	}
 	if !d.backingUp.TryLock() {
 		return adminapi.ErrBackupRunning
 	}

@@ -68,6 +68,8 @@ type Options struct {
 	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
 	// without TLS, so that probes never wait for calls.
 	ProbeListen string
+	// Listeners, when set, are used in place of new ones; the Dispatcher does not close them.
+	Listeners *Listeners
 	// Pod is the name of this dispatcher in reports.
 	Pod string
 	// Namespace gets the notices about this dispatcher's disk; empty for none.
@@ -101,6 +103,8 @@ type Options struct {
 	Queue pebblestore.Options
 	// Repair repairs a damaged store at the start instead of refusing to start.
 	Repair bool
+	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
+	term *term
 	// Version is the release, for backups.
 	Version string
 	// Extra serves the other paths of the admin listener.
@@ -146,10 +150,8 @@ type Dispatcher struct {
 	// sourcesAtStart are the ledgers of the Sources at the start, for counters that begin at 0.
 	sourcesAtStart map[string]queue.Ledger
 
-	listener, adminListener net.Listener
-	tlsListener             net.Listener // nil: no TLS listener
-	probeListener           net.Listener // nil: no listener for probes
-	stopping                chan struct{}
+	listeners *Listeners
+	stopping  chan struct{}
 }
 
 // New opens the store and the listeners. Run or Close releases them.
@@ -163,12 +165,6 @@ func New(o Options) (*Dispatcher, error) {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	if o.Listen == "" {
-		o.Listen = ":8080"
-	}
-	if o.AdminListen == "" {
-		o.AdminListen = "127.0.0.1:8081"
-	}
 	if o.DrainTimeout <= 0 {
 		o.DrainTimeout = 10 * time.Second
 	}
@@ -178,32 +174,20 @@ func New(o Options) (*Dispatcher, error) {
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
 	var err error
-	if d.listener, err = net.Listen("tcp", o.Listen); err != nil {
-		return nil, fmt.Errorf("listen for calls: %w", err)
+	if o.Listeners == nil {
+		d.listeners, err = Listen(o)
+	} else {
+		d.listeners, err = o.Listeners.share()
 	}
-	if d.adminListener, err = net.Listen("tcp", o.AdminListen); err != nil {
-		d.closeListeners()
-		return nil, fmt.Errorf("listen for admin requests: %w", err)
-	}
-	if o.TLSListen != "" {
-		if o.TLS == nil {
-			d.closeListeners()
-			return nil, errors.New("dispatcher: no certificate for calls over TLS; set --tls-cert and --tls-key")
-		}
-		if d.tlsListener, err = net.Listen("tcp", o.TLSListen); err != nil {
-			d.closeListeners()
-			return nil, fmt.Errorf("listen for calls over TLS: %w", err)
-		}
-	}
-	if o.ProbeListen != "" {
-		if d.probeListener, err = net.Listen("tcp", o.ProbeListen); err != nil {
-			d.closeListeners()
-			return nil, fmt.Errorf("listen for probes: %w", err)
-		}
+	if err != nil {
+		return nil, err
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.metrics
 	q.DataDir = o.DataDir
+	if o.term != nil {
+		q.Log = o.term.writer
+	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)
 	q.CacheBytes = cmp.Or(q.CacheBytes, plan.cache)
@@ -213,7 +197,7 @@ func New(o Options) (*Dispatcher, error) {
 		q.Quiet = onQuiet()
 	}
 	if d.store, err = openStore(filepath.Join(o.DataDir, backup.QueueFolder), q, o.Repair); err != nil {
-		d.closeListeners()
+		d.listeners.Close()
 		return nil, err
 	}
 	// The lock of the store excludes other processes.
@@ -240,8 +224,8 @@ func New(o Options) (*Dispatcher, error) {
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
-		DetailedMetrics: o.DetailedMetrics,
-		Changes:         d.changes,
+		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(),
+		Changes: d.changes,
 	})
 	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -254,7 +238,7 @@ func New(o Options) (*Dispatcher, error) {
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, oldAudiences), Store: d.store, Gate: d.gate, Lanes: d.store,
+		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, oldAudiences), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.term.members(),
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -290,7 +274,7 @@ func (d *Dispatcher) apply(view *liveconfig.View) error {
 // warnOfOpenAccess logs settings that let other users read or change stored data, and how to
 // prevent it.
 func (d *Dispatcher) warnOfOpenAccess() {
-	if a, ok := d.adminListener.Addr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
+	if a, ok := d.listeners.admin.Addr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
 		d.log.Warn("the admin address has no authentication and is open to the network: every client can read and purge dead letters; set --admin-listen to a loopback address, or protect it by a firewall or a NetworkPolicy", "admin", a.String())
 	}
 	// Files and folders inside have modes 0600 and 0700, so only write permission matters.
@@ -325,26 +309,26 @@ func openStore(dir string, o pebblestore.Options, repairDamage bool) (*pebblesto
 }
 
 // Addr returns the address of the tracking API.
-func (d *Dispatcher) Addr() net.Addr { return d.listener.Addr() }
+func (d *Dispatcher) Addr() net.Addr { return d.listeners.calls.Addr() }
 
 // TLSAddr returns the address of the tracking API over TLS, or nil.
 func (d *Dispatcher) TLSAddr() net.Addr {
-	if d.tlsListener == nil {
+	if d.listeners.callsTLS == nil {
 		return nil
 	}
-	return d.tlsListener.Addr()
+	return d.listeners.callsTLS.Addr()
 }
 
 // ProbeAddr returns the address of the listener for probes, or nil.
 func (d *Dispatcher) ProbeAddr() net.Addr {
-	if d.probeListener == nil {
+	if d.listeners.probes == nil {
 		return nil
 	}
-	return d.probeListener.Addr()
+	return d.listeners.probes.Addr()
 }
 
 // AdminAddr returns the address of the admin listener.
-func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
+func (d *Dispatcher) AdminAddr() net.Addr { return d.listeners.admin.Addr() }
 
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
@@ -387,19 +371,19 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			return nil
 		}
 	}
-	group.Go(serve(main.Serve, d.listener))
-	if d.tlsListener != nil {
-		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) }, d.tlsListener))
+	group.Go(serve(main.Serve, d.listeners.calls))
+	if d.listeners.callsTLS != nil {
+		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) }, d.listeners.callsTLS))
 	}
 	serveAdmin := adminServer.Serve
 	if d.options.AdminTLS != nil {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
-	group.Go(serve(serveAdmin, d.adminListener))
+	group.Go(serve(serveAdmin, d.listeners.admin))
 	probeServer := listen.New(admin.NewProbeServer(d.Ready), maxAdminConns, d.log)
 	probeServer.ErrorLog = main.ErrorLog
-	if d.probeListener != nil {
-		group.Go(serve(probeServer.Serve, d.probeListener))
+	if d.listeners.probes != nil {
+		group.Go(serve(probeServer.Serve, d.listeners.probes))
 	}
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.
@@ -425,7 +409,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	group.Go(func() error {
 		<-groupCtx.Done()
 		close(d.stopping)
-		if ctx.Err() != nil {
+		if ctx.Err() != nil && !d.options.term.hasEnded() {
 			time.Sleep(d.options.ShutdownDelay)
 		}
 		d.log.Info("stopping: no new calls, draining")
@@ -473,17 +457,9 @@ const closeGrace = 5 * time.Second
 
 // Close releases the store and the listeners of a Dispatcher that was not run.
 func (d *Dispatcher) Close() error {
-	d.closeListeners()
+	d.listeners.Close()
 	d.client.Close()
 	return d.store.Close()
-}
-
-func (d *Dispatcher) closeListeners() {
-	for _, l := range []net.Listener{d.listener, d.adminListener, d.tlsListener, d.probeListener} {
-		if l != nil {
-			_ = l.Close()
-		}
-	}
 }
 
 func (d *Dispatcher) mux() http.Handler {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"os"
 
 	"github.com/spf13/cobra"
@@ -64,7 +65,7 @@ The chart runs it; see docs/install.md.`,
 				hosts, _ := os.ReadFile("/etc/hosts")
 				peers = peerService(string(hosts), data.options.Pod, namespace)
 			}
-			if data.options.AudienceOwner == "" {
+			if data.options.AudienceOwner == "" && !data.isReplicated() {
 				data.options.AudienceOwner = audienceOwner(data.options.Pod, namespace, peers, data.options.Listen)
 			}
 			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), data.options.Pod, log)
@@ -73,18 +74,16 @@ The chart runs it; see docs/install.md.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			d, err := dispatcher.New(data.options)
-			if err != nil {
-				return err
-			}
-			group, ctx := errgroup.WithContext(cmd.Context())
-			group.Go(func() error { return d.Run(ctx) })
-			group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
-			group.Go(func() error { return watchCertificate(ctx) })
+			others := []func(context.Context) error{watchCertificate}
 			if data.options.AdminTLS != nil {
-				group.Go(func() error { return certificate.Watch(ctx, client, namespace, log) })
+				others = append(others, func(ctx context.Context) error { return certificate.Watch(ctx, client, namespace, log) })
 			}
-			return group.Wait()
+			return data.serve(cmd.Context(), log, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+				group, ctx := errgroup.WithContext(ctx)
+				group.Go(func() error { return d.Run(ctx) })
+				group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
+				return group.Wait()
+			}, others...)
 		},
 	}
 	f := cmd.Flags()

@@ -33,9 +33,11 @@ type dataFlags struct {
 	proxyCredentials  string
 	sourceQuota       string
 	memory            string
+	log               logFlags
 }
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
+	d.log.register(cmd)
 	f := cmd.Flags()
 	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
@@ -108,7 +110,7 @@ func (d *dataFlags) parse() (err error) {
 	if d.options.Memory, err = memoryBound(d.memory, memlimit.FromCgroup); err != nil {
 		return err
 	}
-	return nil
+	return d.log.parse()
 }
 
 // proxy returns the egress proxy, or nil.

@@ -4,12 +4,11 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/daemon"
-
-	"github.com/posthorn/posthorn/dispatcher"
 )
 
 // notifier reports the state of the process to systemd, for units with Type=notify: READY when
@@ -24,9 +23,10 @@ type notifier struct {
 	poll time.Duration
 }
 
-func newNotifier(d *dispatcher.Dispatcher, log *slog.Logger) *notifier {
-	url := "http://" + d.AdminAddr().String() + "/healthz"
-	return &notifier{log: log, ready: d.Ready, poll: 100 * time.Millisecond, alive: func(ctx context.Context) error {
+// newNotifier makes the notifier of the process whose admin listener has an address.
+func newNotifier(admin net.Addr, ready func() error, log *slog.Logger) *notifier {
+	url := "http://" + admin.String() + "/healthz"
+	return &notifier{log: log, ready: ready, poll: 100 * time.Millisecond, alive: func(ctx context.Context) error {
 		req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 		if err != nil {
 			return err

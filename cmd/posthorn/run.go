@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"net"
 	"net/http"
 	"os"
@@ -79,28 +80,24 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			d, err := dispatcher.New(data.options)
-			if err != nil {
-				return err
-			}
-			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
-			status, err := newStatusPage(d.AdminAddr())
-			if err != nil {
-				return err
-			}
-			served := http.NewServeMux()
-			served.Handle("/", control.Handler())
-			served.Handle("/{$}", status)
-			served.Handle(page.Prefix, status)
-			resources.set(served)
-			log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
-			group, ctx := errgroup.WithContext(cmd.Context())
-			group.Go(func() error { return d.Run(ctx) })
-			group.Go(func() error { return control.Run(ctx) })
-			group.Go(func() error { return watchCertificate(ctx) })
-			group.Go(func() error { return status.Run(ctx) })
-			group.Go(func() error { return newNotifier(d, log).run(ctx) })
-			return group.Wait()
+			return data.serve(cmd.Context(), log, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+				control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
+				status, err := newStatusPage(d.AdminAddr())
+				if err != nil {
+					return err
+				}
+				served := http.NewServeMux()
+				served.Handle("/", control.Handler())
+				served.Handle("/{$}", status)
+				served.Handle(page.Prefix, status)
+				resources.set(served)
+				log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+				group, ctx := errgroup.WithContext(ctx)
+				group.Go(func() error { return d.Run(ctx) })
+				group.Go(func() error { return control.Run(ctx) })
+				group.Go(func() error { return status.Run(ctx) })
+				return group.Wait()
+			}, watchCertificate)
 		},
 	}
 	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")

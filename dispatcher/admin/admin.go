@@ -99,6 +99,9 @@ func NewProbeServer(ready func() error) *http.Server {
 	return newServer(mux)
 }
 
+// NewStandbyServer makes a server of h with the limits of the admin listener.
+func NewStandbyServer(h http.Handler) *http.Server { return newServer(h) }
+
 func newServer(h http.Handler) *http.Server {
 	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }

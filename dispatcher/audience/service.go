@@ -20,6 +20,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net/http"
 	"os"
@@ -70,6 +71,8 @@ type Options struct {
 	FS vfs.FS
 	// Store keeps the states of the audiences.
 	Store Store
+	// Copies keeps copies of the files for other processes; nil when the disk is that of the Store.
+	Copies Copies
 	// Gate is the way into the queue.
 	Gate *admission.Gate
 	// Lanes are the lanes whose progress sets the pace of a sync.
@@ -183,16 +186,32 @@ func (s *Service) load() error {
 	if err != nil {
 		return err
 	}
-	known := map[string]bool{}
+	known, named := map[string]bool{}, map[string]bool{}
 	for folder := range s.failedUpgrades {
 		known[folder] = true // It may have files that were moved before the error.
 	}
 	for key, value := range values {
 		if id, ok := nameOfKey(key); ok {
-			s.audiences[id] = s.restore(id, value)
-			known[id.folder()] = true
+			a, r := s.restore(id, value)
+			s.audiences[id], known[id.folder()] = a, true
+			if a.broken == nil {
+				err := s.fetchFiles(a, r)
+				if err != nil && !errors.Is(err, fs.ErrNotExist) {
+					return fmt.Errorf("%s/%s: %w", id.namespace, id.name, err)
+				}
+				if a.broken = err; err != nil {
+					s.Logger.Error("the files of an audience are lost; its syncs are refused", "namespace", id.namespace, "audience", id.name, "error", err)
+				}
+			}
+			for file := range r.files() {
+				named[copyName(id.folder(), file)] = true
+			}
 		}
 	}
+	s.removeCopies(func(name string) bool {
+		folder, _, _ := strings.Cut(name, "/")
+		return named[name] || s.isBroken(folder)
+	})
 	folders, err := s.FS.List(s.Dir)
 	if err != nil {
 		return err
@@ -205,6 +224,16 @@ func (s *Service) load() error {
 		}
 	}
 	return nil
+}
+
+// isBroken reports whether the audience with a folder cannot be used; its files are kept.
+func (s *Service) isBroken(folder string) bool {
+	for id, a := range s.audiences {
+		if id.folder() == folder {
+			return a.broken != nil
+		}
+	}
+	return false
 }
 
 // upgrade upgrades the files of release 0.2.0. It fails if they cannot be listed: without them, a
@@ -236,19 +265,19 @@ func (s *Service) newAudience(id name) *audience {
 }
 
 // restore makes an audience from its stored state. If that fails, only this audience is broken.
-func (s *Service) restore(id name, value []byte) *audience {
+func (s *Service) restore(id name, value []byte) (*audience, stored) {
 	a := s.newAudience(id)
 	log := s.Logger.With("namespace", id.namespace, "audience", id.name)
 	r, err := decode(value)
 	if a.broken = errors.Join(a.broken, err); a.broken != nil {
 		log.Error("reading the state of an audience failed; its syncs are refused", "error", a.broken)
-		return a
+		return a, r
 	}
 	a.done, a.pending = r.Done, r.Pending
 	a.sent.Store(r.Sent)
 	s.tidy(a, r, log)
 	s.metrics.known(a)
-	return a
+	return a, r
 }
 
 // tidy removes the files that a state does not name. Files that cannot be removed only cost disk
@@ -312,6 +341,7 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 		concluded := stored{Done: a.pending}
 		if err = put(s.Store.PutMetaDurable, a.name, concluded); err == nil {
 			s.tidy(a, concluded, log)
+			s.removeCopiesOf(a, concluded)
 		}
 	}
 	if errors.Is(err, errGone) {
@@ -578,6 +608,9 @@ func (s *Service) gone(view *liveconfig.View, now time.Time) (list []*audience) 
 func (s *Service) remove(a *audience) {
 	log := s.Logger.With("namespace", a.namespace, "audience", a.name.name)
 	err := put(s.Store.PutMetaDurable, a.name, stored{})
+	if err == nil {
+		s.removeCopiesOf(a, stored{})
+	}
 	s.mu.Lock()
 	a.busy = ""
 	if err == nil {
@@ -793,7 +826,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result admina
 // decide stores that a sync will be completed. After an error decided is true if that is unknown.
 func (s *Service) decide(a *audience, next *state) (decided bool, err error) {
 	// The names of the files must be durable before the state that has them.
-	if err := syncFolder(s.FS, a.dir); err != nil {
+	if err := errors.Join(syncFolder(s.FS, a.dir), s.copyFiles(a, stored{Pending: next})); err != nil {
 		return false, err
 	}
 	if err = put(s.Store.PutMetaDurable, a.name, stored{Done: a.done, Pending: next}); err == nil {

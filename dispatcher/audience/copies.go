@@ -1,0 +1,142 @@
+package audience
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+)
+
+// Copies keeps copies of the files outside of this process's disk; slots.Objects implements it. A
+// file is copied before a state names it, and has another name in each sync, so a copy never
+// changes.
+type Copies interface {
+	// Put stores a copy.
+	Put(ctx context.Context, name string, data io.Reader) error
+	// Get returns the bytes of a copy.
+	Get(ctx context.Context, name string) (io.ReadCloser, error)
+	// List returns the names of all copies, also those of incomplete ones.
+	List(ctx context.Context) ([]string, error)
+	// Delete removes a copy if it exists.
+	Delete(ctx context.Context, name string) error
+}
+
+// copyTimeout bounds the copies of one sync.
+const copyTimeout = 10 * time.Minute
+
+// copyName is the name of the copy of a file.
+func copyName(folder, file string) string { return folder + "/" + file }
+
+// copying returns a context for Copies that ends when the service stops.
+func (s *Service) copying() (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(context.Background(), copyTimeout)
+	go func() {
+		select {
+		case <-s.stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, cancel
+}
+
+// copyFiles copies the files of a sync.
+func (s *Service) copyFiles(a *audience, r stored) error {
+	if s.Copies == nil {
+		return nil
+	}
+	ctx, cancel := s.copying()
+	defer cancel()
+	for file := range r.files() {
+		f, err := s.FS.Open(s.FS.PathJoin(a.dir, file))
+		if err == nil {
+			err = errors.Join(s.Copies.Put(ctx, copyName(a.folder(), file), f), f.Close())
+		}
+		if err != nil {
+			return fmt.Errorf("copy the members to the log: %w", err)
+		}
+	}
+	return nil
+}
+
+// fetchFiles writes the files of a state that this disk does not have.
+func (s *Service) fetchFiles(a *audience, r stored) error {
+	if s.Copies == nil {
+		return nil
+	}
+	if err := makeFolder(s.FS, a.dir); err != nil {
+		return err
+	}
+	ctx, cancel := s.copying()
+	defer cancel()
+	fetched := false
+	for file := range r.files() {
+		path := s.FS.PathJoin(a.dir, file)
+		if _, err := s.FS.Stat(path); !errors.Is(err, os.ErrNotExist) {
+			if err != nil {
+				return err
+			}
+			continue
+		}
+		if err := s.fetch(ctx, copyName(a.folder(), file), path); err != nil {
+			return fmt.Errorf("read the members from the log: %w", err)
+		}
+		fetched = true
+	}
+	if !fetched {
+		return nil
+	}
+	return syncFolder(s.FS, a.dir)
+}
+
+// fetch writes one file, which exists only when it is complete.
+func (s *Service) fetch(ctx context.Context, name, path string) error {
+	from, err := s.Copies.Get(ctx, name)
+	if err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	defer func() { _ = from.Close() }()
+	temporary := path + ".part"
+	f, err := s.FS.Create(temporary, vfs.WriteCategoryUnspecified)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(f, from)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return errors.Join(err, s.FS.Remove(temporary))
+	}
+	return s.FS.Rename(temporary, path)
+}
+
+// removeCopies removes the copies that needed does not select. Copies that cannot be removed only cost
+// space; they are removed at a later start.
+func (s *Service) removeCopies(needed func(name string) bool) {
+	if s.Copies == nil {
+		return
+	}
+	ctx, cancel := s.copying()
+	defer cancel()
+	names, err := s.Copies.List(ctx)
+	for _, name := range names {
+		if !needed(name) {
+			err = errors.Join(err, s.Copies.Delete(ctx, name))
+		}
+	}
+	if err != nil {
+		s.Logger.Error("removing old copies of audiences' members failed", "error", err)
+	}
+}
+
+// removeCopiesOf removes the copies of an audience that its state does not name.
+func (s *Service) removeCopiesOf(a *audience, r stored) {
+	named, folder := r.files(), a.folder()+"/"
+	s.removeCopies(func(name string) bool {
+		file, ok := strings.CutPrefix(name, folder)
+		return !ok || named[file]
+	})
+}

@@ -1,0 +1,332 @@
+// Package replicated tests processes of posthorn whose log is in three processes of the NATS
+// server: the loss of processes, of their disks, and of servers, under load.
+package replicated
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+var binary, server string
+
+func TestMain(m *testing.M) { process.Main(withServer{m}, &binary) }
+
+// withServer builds the NATS server before the tests.
+type withServer struct{ m *testing.M }
+
+func (w withServer) Run() int {
+	server = filepath.Join(filepath.Dir(binary), "nats-server")
+	build := exec.Command("go", "build", "-trimpath", "-o", server, "github.com/nats-io/nats-server/v2")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "build the NATS server: %v\n%s", err, out)
+		return 1
+	}
+	return w.m.Run()
+}
+
+const (
+	key      = "replicated-write-key"
+	replicas = 3
+)
+
+// servers are the NATS servers.
+type servers struct {
+	t       *testing.T
+	clients []string
+	nodes   []*process.Posthorn
+	logs    [replicas]process.Log
+}
+
+// startServers starts a cluster.
+func startServers(t *testing.T) *servers {
+	t.Helper()
+	s := &servers{t: t}
+	var routes []string
+	for range replicas {
+		routes = append(routes, "nats://"+process.FreeAddr())
+	}
+	for i, route := range routes {
+		dir, address := t.TempDir(), process.FreeAddr()
+		config := filepath.Join(dir, "nats.conf")
+		text := fmt.Sprintf("server_name: n%d\nlisten: %s\njetstream { store_dir: %q, sync_interval: always, max_file_store: 40GB }\ncluster { name: test, listen: %q, routes: [%s] }\n",
+			i, address, filepath.Join(dir, "data"), strings.TrimPrefix(route, "nats://"), strings.Join(routes, ", "))
+		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.clients = append(s.clients, "nats://"+address)
+		s.nodes = append(s.nodes, &process.Posthorn{Binary: server, Args: []string{"-c", config}, Log: &s.logs[i]})
+	}
+	for i := range s.nodes {
+		s.start(i)
+	}
+	t.Cleanup(func() {
+		for i := range s.nodes {
+			s.signal(i, syscall.SIGCONT)
+			s.stop(i)
+			if t.Failed() {
+				t.Logf("log of server %d:\n%s", i, s.logs[i].Tail())
+			}
+		}
+	})
+	return s
+}
+
+func (s *servers) url() string { return strings.Join(s.clients, ",") }
+
+func (s *servers) start(i int) {
+	s.t.Helper()
+	if err := s.nodes[i].Start(); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+func (s *servers) stop(i int) {
+	if err := s.nodes[i].Stop(os.Kill); err != nil {
+		s.t.Error(err)
+	}
+}
+
+func (s *servers) signal(i int, signal syscall.Signal) { _ = syscall.Kill(s.nodes[i].Pid(), signal) }
+
+// pod is a process of posthorn.
+type pod struct {
+	*process.Posthorn
+	t    *testing.T
+	name string
+	data string
+	log  process.Log
+	// ready is the address for calls; that of Posthorn is empty, because a standby is not ready.
+	ready string
+}
+
+// startPods starts processes with the same log and the same manifests.
+func startPods(t *testing.T, n int, manifests map[string]string, flags ...string) (pods []*pod) {
+	t.Helper()
+	for i := range n {
+		p := &pod{t: t, name: fmt.Sprint("pod ", i), data: filepath.Join(t.TempDir(), "data")}
+		dir := t.TempDir()
+		for name, text := range manifests {
+			if err := process.Replace(filepath.Join(dir, name), text); err != nil {
+				t.Fatal(err)
+			}
+		}
+		p.Posthorn = process.Run(binary, dir, p.data, flags...)
+		p.ready, p.Addr, p.Log = p.Addr, "", &p.log
+		p.start()
+		t.Cleanup(func() {
+			_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
+			p.end(syscall.SIGTERM)
+			if t.Failed() {
+				t.Logf("log of %s:\n%s", p.name, p.log.Tail())
+			}
+		})
+		pods = append(pods, p)
+	}
+	return pods
+}
+
+func (p *pod) start() {
+	p.t.Helper()
+	if err := p.Start(); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *pod) end(signal syscall.Signal) {
+	if err := p.Stop(signal); err != nil {
+		p.t.Error(err)
+	}
+}
+
+// isReady returns why the process does not accept calls.
+func (p *pod) isReady() error {
+	client := http.Client{Timeout: time.Second}
+	resp, err := client.Get("http://" + p.ready + "/readyz") //nolint:noctx // a local poll
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if body, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", resp.Status, bytes.TrimSpace(body))
+	}
+	return nil
+}
+
+// owner waits until one of the processes accepts calls.
+func owner(t *testing.T, pods []*pod) (found *pod) {
+	t.Helper()
+	err := wait.Until(func() error {
+		var last error
+		for _, p := range pods {
+			if last = p.isReady(); last == nil {
+				found = p
+				return nil
+			}
+		}
+		return last
+	})
+	if err != nil {
+		t.Fatalf("owner: got none, want one: %v", err)
+	}
+	return found
+}
+
+// report reads the report of the owner, and checks its ledgers.
+func report(t *testing.T, pods []*pod) (total queue.Ledger) {
+	t.Helper()
+	var r *adminapi.Report
+	err := wait.Until(func() (err error) {
+		r, err = (&adminapi.Client{URL: "http://" + owner(t, pods).Admin}).Report(context.Background(), "")
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range r.Namespaces {
+		for _, s := range n.Sources {
+			if err := queue.Ledger(s.Messages).Balance(); err != nil {
+				t.Errorf("ledger of Source %s: %v", s.Name, err)
+			}
+			total = total.Plus(queue.Ledger(s.Messages))
+		}
+	}
+	return total
+}
+
+// receiver counts the requests by messageId.
+type receiver struct {
+	*httptest.Server
+	mu  sync.Mutex
+	got map[string]int
+}
+
+func newReceiver(t *testing.T) *receiver {
+	r := &receiver{got: map[string]int{}}
+	r.Server = httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, q *http.Request) {
+		_, _ = io.Copy(io.Discard, q.Body)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.got[q.Header.Get("Idempotency-Key")]++
+	}))
+	t.Cleanup(r.Close)
+	return r
+}
+
+// sender sends batches to the processes, each until it is acknowledged.
+type sender struct {
+	pods []*pod
+	mu   sync.Mutex
+	// acknowledged are the messageIds that were answered 200; gap is the longest time without one.
+	acknowledged []string
+	last         time.Time
+	gap          time.Duration
+}
+
+const (
+	batch   = 10
+	clients = 4
+)
+
+// run sends until ctx is done. Each client repeats its batch until it is acknowledged.
+func (s *sender) run(ctx context.Context, prefix string) {
+	s.last = time.Now()
+	var group sync.WaitGroup
+	for client := range clients {
+		group.Go(func() {
+			for n := 0; ctx.Err() == nil; n++ {
+				var ids, calls []string
+				for i := range batch {
+					id := fmt.Sprintf("%s-%d-%d-%d", prefix, client, n, i)
+					ids = append(ids, id)
+					calls = append(calls, fmt.Sprintf(`{"type":"track","event":"E","userId":"u","messageId":%q}`, id))
+				}
+				body := `{"batch":[` + strings.Join(calls, ",") + `]}`
+				for turn := client; !s.send(turn, body); turn++ {
+					if ctx.Err() != nil {
+						return // It was not acknowledged.
+					}
+					time.Sleep(20 * time.Millisecond)
+				}
+				s.mu.Lock()
+				s.acknowledged = append(s.acknowledged, ids...)
+				now := time.Now()
+				s.gap, s.last = max(s.gap, now.Sub(s.last)), now
+				s.mu.Unlock()
+			}
+		})
+	}
+	group.Wait()
+}
+
+func (s *sender) send(turn int, body string) bool {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	to := s.pods[turn%len(s.pods)]
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.ready+"/v1/batch", strings.NewReader(body))
+	if err != nil {
+		return false
+	}
+	q.SetBasicAuth(key, "")
+	q.Header.Set("Content-Type", "application/json")
+	resp, err := http.DefaultClient.Do(q)
+	if err != nil {
+		return false
+	}
+	defer resp.Body.Close()
+	var answer struct {
+		Success bool `json:"success"`
+	}
+	return resp.StatusCode == http.StatusOK && json.NewDecoder(resp.Body).Decode(&answer) == nil && answer.Success
+}
+
+func manifests(url string) map[string]string {
+	return map[string]string{"all.yaml": `
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData: {writeKey: ` + key + `, sharedSecret: 0123456789abcdef}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sourceRefs: [{name: web}]
+  endpoints:
+  - name: primary
+    url: ` + url + `
+  signing:
+    schemes:
+    - type: HMACSHA1
+      secretKeyRef: {name: keys, key: sharedSecret}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: buyers}
+spec: {sourceRef: {name: web}, displayName: Buyers}
+`}
+}

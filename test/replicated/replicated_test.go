@@ -1,0 +1,183 @@
+package replicated
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// faults end the ownership of a process; each returns a function that undoes the fault.
+var faults = []struct {
+	name string
+	run  func(t *testing.T, s *servers, p *pod) (undo func())
+}{
+	{"kill -9 of the owner, and loss of its disk", func(t *testing.T, _ *servers, p *pod) func() {
+		p.end(syscall.SIGKILL)
+		if err := os.RemoveAll(p.data); err != nil {
+			t.Fatal(err)
+		}
+		return p.start
+	}},
+	{"orderly end", func(_ *testing.T, _ *servers, p *pod) func() {
+		p.end(syscall.SIGTERM)
+		return p.start
+	}},
+	{"SIGSTOP of the owner", func(_ *testing.T, _ *servers, p *pod) func() {
+		_ = syscall.Kill(p.Pid(), syscall.SIGSTOP)
+		return func() { _ = syscall.Kill(p.Pid(), syscall.SIGCONT) }
+	}},
+	{"kill -9 of the owner and of a server", func(_ *testing.T, s *servers, p *pod) func() {
+		s.stop(0)
+		p.end(syscall.SIGKILL)
+		return func() {
+			s.start(0)
+			p.start()
+		}
+	}},
+	{"SIGSTOP of a server", func(_ *testing.T, s *servers, _ *pod) func() {
+		s.signal(1, syscall.SIGSTOP)
+		time.Sleep(5 * time.Second)
+		return func() { s.signal(1, syscall.SIGCONT) }
+	}},
+	{"kill -9 of all servers", func(_ *testing.T, s *servers, _ *pod) func() {
+		for i := range s.nodes {
+			s.stop(i)
+		}
+		return func() {
+			for i := range s.nodes {
+				s.start(i)
+			}
+		}
+	}},
+}
+
+// Whatever is lost, every acknowledged call is delivered, the other process takes over, and few
+// calls are delivered twice. POSTHORN_FAULT_ROUNDS repeats all faults,
+// POSTHORN_FAULT selects those with a text in their name.
+func TestNothingAcknowledgedIsLost(t *testing.T) {
+	rounds := 1
+	if n, err := strconv.Atoi(os.Getenv("POSTHORN_FAULT_ROUNDS")); err == nil {
+		rounds = n
+	}
+	s, r := startServers(t), newReceiver(t)
+	pods := startPods(t, 2, manifests(r.URL), "--log", s.url(), "--log-name", "test", "--log-max-bytes", "1Gi")
+	syncMembers(t, owner(t, pods), "u1", "u2")
+	all := &sender{pods: pods}
+	for round := range rounds {
+		for i, f := range faults {
+			if !strings.Contains(f.name, os.Getenv("POSTHORN_FAULT")) {
+				continue
+			}
+			before := owner(t, pods)
+			ctx, cancel := context.WithCancel(t.Context())
+			sent := make(chan struct{})
+			go func() {
+				defer close(sent)
+				all.run(ctx, fmt.Sprintf("r%d-f%d", round, i))
+			}()
+			acknowledge(t, all, 200)
+			undo := f.run(t, s, before)
+			if f.name != "kill -9 of all servers" {
+				acknowledge(t, all, 200)
+			}
+			after := "the same process"
+			undo()
+			acknowledge(t, all, 200)
+			if now := owner(t, pods); now != before {
+				after = now.name
+			}
+			cancel()
+			<-sent
+			t.Logf("%s: %s continues; longest time without an acknowledged call %v", f.name, after, all.gap.Round(10*time.Millisecond))
+			all.gap = 0
+		}
+	}
+	checkDelivered(t, all, r)
+	ledger := report(t, pods)
+	if ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
+		t.Errorf("ledger: got %+v, want everything delivered", ledger)
+	}
+	// The members of the first sync were stored with another owner.
+	if out := syncMembers(t, owner(t, pods), "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
+		t.Errorf("second sync of an audience: got %q, want 1 added and 1 removed member", out)
+	}
+}
+
+// acknowledge waits for a number of further acknowledged calls.
+func acknowledge(t *testing.T, s *sender, n int) {
+	t.Helper()
+	count := func() int {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return len(s.acknowledged)
+	}
+	start := count()
+	if err := wait.Until(func() error {
+		if got := count() - start; got < n {
+			return fmt.Errorf("got %d acknowledged calls, want %d", got, n)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// checkDelivered waits until the receiver has every acknowledged call.
+func checkDelivered(t *testing.T, s *sender, r *receiver) {
+	t.Helper()
+	err := wait.Until(func() error {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		missing := 0
+		for _, id := range s.acknowledged {
+			if r.got[id] == 0 {
+				missing++
+			}
+		}
+		if missing > 0 {
+			return fmt.Errorf("%d of %d acknowledged calls were not delivered", missing, len(s.acknowledged))
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	repeated := 0
+	for _, n := range r.got {
+		repeated += n - 1
+	}
+	t.Logf("%d acknowledged calls, %d repeated deliveries", len(s.acknowledged), repeated)
+}
+
+// syncMembers sends the full list of an audience's members, and returns the output.
+func syncMembers(t *testing.T, p *pod, members ...string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "members.ndjson")
+	var text bytes.Buffer
+	for _, m := range members {
+		fmt.Fprintf(&text, "{\"userId\":%q}\n", m)
+	}
+	if err := os.WriteFile(path, text.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var out []byte
+	if err := wait.Until(func() (err error) { // Servers that start again have no leader for a moment.
+		out, err = exec.Command(binary, "audience", "sync", "buyers", path, "--endpoint", "http://"+p.ready, "--write-key", key).CombinedOutput()
+		return err
+	}); err != nil {
+		t.Fatalf("audience sync: %v\n%s", err, out)
+	}
+	return string(out)
+}
