@@ -61,7 +61,7 @@ var faults = []struct {
 	}},
 }
 
-// Whatever is lost, every acknowledged call is delivered, the other process takes over, and few
+// After each loss, every acknowledged call is delivered, the other process takes over, and few
 // calls are delivered twice. POSTHORN_FAULT_ROUNDS repeats all faults,
 // POSTHORN_FAULT selects those with a text in their name.
 func TestNothingAcknowledgedIsLost(t *testing.T) {

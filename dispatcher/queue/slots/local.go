@@ -17,8 +17,8 @@ import (
 type local struct {
 	// Stream is the ID of the stream of the copy; empty if it is unknown.
 	Stream string `json:"stream"`
-	// Session is the last session that a process had with the folder, in hexadecimal digits. Who has the
-	// lock of the folder knows that this process has ended.
+	// Session is the last session that a process had with the folder, in hexadecimal digits. The lock
+	// of the folder proves that this process has ended.
 	Session string `json:"session"`
 }
 

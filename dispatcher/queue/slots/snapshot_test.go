@@ -108,8 +108,14 @@ func TestSnapshotAndRestore(t *testing.T) {
 	}
 	atFirst := s.objects.Puts()
 	owner.take(t)
-	if got := s.objects.Puts() - atFirst; got >= atFirst {
-		t.Errorf("objects stored by the second snapshot: got %d, want fewer than the %d of the first one", got, atFirst)
+	fewest := s.objects.Puts() - atFirst
+	for range 9 { // A compaction replaces the tables, but not before each snapshot.
+		before := s.objects.Puts()
+		owner.take(t)
+		fewest = min(fewest, s.objects.Puts()-before)
+	}
+	if fewest >= atFirst {
+		t.Errorf("objects stored by a later snapshot: got %d, want fewer than the %d of the first one", fewest, atFirst)
 	}
 	trimmed := s.first(t)
 	if trimmed < 100 {
