@@ -102,6 +102,8 @@ type load struct {
 	batch, clients int
 	perSecond      float64 // 0: as fast as they are accepted
 	longNumbers    bool    // true if each message has a long number
+	log            string  // "URL NAME" of a replicated log; empty for that of the store
+	standby        bool    // true if a second process follows the log
 	ahead          int64   // calls of each Source that may be pending; default 8,000
 }
 
@@ -110,11 +112,22 @@ type load struct {
 func (b *bench) throughput(ctx context.Context, l load, list []destination) (sample, error) {
 	dir := b.dir(fmt.Sprint("run-", time.Now().UnixNano()))
 	defer os.RemoveAll(dir)
-	p, err := b.start(ctx, list, dir)
+	p, err := b.startWithLog(ctx, list, dir, l.log)
 	if err != nil {
 		return sample{}, err
 	}
 	defer p.stop()
+	if l.standby {
+		defer os.RemoveAll(dir + "-standby")
+		follower, err := b.startStandby(ctx, p)
+		if err != nil {
+			return sample{}, err
+		}
+		defer func() {
+			_ = follower.cmd.Process.Kill() // It would become the owner.
+			_ = follower.cmd.Wait()
+		}()
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var group sync.WaitGroup

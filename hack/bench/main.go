@@ -147,6 +147,7 @@ var measurements = []struct {
 	{"parked", measureParked},
 	{"idle", measureIdle},
 	{"burst", measureBurst},
+	{"replicated", measureReplicated},
 }
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }

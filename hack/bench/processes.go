@@ -43,7 +43,7 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole, "nats": natsRole}
 
 type bench struct {
 	root string
@@ -331,6 +331,11 @@ type dispatcherProcess struct {
 
 // start runs a dispatcher with a data directory and returns when it is ready.
 func (b *bench) start(ctx context.Context, list []destination, dir string) (*dispatcherProcess, error) {
+	return b.startWithLog(ctx, list, dir, "")
+}
+
+// startWithLog does the same. log is "URL NAME" of a replicated log, or empty.
+func (b *bench) startWithLog(ctx context.Context, list []destination, dir, log string) (*dispatcherProcess, error) {
 	c := config(list)
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
@@ -344,7 +349,7 @@ func (b *bench) start(ctx context.Context, list []destination, dir string) (*dis
 	for _, d := range list {
 		proxy = cmp.Or(proxy, d.proxy)
 	}
-	p, err := spawn(ctx, "dispatcher", dir, file, *profile, proxy)
+	p, err := spawn(ctx, "dispatcher", dir, file, *profile, proxy, log, "")
 	if err != nil {
 		return nil, err
 	}
@@ -367,17 +372,12 @@ func dispatcherRole(args []string) error {
 			return err
 		}
 	}
-	d, err := dispatcher.New(dispatcher.Options{
+	o := dispatcher.Options{
 		Proxy:   proxy,
 		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
 		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
-	})
-	if err != nil {
-		return err
 	}
-	d.Set("bench", liveconfig.Stored{Config: data})
-	d.Synced()
 	if args[2] != "" {
 		stop, err := startProfiles(args[2])
 		if err != nil {
@@ -387,8 +387,23 @@ func dispatcherRole(args []string) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	fmt.Printf(`{"Addr":%q,"Admin":%q}`+"\n", d.Addr().String(), d.AdminAddr().String())
-	return d.Run(ctx)
+	serve := func(ctx context.Context, d *dispatcher.Dispatcher) error {
+		d.Set("bench", liveconfig.Stored{Config: data})
+		d.Synced()
+		hello(d.Addr().String(), d.AdminAddr().String())
+		return d.Run(ctx)
+	}
+	if args[4] != "" {
+		if args[5] == "standby" {
+			hello("", "")
+		}
+		return runReplicated(ctx, o, args[4], serve)
+	}
+	d, err := dispatcher.New(o)
+	if err != nil {
+		return err
+	}
+	return serve(ctx, d)
 }
 
 // startProfiles starts profiles of this process. stop writes them.

@@ -1,0 +1,193 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
+	"github.com/posthorn/posthorn/test/process"
+)
+
+// logServers is the number of servers of the replicated log.
+const logServers = 3
+
+// natsRole runs a server of the replicated log: its directory, its number, its address, and the
+// addresses of the routes.
+func natsRole(args []string) error {
+	routes := strings.Split(args[3], ",")
+	number, err := strconv.Atoi(args[1])
+	if err != nil {
+		return err
+	}
+	host, port := split2(args[2])
+	routeHost, routePort := split2(routes[number])
+	s, err := server.NewServer(&server.Options{
+		ServerName: "n" + args[1], Host: host, Port: port, JetStream: true, StoreDir: args[0], SyncAlways: true, JetStreamMaxStore: 1 << 40,
+		Cluster: server.ClusterOpts{Name: "bench", Host: routeHost, Port: routePort}, NoLog: true, NoSigs: true,
+		Routes: server.RoutesFromStr("nats://" + strings.Join(routes, ",nats://")),
+	})
+	if err != nil {
+		return err
+	}
+	s.Start()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	fmt.Println("{}")
+	<-ctx.Done()
+	s.Shutdown()
+	s.WaitForShutdown()
+	return nil
+}
+
+// split2 splits HOST:PORT of the own addresses.
+func split2(address string) (host string, port int) {
+	host, digits, _ := strings.Cut(address, ":")
+	port, _ = strconv.Atoi(digits)
+	return host, port
+}
+
+// replicatedLog is the log of the measurements: three processes of the server.
+type replicatedLog struct {
+	url     string
+	servers []*child
+}
+
+func (b *bench) startLog(ctx context.Context) (*replicatedLog, error) {
+	var l replicatedLog
+	var clients, routes []string
+	for range logServers {
+		clients, routes = append(clients, process.FreeAddr()), append(routes, process.FreeAddr())
+	}
+	for i, client := range clients {
+		p, err := spawn(ctx, "nats", b.dir(fmt.Sprint("nats-", i)), strconv.Itoa(i), client, strings.Join(routes, ","))
+		if err != nil {
+			l.stop()
+			return nil, err
+		}
+		l.servers = append(l.servers, p)
+	}
+	l.url = "nats://" + strings.Join(clients, ",nats://")
+	return &l, nil
+}
+
+func (l *replicatedLog) stop() {
+	for _, s := range l.servers {
+		s.stop()
+	}
+}
+
+func (l *replicatedLog) cpu() (total time.Duration) {
+	for _, s := range l.servers {
+		total += s.cpu()
+	}
+	return total
+}
+
+// runReplicated runs a dispatcher whose log is "URL NAME". serve is called when the process owns the
+// slot.
+func runReplicated(ctx context.Context, o dispatcher.Options, log string, serve func(context.Context, *dispatcher.Dispatcher) error) error {
+	url, name, _ := strings.Cut(log, " ")
+	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	if o.Listeners, err = dispatcher.Listen(o); err != nil {
+		return err
+	}
+	return dispatcher.RunSlot(ctx, o, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, serve)
+}
+
+// measureReplicated measures the replicated log with and without a standby.
+func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
+	log, err := b.startLog(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer log.stop()
+	run := func(l load, standby bool) (sample, time.Duration, error) {
+		l.log = fmt.Sprintf("%s b%d", log.url, time.Now().UnixNano())
+		l.standby = standby
+		before := log.cpu()
+		s, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+		return s, log.cpu() - before, err
+	}
+	batches, singles := load{batch: 20, clients: 8}, load{batch: 1, clients: 64}
+	direct, err := b.directLoop(1)
+	if err != nil {
+		return nil, err
+	}
+	volume, err := b.throughput(ctx, batches, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	alone, _, err := run(batches, false)
+	if err != nil {
+		return nil, err
+	}
+	followed, servers, err := run(batches, true)
+	if err != nil {
+		return nil, err
+	}
+	one, _, err := run(singles, true)
+	if err != nil {
+		return nil, err
+	}
+	again, err := b.directLoop(1)
+	if err != nil {
+		return nil, err
+	}
+	direct = direct.mean(again)
+	batches.perSecond = followed.rate / 4
+	calm, _, err := run(batches, true)
+	if err != nil {
+		return nil, err
+	}
+	ratio := func(s sample) (float64, string) {
+		return s.rate / direct.rate, fmt.Sprintf("%.2f (%.0f/s)", s.rate/direct.rate, s.rate)
+	}
+	var rows []row
+	add := func(name string, s sample, goal float64) {
+		value, text := ratio(s)
+		rows = append(rows, atLeast(name, value, goal, text))
+	}
+	add("replicated log, batches of 20, of direct", alone, 0.35)
+	add("the same with a standby", followed, 0.25)
+	add("replicated log, standby, single calls, of direct", one, 0.15)
+	cpu := alone.cpu / volume.cpu
+	return append(rows,
+		below("owner's CPU per message, of the local log", cpu, 1.4, fmt.Sprintf("%.2f (%.1f us)", cpu, alone.cpu), "<= 1.4"),
+		row{Name: "  CPU of three servers, of all cores", Value: fmt.Sprintf("%.2f cores", servers.Seconds()/(b.window().Seconds()+2)), Met: true, Number: servers.Seconds()},
+		below("replicated log at a quarter of peak, p50", calm.p50.Seconds(), 0.006, calm.p50.Round(10*time.Microsecond).String(), "<= 6ms"),
+		below("replicated log at a quarter of peak, p99", calm.p99.Seconds(), 0.040, calm.p99.Round(10*time.Microsecond).String(), "<= 40ms"),
+	), nil
+}
+
+// startStandby runs a process that follows the log of a dispatcher.
+func (b *bench) startStandby(ctx context.Context, owner *dispatcherProcess) (*child, error) {
+	if owner.cmd == nil {
+		return nil, errors.New("the owner does not run")
+	}
+	args := append([]string{}, owner.cmd.Args[1:]...)
+	args[0] += "-standby"
+	args[5] = "standby"
+	return spawn(ctx, "dispatcher", args...)
+}
+
+// hello prints the line by which the parent process knows the addresses.
+func hello(addr, admin string) {
+	line, _ := json.Marshal(map[string]string{"Addr": addr, "Admin": admin})
+	fmt.Fprintln(os.Stdout, string(line))
+}
