@@ -34,7 +34,8 @@ import (
 func TestPowerLoss(t *testing.T) { testPowerLoss(t, false) }
 
 // TestPowerLossWithReplicatedLog is TestPowerLoss with a replicated log: at each power loss the
-// whole disk is lost, and the next dispatcher restores its store from the log.
+// whole disk is lost, and the next dispatcher restores its store from the last snapshot and the log.
+// Snapshots follow each other, so most power losses are during one.
 func TestPowerLossWithReplicatedLog(t *testing.T) { testPowerLoss(t, true) }
 
 func testPowerLoss(t *testing.T, replicated bool) {
@@ -51,15 +52,18 @@ func testPowerLoss(t *testing.T, replicated bool) {
 		}
 	}
 	t.Cleanup(func() {
-		t.Logf("%d power losses (%d of them during a start), %d accepted calls, %d deliveries, %d of them repeated; at most %d unrecorded deliveries of a receiver at one power loss",
-			all.cuts, all.early, all.accepted, all.deliveries, all.repeated, all.peak)
+		t.Logf("%d power losses (%d of them during a start), %d accepted calls, %d deliveries, %d of them repeated; at most %d unrecorded deliveries of a receiver at one power loss; %d snapshots",
+			all.cuts, all.early, all.accepted, all.deliveries, all.repeated, all.peak, all.snapshots)
+		if replicated && all.snapshots == 0 {
+			t.Error("snapshots: got none, want some")
+		}
 	})
 }
 
 // tally has the sums of all seeds.
 type tally struct {
 	sync.Mutex
-	cuts, early, accepted, deliveries, repeated, peak int
+	cuts, early, accepted, deliveries, repeated, peak, snapshots int
 }
 
 // The receivers: steady accepts all messages, flaky fails at random, picky rejects some
@@ -96,16 +100,18 @@ type world struct {
 	unrecorded, peak int
 }
 
-// machine is what a dispatcher stores its data on: a disk, and a replicated log or nil.
+// machine is what a dispatcher stores its data on: a disk, and a replicated log with the objects of
+// its snapshots, or nil.
 type machine struct {
-	disk *vfs.MemFS
-	log  *slotstest.Stream
+	disk    *vfs.MemFS
+	log     *slotstest.Stream
+	objects *slotstest.ObjectStore
 }
 
 func newMachine(replicated bool) machine {
 	m := machine{disk: vfs.NewCrashableMem()}
 	if replicated {
-		m.log = slotstest.NewStream(0)
+		m.log, m.objects = slotstest.NewStream(0), slotstest.NewObjectStore(0)
 	}
 	return m
 }
@@ -114,16 +120,20 @@ func newMachine(replicated bool) machine {
 // of the unsynced data.
 func (m machine) crash(percent int, rnd *rand.Rand) machine {
 	if m.log != nil {
-		return machine{vfs.NewCrashableMem(), m.log.Clone()}
+		// The log first: an object is deleted only after the record that replaces it, and no record is
+		// appended meanwhile.
+		log := m.log.Clone()
+		return machine{vfs.NewCrashableMem(), log, m.objects.Clone()}
 	}
 	return machine{disk: m.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: percent, RNG: rnd})}
 }
 
 // queue returns the options of the queue in dir. changing is called before each change that can
-// survive. close ends the use of the log.
-func (m machine) queue(dir string, changing func()) (o pebblestore.Options, closeLog func(), err error) {
+// survive. snapshots takes snapshots of the store until the log is closed, and returns the function
+// that closes it.
+func (m machine) queue(dir string, changing func()) (o pebblestore.Options, snapshots func(*pebblestore.Store, *tally) (closeLog func()), err error) {
 	if m.log == nil {
-		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func() {}, nil
+		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func(*pebblestore.Store, *tally) func() { return func() {} }, nil
 	}
 	log := slotstest.NewLog(m.log)
 	log.OnPublish = func() {
@@ -131,12 +141,30 @@ func (m machine) queue(dir string, changing func()) (o pebblestore.Options, clos
 		slowSync()
 	}
 	o = pebblestore.Options{FS: m.disk, Logger: slog.New(slog.DiscardHandler)}
-	writer, err := slots.Slot{Log: log, Dir: dir, Store: o}.TakeOver(context.Background())
+	writer, err := slots.Slot{Log: log, Objects: m.objects, Dir: dir, Store: o}.TakeOver(context.Background())
 	if err != nil {
 		return o, nil, err
 	}
 	o.Log = writer
-	return o, writer.Close, nil
+	return o, func(store *pebblestore.Store, total *tally) func() {
+		s := &slots.Snapshotter{Log: log, Objects: m.objects, Writer: writer, Store: store, FS: m.disk, Dir: dir + ".snapshot", Logger: o.Logger}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			for writer.Err() == nil {
+				if s.Take(context.Background()) == nil {
+					total.Lock()
+					total.snapshots++
+					total.Unlock()
+				}
+				time.Sleep(5 * time.Millisecond)
+			}
+		}()
+		return func() {
+			writer.Close()
+			<-done
+		}
+	}, nil
 }
 
 // life is the time of a dispatcher from a start to a power loss.
@@ -215,11 +243,10 @@ func (w *world) run(m machine) {
 func (w *world) live(l *life, n int, pending *[4][]string) {
 	t := w.t
 	last := l.operations < 0 && l.answers < 0 && l.deliveries < 0
-	queueOptions, closeLog, err := l.machine.queue(filepath.Join("data", "queue"), func() { w.changing(l) })
+	queueOptions, snapshots, err := l.machine.queue(filepath.Join("data", "queue"), func() { w.changing(l) })
 	if err != nil {
 		t.Fatalf("take-over in life %d: got error %v, want none", n, err)
 	}
-	defer closeLog()
 	o := options(t, "data", queueOptions)
 	o.DrainTimeout = 20 * time.Millisecond
 	// With a guard there is no token for backups, which is a file on the real disk.
@@ -228,6 +255,8 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 	if err != nil {
 		t.Fatalf("start of life %d: got error %v, want none", n, err)
 	}
+	closeLog := snapshots(d.Store(), w.total)
+	defer closeLog()
 	w.checkStore(d, n)
 	r := run(d)
 	defer func() {

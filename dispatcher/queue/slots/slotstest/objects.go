@@ -26,6 +26,13 @@ func NewObjectStore(maxBytes int64) *ObjectStore {
 	return &ObjectStore{objects: map[string][]byte{}, maxBytes: maxBytes}
 }
 
+// Clone returns an independent object store with the same objects.
+func (s *ObjectStore) Clone() *ObjectStore {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return &ObjectStore{objects: maps.Clone(s.objects), bytes: s.bytes, maxBytes: s.maxBytes, puts: s.puts}
+}
+
 var _ slots.Objects = (*ObjectStore)(nil)
 
 // Put implements slots.Objects.
