@@ -352,7 +352,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
-		Backup: d.Backup, BackupToken: d.backupToken,
+		Backup: d.Backup, BackupToken: d.backupToken, Log: d.log,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View

@@ -34,7 +34,7 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 					return
 				}
 				select {
-				case attempts <- a:
+				case attempts <- a.Attempt:
 				case <-ctx.Done():
 					return
 				}

@@ -3,12 +3,14 @@
 package admin
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"strings"
@@ -49,6 +51,8 @@ type Options struct {
 	// a guard every caller is admitted: bind the server to an address that only trusted clients can
 	// reach.
 	Guard func(http.Handler) http.Handler
+	// Log gets the audit log; nil is slog.Default.
+	Log *slog.Logger
 }
 
 // NewServer makes the admin server.
@@ -69,7 +73,7 @@ func NewServer(o Options) *http.Server {
 			_ = out.Encode(k)
 		}
 	})
-	mountDeadLetters(mux, o.Gate, o.Store, o.Engine)
+	mountDeadLetters(mux, o.Gate, o.Store, o.Engine, audit{cmp.Or(o.Log, slog.Default())})
 	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
 	if o.View != nil {

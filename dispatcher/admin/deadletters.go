@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net/http"
 	"strconv"
 	"strings"
@@ -32,10 +33,12 @@ func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
 }
 
 const (
-	maxListed   = 10_000
-	maxAction   = 1 << 20
-	ndjson      = "application/x-ndjson"
-	contentType = "Content-Type"
+	maxListed = 10_000
+	maxAction = 1 << 20
+	// maxBodyTails bounds the memory of clients that follow message bodies.
+	maxBodyTails = 4
+	ndjson       = "application/x-ndjson"
+	contentType  = "Content-Type"
 )
 
 // newEncoder makes an encoder for output that may be shown in a terminal: event names, messageIds
@@ -46,11 +49,13 @@ func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.New
 //
 //	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   one line of JSON each, oldest first
 //	GET  /deadletters/count?destination=ns/name                   the number of all
-//	GET  /deadletters/{key}?destination=ns/name                   one, with its body
+//	GET  /deadletters/{key}?destination=ns/name                   one, without its body
+//	GET  /bodies/deadletters/{key}?destination=ns/name            one, with its body
 //	POST /deadletters/redeliver, /deadletters/purge               an adminapi.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
-func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery.Store, engine *delivery.Engine) {
+//	GET  /bodies/tail[?destination=ns/name][&endpoint=E]          the same, with the bodies of the requests
+func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery.Store, engine *delivery.Engine, audit audit) {
 	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
 		destination, limit := r.URL.Query().Get("destination"), maxListed
 		if text := r.URL.Query().Get("limit"); text != "" {
@@ -80,7 +85,7 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 			_ = newEncoder(w).Encode(adminapi.DeadLetterCount{Stored: engine.DeadLettersStored(destination)})
 		}
 	})
-	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
+	one := func(w http.ResponseWriter, r *http.Request, body bool) {
 		destination, key := r.URL.Query().Get("destination"), r.PathValue("key")
 		if !named(w, destination) {
 			return
@@ -88,7 +93,7 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 		var found *adminapi.DeadLetter
 		err := store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
 			if d.Key == key {
-				letter := show(d, true)
+				letter := show(d, body)
 				found = &letter
 			}
 			return found == nil
@@ -99,12 +104,17 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 		case found == nil:
 			http.Error(w, fmt.Sprintf("destination %s has no dead letter %s", destination, key), http.StatusNotFound)
 		default:
+			if body {
+				audit.log(r, "audit: body of a dead letter read", "destination", destination, "key", key, "messageId", found.MessageID)
+			}
 			w.Header().Set(contentType, "application/json")
 			_ = newEncoder(w).Encode(found)
 		}
-	})
+	}
+	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) { one(w, r, false) })
+	mux.HandleFunc("GET "+adminapi.BodiesPath+"/deadletters/{key}", func(w http.ResponseWriter, r *http.Request) { one(w, r, true) })
 	type action = func(context.Context, adminapi.DeadLetterAction, redelivery.Options) (adminapi.DeadLetterProgress, error)
-	act := func(run action) http.HandlerFunc {
+	act := func(run action, message string) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
 			var a adminapi.DeadLetterAction
 			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
@@ -128,6 +138,9 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 					_ = control.Flush()
 				},
 			})
+			if !a.DryRun {
+				audit.log(r, message, "destination", a.Destination, "matched", p.Matched, "processed", p.Redelivered)
+			}
 			last := p
 			last.Done = err == nil
 			if err != nil && !errors.Is(err, context.Canceled) {
@@ -138,10 +151,10 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 	}
 	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		return redelivery.Run(ctx, gate, store, a.Destination, a.Selector, o)
-	}))
+	}, "audit: dead letters redelivered"))
 	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		return redelivery.Purge(ctx, store, a.Destination, a.Selector, o)
-	}))
+	}, "audit: dead letters purged"))
 	mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {
 		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
 		if !named(w, destination) {
@@ -153,18 +166,36 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 			_ = out.Encode(a)
 		}
 	})
-	mux.HandleFunc("GET /tail", func(w http.ResponseWriter, r *http.Request) {
+	follow := func(w http.ResponseWriter, attempts iter.Seq[adminapi.AttemptWithBody]) (sent int) {
 		w.Header().Set(contentType, ndjson)
 		out, control := newEncoder(w), http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Time{})
 		_ = control.Flush()
-		stream, _ := engine.Tail(r.Context(), r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint"))
-		for a := range stream {
+		for a := range attempts {
 			if out.Encode(a) != nil {
-				return
+				return sent
 			}
+			sent++
 			_ = control.Flush()
 		}
+		return sent
+	}
+	mux.HandleFunc("GET /tail", func(w http.ResponseWriter, r *http.Request) {
+		follow(w, engine.Tail(r.Context(), r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")).Attempts())
+	})
+	free := make(chan struct{}, maxBodyTails)
+	mux.HandleFunc("GET "+adminapi.BodiesPath+"/tail", func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case free <- struct{}{}:
+			defer func() { <-free }()
+		default:
+			http.Error(w, fmt.Sprintf("%d clients follow message bodies already; end one of them", maxBodyTails), http.StatusTooManyRequests)
+			return
+		}
+		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
+		audit.log(r, "audit: reading of bodies started", "destination", destination, "endpoint", endpoint)
+		sent := follow(w, engine.TailWithBodies(r.Context(), destination, endpoint).Attempts())
+		audit.log(r, "audit: reading of bodies ended", "destination", destination, "endpoint", endpoint, "bodies", sent)
 	})
 }
 

@@ -1,6 +1,9 @@
 package adminapi
 
-import "time"
+import (
+	"encoding/json"
+	"time"
+)
 
 // Attempt is one request to an endpoint and its result. It holds no secrets, of the message only
 // the id, and of the response at most the first bytes.
@@ -33,6 +36,15 @@ type Attempt struct {
 	CertificateExpires time.Time `json:"certificateExpires,omitzero"`
 	// Probe is true for a circuit breaker's probe.
 	Probe bool `json:"probe,omitempty"`
+}
+
+// AttemptWithBody is an attempt with the body of its request.
+type AttemptWithBody struct {
+	Attempt
+	Body json.RawMessage `json:"body,omitempty"`
+	// Missed is the number of attempts before this one that were not sent, because the reader was
+	// slower than the deliveries.
+	Missed int64 `json:"missed,omitempty"`
 }
 
 // Timing splits the duration of an attempt. DNS, Connect and TLS are zero if an open connection was

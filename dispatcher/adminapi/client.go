@@ -125,11 +125,20 @@ func (c *Client) DeadLettersStored(ctx context.Context, destination string) (int
 	return n.Stored, err
 }
 
-// DeadLetter returns one dead letter of a destination ("namespace/name") with its body. The error
+// DeadLetter returns one dead letter of a destination ("namespace/name") without its body. The error
 // is a *StatusError with the status 404 if there is none with this key.
-func (c *Client) DeadLetter(ctx context.Context, destination, key string) (d DeadLetter, err error) {
+func (c *Client) DeadLetter(ctx context.Context, destination, key string) (DeadLetter, error) {
+	return c.deadLetter(ctx, "", destination, key)
+}
+
+// DeadLetterWithBody is DeadLetter with the body.
+func (c *Client) DeadLetterWithBody(ctx context.Context, destination, key string) (DeadLetter, error) {
+	return c.deadLetter(ctx, BodiesPath, destination, key)
+}
+
+func (c *Client) deadLetter(ctx context.Context, prefix, destination, key string) (d DeadLetter, err error) {
 	query := url.Values{"destination": {destination}}
-	resp, err := c.Get(ctx, "/deadletters/"+url.PathEscape(key)+"?"+query.Encode(), "application/json")
+	resp, err := c.Get(ctx, prefix+"/deadletters/"+url.PathEscape(key)+"?"+query.Encode(), "application/json")
 	if err != nil {
 		return d, err
 	}
@@ -197,8 +206,13 @@ func (c *Client) Attempts(ctx context.Context, destination, endpoint string) ite
 
 // Tail returns attempts as they end, until ctx is done or the dispatcher stops
 // (io.ErrUnexpectedEOF). An empty destination ("namespace/name") or endpoint matches all.
-func (c *Client) Tail(ctx context.Context, destination, endpoint string) iter.Seq2[Attempt, error] {
-	return lines[Attempt](ctx, c, "/tail?"+url.Values{"destination": {destination}, "endpoint": {endpoint}}.Encode())
+func (c *Client) Tail(ctx context.Context, destination, endpoint string) iter.Seq2[AttemptWithBody, error] {
+	return lines[AttemptWithBody](ctx, c, "/tail?"+url.Values{"destination": {destination}, "endpoint": {endpoint}}.Encode())
+}
+
+// TailWithBodies is Tail with the bodies of the requests.
+func (c *Client) TailWithBodies(ctx context.Context, destination, endpoint string) iter.Seq2[AttemptWithBody, error] {
+	return lines[AttemptWithBody](ctx, c, BodiesPath+"/tail?"+url.Values{"destination": {destination}, "endpoint": {endpoint}}.Encode())
 }
 
 // Debug opens data of a dispatcher that runs with --debug: "lanes" (lines of LaneState), "config"

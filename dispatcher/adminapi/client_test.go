@@ -207,6 +207,7 @@ func TestPaths(t *testing.T) {
 	ctx := t.Context()
 	_, _ = collect(c.DeadLetters(ctx, "shop/crm", 10))
 	_, _ = c.DeadLetter(ctx, "shop/crm", "a/b")
+	_, _ = c.DeadLetterWithBody(ctx, "shop/crm", "a/b")
 	_, _ = collect(c.Attempts(ctx, "shop/crm", "primary"))
 	_, _ = collect(c.Tail(ctx, "", ""))
 	_, _ = c.Metrics(ctx)
@@ -218,6 +219,7 @@ func TestPaths(t *testing.T) {
 	want := []string{
 		"GET /deadletters?destination=shop%2Fcrm&limit=10",
 		"GET /deadletters/a%2Fb?destination=shop%2Fcrm",
+		"GET /bodies/deadletters/a%2Fb?destination=shop%2Fcrm",
 		"GET /attempts?destination=shop%2Fcrm&endpoint=primary",
 		"GET /tail?destination=&endpoint=",
 		"GET /metrics",

@@ -22,7 +22,7 @@ type DeadLetter struct {
 	Message     string    `json:"message,omitempty"`
 	// Response holds the first bytes of the receiver's last response.
 	Response string `json:"response,omitempty"`
-	// Body is the message; set only when a single dead letter is requested.
+	// Body is the message; only responses of BodiesPath have it.
 	Body json.RawMessage `json:"body,omitempty"`
 }
 

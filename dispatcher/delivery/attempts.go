@@ -1,7 +1,9 @@
 package delivery
 
 import (
+	"bytes"
 	"context"
+	"iter"
 	"maps"
 	"slices"
 	"sync/atomic"
@@ -113,17 +115,32 @@ func (e *Engine) attemptsOf(destination, messageID string) (list []adminapi.Atte
 // tailBuffer is how many attempts a subscriber may lag behind.
 const tailBuffer = 256
 
-type tail struct {
+// maxTailBytes bounds the bodies that wait for one subscriber.
+const maxTailBytes = 4 << 20
+
+// Tail is a subscription to attempts.
+type Tail struct {
 	destination, endpoint string
-	out                   chan adminapi.Attempt
+	out                   chan adminapi.AttemptWithBody
 	dropped               atomic.Int64
+	// bodies is true for a subscriber that gets the bodies, of which waiting bytes are in out.
+	bodies  bool
+	waiting atomic.Int64
 }
 
-// Tail streams attempts as they end, until ctx is done; it then closes the channel. An empty
-// destination ("namespace/name") or endpoint matches all. A slow reader misses attempts; dropped
-// returns how many.
-func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream <-chan adminapi.Attempt, dropped func() int64) {
-	t := &tail{destination: destination, endpoint: endpoint, out: make(chan adminapi.Attempt, tailBuffer)}
+// Tail subscribes to attempts until ctx is done. An empty destination ("namespace/name") or endpoint
+// matches all.
+func (e *Engine) Tail(ctx context.Context, destination, endpoint string) *Tail {
+	return e.subscribe(ctx, &Tail{destination: destination, endpoint: endpoint})
+}
+
+// TailWithBodies is Tail with the bodies of the requests.
+func (e *Engine) TailWithBodies(ctx context.Context, destination, endpoint string) *Tail {
+	return e.subscribe(ctx, &Tail{destination: destination, endpoint: endpoint, bodies: true})
+}
+
+func (e *Engine) subscribe(ctx context.Context, t *Tail) *Tail {
+	t.out = make(chan adminapi.AttemptWithBody, tailBuffer)
 	e.mu.Lock()
 	e.tails[t] = struct{}{}
 	e.mu.Unlock()
@@ -133,19 +150,42 @@ func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream
 		delete(e.tails, t)
 		close(t.out)
 	})
-	return t.out, t.dropped.Load
+	return t
+}
+
+// Attempts returns the attempts as they end. A slow reader misses attempts; the next one has their
+// number.
+func (t *Tail) Attempts() iter.Seq[adminapi.AttemptWithBody] {
+	return func(yield func(adminapi.AttemptWithBody) bool) {
+		for a := range t.out {
+			t.waiting.Add(-int64(len(a.Body)))
+			a.Missed = t.dropped.Swap(0)
+			if !yield(a) {
+				return
+			}
+		}
+	}
 }
 
 // publish sends an attempt to all subscribers. The engine's lock is held.
-func (e *Engine) publish(a *adminapi.Attempt) {
+func (e *Engine) publish(a *adminapi.Attempt, p *post) {
 	for t := range e.tails {
 		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {
 			continue
 		}
-		c := *a
+		c := adminapi.AttemptWithBody{Attempt: *a}
 		c.MessageID = string(append([]byte(nil), a.MessageID...))
+		if t.bodies {
+			body := p.set.body(&p.message)
+			if t.waiting.Load()+int64(len(body)) > maxTailBytes {
+				t.dropped.Add(1)
+				continue
+			}
+			c.Body = bytes.Clone(body)
+		}
 		select {
 		case t.out <- c:
+			t.waiting.Add(int64(len(c.Body)))
 		default:
 			t.dropped.Add(1)
 		}

@@ -128,7 +128,7 @@ type Engine struct {
 	idle                   []*worker
 	exits                  sync.WaitGroup
 
-	tails map[*tail]struct{}
+	tails map[*Tail]struct{}
 
 	// hard ends requests in flight; soft ends everything else.
 	hard, soft         context.Context
@@ -311,7 +311,7 @@ func New(o Options) *Engine {
 	e := &Engine{
 		o: o, log: o.Logger,
 		destinations: map[string]*destination{}, perNamespace: map[string]*namespace{}, lanes: map[queue.LaneID]*lane{}, bySource: map[string][]*lane{}, orphans: map[*lane]bool{},
-		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), createdAt: time.Now(),
+		tails: map[*Tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), createdAt: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)

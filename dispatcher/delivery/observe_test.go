@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"iter"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -262,15 +263,15 @@ func TestTail(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 409}}))
 		w.apply(dest("a", urlA), dest("b", urlB))
 		ctx, cancel := context.WithCancel(context.Background())
-		all, lost := w.engine.Tail(ctx, "", "")
-		b, _ := w.engine.Tail(ctx, "ns/b", "e0")
-		none, _ := w.engine.Tail(ctx, "ns/b", "e1")
+		all := w.engine.Tail(ctx, "", "")
+		b := w.engine.Tail(ctx, "ns/b", "e0")
+		none := w.engine.Tail(ctx, "ns/b", "e1")
 		w.send("web", 10)
 		w.sleep(time.Second)
-		if len(all) != 20 || len(b) != 10 || len(none) != 0 {
-			t.Errorf("%d, %d and %d attempts", len(all), len(b), len(none))
+		if len(all.out) != 20 || len(b.out) != 10 || len(none.out) != 0 {
+			t.Errorf("%d, %d and %d attempts", len(all.out), len(b.out), len(none.out))
 		}
-		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 409 || a.Reason != string(egress.Rejected) || a.MessageID != "m1" {
+		if a := <-b.out; a.Destination != "ns/b" || a.StatusCode != 409 || a.Reason != string(egress.Rejected) || a.MessageID != "m1" {
 			t.Errorf("%+v", a)
 		}
 		// Without a reader, excess attempts are dropped and counted, and deliveries continue.
@@ -279,16 +280,57 @@ func TestTail(t *testing.T) {
 		if r := w.report("a"); r.Delivered != 1010 {
 			t.Errorf("%+v", r)
 		}
-		if len(all) != tailBuffer || lost() != 2020-tailBuffer {
-			t.Errorf("%d kept, %d lost", len(all), lost())
+		if len(all.out) != tailBuffer || all.dropped.Load() != 2020-tailBuffer {
+			t.Errorf("%d kept, %d lost", len(all.out), all.dropped.Load())
 		}
 		cancel()
 		w.sleep(time.Second)
-		for range all {
+		for a := range all.Attempts() {
+			if a.Body != nil {
+				t.Errorf("body without permission: got %s, want none", a.Body)
+			}
 		}
 		if look(w, func(e *Engine) int { return len(e.tails) }) != 0 {
 			t.Error("the subscription is still there")
 		}
+		w.end()
+	})
+}
+
+// A subscriber with bodies gets the body of each request. One that does not read keeps bodies up to a bound, and
+// learns how many attempts it missed.
+func TestTailWithBodies(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 409}}))
+		w.apply(dest("a", urlA), dest("b", urlB))
+		ctx, cancel := context.WithCancel(context.Background())
+		tail := w.engine.TailWithBodies(ctx, "ns/b", "")
+		w.send("web", 1)
+		w.sleep(time.Second)
+		next, stop := iter.Pull(tail.Attempts())
+		first, _ := next()
+		if first.MessageID != "m1" || string(first.Body) != "m1" {
+			t.Errorf("first attempt: got id %q and body %q, want m1 and its body", first.MessageID, first.Body)
+		}
+		if got := tail.waiting.Load(); got != 0 {
+			t.Errorf("waiting bytes after the read: got %d, want 0", got)
+		}
+		tail.waiting.Store(maxTailBytes - int64(2*len(first.Body)))
+		w.send("web", 5)
+		w.sleep(time.Second)
+		if len(tail.out) < 1 || len(tail.out) > 2 || tail.dropped.Load() != int64(5-len(tail.out)) {
+			t.Errorf("attempts at the bound: got %d kept and %d missed, want at most 2 kept and the others missed", len(tail.out), tail.dropped.Load())
+		}
+		missed := tail.dropped.Load()
+		if second, _ := next(); second.Missed != missed {
+			t.Errorf("missed attempts: got %d, want %d", second.Missed, missed)
+		}
+		if third, _ := next(); third.Missed != 0 {
+			t.Errorf("missed attempts of the next one: got %d, want 0", third.Missed)
+		}
+		stop()
+		cancel()
+		w.sleep(time.Second)
 		w.end()
 	})
 }

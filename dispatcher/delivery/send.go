@@ -456,7 +456,7 @@ func (e *Engine) record(p *post, r *ended) {
 	}
 	ep.attempts.add(e.o.Attempts, &a)
 	if len(e.tails) > 0 {
-		e.publish(&a)
+		e.publish(&a, p)
 	}
 }
 

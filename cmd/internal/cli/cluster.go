@@ -37,6 +37,7 @@ type clusterConnector struct {
 	kubeconfig      string
 	overrides       clientcmd.ConfigOverrides
 	system, account string
+	bodiesAccount   string
 	selector        string
 	adminPort       int
 	callsPort       int
@@ -52,6 +53,7 @@ func (c *clusterConnector) register(cmd *cobra.Command) {
 	clientcmd.BindOverrideFlags(&c.overrides, f, names)
 	f.StringVar(&c.system, "system-namespace", "posthorn-system", "namespace of Posthorn's release")
 	f.StringVar(&c.account, "support-account", "posthorn-support", "ServiceAccount, in the release's namespace, that authenticates to the dispatchers")
+	f.StringVar(&c.bodiesAccount, "bodies-account", "posthorn-bodies", "ServiceAccount, in the release's namespace, that may read message bodies")
 	f.StringVar(&c.selector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&c.adminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' admin API")
 	f.IntVar(&c.callsPort, "dispatcher-calls-port", 8080, "port of the dispatchers' tracking API")
@@ -135,6 +137,7 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 		return nil, nil, err
 	}
 	auth := newPodAuth(c.plain)
+	auth.bodiesToken = func() (string, error) { return c.bodiesToken(ctx, client) }
 	if err := c.renew(ctx, client, auth); err != nil {
 		return nil, nil, err
 	}
@@ -156,15 +159,32 @@ func (c *clusterConnector) renew(ctx context.Context, client kubernetes.Interfac
 	if auth.plain {
 		return nil
 	}
-	seconds := int64(supportTokenSeconds)
-	token, err := client.CoreV1().ServiceAccounts(c.system).CreateToken(ctx, c.account, &authenticationv1.TokenRequest{
-		Spec: authenticationv1.TokenRequestSpec{Audiences: []string{adminapi.TokenAudience}, ExpirationSeconds: &seconds},
-	}, metav1.CreateOptions{})
+	token, err := c.createToken(ctx, client, c.account)
 	if err != nil {
 		return c.explain(err)
 	}
-	auth.token.Store(&token.Status.Token)
+	auth.token.Store(&token)
 	return nil
+}
+
+// bodiesToken requests a token of the account that may read message bodies.
+func (c *clusterConnector) bodiesToken(ctx context.Context, client kubernetes.Interface) (string, error) {
+	token, err := c.createToken(ctx, client, c.bodiesAccount)
+	if apierrors.IsForbidden(err) || apierrors.IsNotFound(err) {
+		err = fmt.Errorf("message bodies need the Role %s-user in namespace %s: %w", c.bodiesAccount, c.system, err)
+	}
+	return token, err
+}
+
+func (c *clusterConnector) createToken(ctx context.Context, client kubernetes.Interface, account string) (string, error) {
+	seconds := int64(supportTokenSeconds)
+	token, err := client.CoreV1().ServiceAccounts(c.system).CreateToken(ctx, account, &authenticationv1.TokenRequest{
+		Spec: authenticationv1.TokenRequestSpec{Audiences: []string{adminapi.TokenAudience}, ExpirationSeconds: &seconds},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return "", err
+	}
+	return token.Status.Token, nil
 }
 
 // explain names the missing permission of a forbidden error, and the flags to check after a
@@ -225,7 +245,9 @@ func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, cli
 type podAuth struct {
 	plain bool
 	token atomic.Pointer[string]
-	next  http.RoundTripper
+	// bodiesToken returns a token for the paths with message bodies.
+	bodiesToken func() (string, error)
+	next        http.RoundTripper
 }
 
 func newPodAuth(plain bool) *podAuth {
@@ -242,7 +264,16 @@ func newPodAuth(plain bool) *podAuth {
 }
 
 func (a *podAuth) RoundTrip(r *http.Request) (*http.Response, error) {
-	if token := a.token.Load(); token != nil {
+	token := a.token.Load()
+	if !a.plain && a.bodiesToken != nil && strings.HasPrefix(r.URL.Path, adminapi.BodiesPath+"/") {
+		bodies, err := a.bodiesToken()
+		if err != nil { // The dispatcher would refuse the request.
+			text := io.NopCloser(strings.NewReader(err.Error()))
+			return &http.Response{Status: "403 Forbidden", StatusCode: http.StatusForbidden, Header: http.Header{}, Body: text, Request: r}, nil
+		}
+		token = &bodies
+	}
+	if token != nil {
 		r = r.Clone(r.Context())
 		r.Header.Set("Authorization", "Bearer "+*token)
 	}

@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
@@ -132,8 +131,10 @@ func omitted(ctx context.Context, targets []target, destination string, shown, l
 func newDeadLettersShow(flags connectorFlags) *cobra.Command {
 	var r connector
 	cmd := &cobra.Command{
-		Use:     "show DESTINATION KEY",
-		Short:   "Show one dead letter with its body and the receiver's last response",
+		Use:   "show DESTINATION KEY",
+		Short: "Show one dead letter with its body and the receiver's last response",
+		Long: `Shows one dead letter with its body and the receiver's last response. In a cluster
+the body needs the Role posthorn-bodies-user; without it the rest is shown.`,
 		Example: "  posthorn deadletters show crm 018c2f…",
 		Args:    command.ExactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -146,9 +147,12 @@ func newDeadLettersShow(flags connectorFlags) *cobra.Command {
 				return err
 			}
 			defer closeAll()
-			letter, err := findDeadLetter(cmd.Context(), targets, name, args[1])
+			letter, withoutBody, err := findDeadLetter(cmd.Context(), targets, name, args[1])
 			if err != nil {
 				return err
+			}
+			if withoutBody != nil {
+				fmt.Fprintf(cmd.ErrOrStderr(), "The body is not shown. %v\n", withoutBody)
 			}
 			text, err := json.MarshalIndent(letter, "", "  ")
 			if err != nil {
@@ -163,13 +167,18 @@ func newDeadLettersShow(flags connectorFlags) *cobra.Command {
 	return cmd
 }
 
-// findDeadLetter returns a dead letter, which only one of the dispatchers has. It returns the error
-// of a dispatcher that did not answer rather than the others' 404.
-func findDeadLetter(ctx context.Context, targets []target, destination, key string) (d adminapi.DeadLetter, err error) {
+// findDeadLetter returns a dead letter, which only one of the dispatchers has; withoutBody is the
+// error if the user may not read its body. It returns the error of a dispatcher that did not answer
+// rather than the others' 404.
+func findDeadLetter(ctx context.Context, targets []target, destination, key string) (d adminapi.DeadLetter, withoutBody, err error) {
 	for _, t := range targets {
-		found, failed := t.DeadLetter(ctx, destination, key)
+		found, failed := t.DeadLetterWithBody(ctx, destination, key)
+		if forbidden(failed) {
+			withoutBody = t.explain(failed)
+			found, failed = t.DeadLetter(ctx, destination, key)
+		}
 		if failed == nil {
-			return found, nil
+			return found, withoutBody, nil
 		}
 		if status, ok := errors.AsType[*adminapi.StatusError](failed); !ok || status.StatusCode != http.StatusNotFound {
 			err = t.explain(failed)
@@ -177,7 +186,13 @@ func findDeadLetter(ctx context.Context, targets []target, destination, key stri
 			err = failed
 		}
 	}
-	return d, err
+	return d, nil, err
+}
+
+// forbidden reports whether the user lacks a permission.
+func forbidden(err error) bool {
+	status, ok := errors.AsType[*adminapi.StatusError](err)
+	return ok && status.StatusCode == http.StatusForbidden
 }
 
 // action requests an action on the dead letters of one dispatcher: a method of adminapi.Client.
@@ -431,81 +446,6 @@ func pickAttempts(all []adminapi.Attempt, failedOnly bool, limit int) ([]adminap
 		text += fmt.Sprintf("; %d shown", limit)
 	}
 	return all, text
-}
-
-func newTail(flags connectorFlags) *cobra.Command {
-	var r connector
-	var endpoint, output string
-	var failed bool
-	cmd := &cobra.Command{
-		Use:     "tail [DESTINATION]",
-		Short:   "Follow delivery attempts",
-		Example: "  posthorn tail\n  posthorn tail crm --failed -o json",
-		Args:    command.AtMostArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			name := ""
-			if len(args) == 1 {
-				var err error
-				if name, err = destination(r, args[0]); err != nil {
-					return err
-				}
-			}
-			targets, closeAll, err := r.connect(cmd.Context())
-			if err != nil {
-				return err
-			}
-			defer closeAll()
-			if err := unknown(cmd.Context(), targets, name); err != nil {
-				return err
-			}
-			attempts := make(chan adminapi.Attempt)
-			group, ctx := errgroup.WithContext(cmd.Context())
-			for _, t := range targets {
-				group.Go(func() error { return follow(ctx, t, name, endpoint, attempts) })
-			}
-			go func() { _ = group.Wait(); close(attempts) }()
-			out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))
-			for a := range attempts {
-				if failed && a.Reason == "" {
-					continue
-				}
-				if output != "json" {
-					fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
-				} else if err := out.Encode(a); err != nil {
-					return err
-				}
-			}
-			if cmd.Context().Err() != nil {
-				return nil // Ctrl-C is the usual end.
-			}
-			return group.Wait()
-		},
-	}
-	r = flags(cmd)
-	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
-	f := cmd.Flags()
-	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	f.BoolVar(&failed, "failed", false, "only failed attempts")
-	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
-	return cmd
-}
-
-// follow forwards the attempts of one dispatcher as they end.
-func follow(ctx context.Context, t target, destination, endpoint string, attempts chan<- adminapi.Attempt) error {
-	for a, err := range t.Tail(ctx, destination, endpoint) {
-		if errors.Is(err, io.ErrUnexpectedEOF) {
-			err = errors.New("the dispatcher stopped; run the command again to follow its successor")
-		}
-		if err != nil {
-			return t.explain(err)
-		}
-		select {
-		case attempts <- a:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-	return nil
 }
 
 const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\tTOOK\tCONNECT\tTLS\tFIRST BYTE\tADDRESS\tMESSAGE"

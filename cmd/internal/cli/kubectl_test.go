@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -50,12 +51,24 @@ func pod(t *testing.T, name string, letters int) target {
 		}
 		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterCount{Stored: int64(letters)})
 	})
-	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
-		if r.PathValue("key") != "key-"+name {
-			http.Error(w, "no dead letter "+r.PathValue("key"), http.StatusNotFound)
+	for prefix, body := range map[string]string{"": "", adminapi.BodiesPath: `{"userId":"u"}`} {
+		mux.HandleFunc("GET "+prefix+"/deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
+			switch {
+			case letters < 0 && prefix != "":
+				http.Error(w, "bind the ClusterRole posthorn-bodies", http.StatusForbidden)
+			case r.PathValue("key") != "key-"+name:
+				http.Error(w, "no dead letter "+r.PathValue("key"), http.StatusNotFound)
+			default:
+				_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "key-" + name, Body: json.RawMessage(body)})
+			}
+		})
+	}
+	mux.HandleFunc("GET "+adminapi.BodiesPath+"/tail", func(w http.ResponseWriter, _ *http.Request) {
+		if letters < 0 {
+			http.Error(w, "bind the ClusterRole posthorn-bodies", http.StatusForbidden)
 			return
 		}
-		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "key-" + name, Body: json.RawMessage(`{"userId":"u"}`)})
+		fmt.Fprintf(w, `{"destination": "shop/crm", "messageId": "of-%s", "body": {"userId": "u"}, "missed": 2}`+"\n", name)
 	})
 	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, r *http.Request) {
 		var a adminapi.DeadLetterAction
@@ -136,6 +149,13 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		{"list, all pods are down", newDeadLetters(flags(down)), []string{"list", "crm"}, nil, "pod down: "},
 		{"show, one pod is down", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
 		{"show, one pod does not answer", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-c"}, nil, "pod down: "},
+		{"show, without the permission for bodies", newDeadLetters(flags(pod(t, "c", -1))), []string{"show", "crm", "key-c"}, []string{`"key": "key-c"`, "The body is not shown. pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"}, ""},
+		{"tail with bodies", newTail(flags(a, b)), []string{"crm", "--bodies"}, []string{"of-a", "of-b", `{"userId": "u"}`, "2 attempts missed"}, ""},
+		{"tail with bodies, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--bodies"}, []string{"of-c", "The bodies are not shown. pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"}, ""},
+		{"tail to a receiver, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--forward-to", "http://127.0.0.1:1"}, []string{"0 sent on"}, "pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"},
+		{"tail to no URL", newTail(flags(a)), []string{"crm", "--forward-to", "localhost:3000"}, nil, `--forward-to "localhost:3000" is not a URL like http://localhost:3000/hook`},
+		{"tail with a secret alone", newTail(flags(a)), []string{"crm", "--secret", "s"}, nil, "--secret signs the requests of --forward-to; set both"},
+		{"tail to a receiver that is down", newTail(flags(a)), []string{"crm", "--forward-to", "http://127.0.0.1:1"}, []string{"of-a", "not sent on: ", "1 sent on, 1 of them not accepted; 2 missed"}, ""},
 		{"show, no pod has it", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
 		{"purge", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--yes"}, []string{"7 removed (20 bytes)"}, ""},
 		{"purge, dry", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
@@ -490,5 +510,35 @@ func TestTraceAsksEveryPod(t *testing.T) {
 				t.Errorf("%s: got\n%s\nwant %q", name, out, want)
 			}
 		}
+	}
+}
+
+// Message bodies are requested with a token of their own. Without the permission to create it, the
+// dispatcher is not asked, and the error names the Role.
+func TestTokenForBodies(t *testing.T) {
+	var got []string
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		got = append(got, r.URL.Path+" "+r.Header.Get("Authorization"))
+		_, _ = w.Write([]byte("{}"))
+	}))
+	t.Cleanup(server.Close)
+	support := "support"
+	auth := &podAuth{next: http.DefaultTransport, bodiesToken: func() (string, error) { return "bodies", nil }}
+	auth.token.Store(&support)
+	client := &adminapi.Client{URL: server.URL, HTTP: &http.Client{Transport: auth}}
+	_, err := client.DeadLetterWithBody(t.Context(), "shop/crm", "k")
+	if err != nil {
+		t.Errorf("with the permission: got error %v, want none", err)
+	}
+	if _, err := client.DeadLetter(t.Context(), "shop/crm", "k"); err != nil {
+		t.Errorf("without the body: got error %v, want none", err)
+	}
+	auth.bodiesToken = func() (string, error) { return "", errors.New("message bodies need the Role posthorn-bodies-user") }
+	_, err = client.DeadLetterWithBody(t.Context(), "shop/crm", "k")
+	if !forbidden(err) || err.Error() != "403 Forbidden: message bodies need the Role posthorn-bodies-user" {
+		t.Errorf("without the permission: got error %v, want 403 that names the Role", err)
+	}
+	if diff := cmp.Diff([]string{"/bodies/deadletters/k Bearer bodies", "/deadletters/k Bearer support"}, got); diff != "" {
+		t.Errorf("requests (-want +got):\n%s", diff)
 	}
 }

@@ -50,8 +50,8 @@ develop, whose status is then the answer.`,
 			if err := s.format.validate(); err != nil {
 				return err
 			}
-			if u, err := url.Parse(s.forwardTo); s.forwardTo != "" && (err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https") {
-				return command.Usagef("--forward-to %q is not a URL like http://localhost:3000/hook", s.forwardTo)
+			if err := checkForwardTo(s.forwardTo); err != nil {
+				return err
 			}
 			if s.save != "" {
 				if err := os.MkdirAll(s.save, 0o700); err != nil {
@@ -229,24 +229,37 @@ func (s *sink) saveRequest(h http.Header, body []byte) error {
 	return os.WriteFile(filepath.Join(s.save, fmt.Sprintf("%06d.http", s.received)), text.Bytes(), 0o600)
 }
 
-// forwardTimeout is the timeout of a delivery by default.
-const forwardTimeout = 5 * time.Second
-
 // forward sends a request to another receiver, with its headers, and returns the status of the answer.
 func (s *sink) forward(r *http.Request, body []byte) (status int, err error) {
-	ctx, cancel := context.WithTimeout(r.Context(), forwardTimeout)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.forwardTo, bytes.NewReader(body))
-	if err != nil {
-		return http.StatusBadGateway, err
-	}
+	h := http.Header{}
 	for name, values := range r.Header {
 		switch name {
 		case "Connection", "Content-Length", "Transfer-Encoding":
 		default:
-			req.Header[name] = values
+			h[name] = values
 		}
 	}
+	return sendOn(r.Context(), s.forwardTo, h, body)
+}
+
+// checkForwardTo fails for a value of --forward-to that is neither empty nor an HTTP URL.
+func checkForwardTo(text string) error {
+	if u, err := url.Parse(text); text != "" && (err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https") {
+		return command.Usagef("--forward-to %q is not a URL like http://localhost:3000/hook", text)
+	}
+	return nil
+}
+
+// sendOn sends a request to another receiver and returns the status of the answer. It follows no
+// redirects.
+func sendOn(ctx context.Context, to string, h http.Header, body []byte) (status int, err error) {
+	ctx, cancel := context.WithTimeout(ctx, forwardTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, to, bytes.NewReader(body))
+	if err != nil {
+		return http.StatusBadGateway, err
+	}
+	req.Header = h
 	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	resp, err := client.Do(req)
 	if err != nil {

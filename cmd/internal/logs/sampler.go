@@ -3,6 +3,7 @@ package logs
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"sync"
 	"time"
 )
@@ -16,6 +17,9 @@ const (
 	// maxSampled bounds how many distinct messages are counted at the same time.
 	maxSampled = 1000
 )
+
+// auditPrefix begins the messages of the audit log, all of which are written.
+const auditPrefix = "audit: "
 
 // sampler limits the log rate per message.
 type sampler struct {
@@ -42,7 +46,7 @@ func newSampler(h slog.Handler) slog.Handler {
 
 // Handle implements slog.Handler.
 func (s *sampler) Handle(ctx context.Context, r slog.Record) error {
-	if !s.admit(r.Message) {
+	if !strings.HasPrefix(r.Message, auditPrefix) && !s.admit(r.Message) {
 		return nil
 	}
 	return s.Handler.Handle(ctx, r)

@@ -42,6 +42,10 @@ const (
 	reviewsPerSecond, reviewsBurst = 20, 40
 )
 
+// credentialID is the key under which a TokenReview returns the id of a token that the API server's
+// audit log has, too.
+const credentialID = "authentication.kubernetes.io/credential-id"
+
 // Guard authorizes requests.
 type Guard struct {
 	client  kubernetes.Interface
@@ -55,7 +59,7 @@ type Guard struct {
 // answer is the cached result for a token and a path; it holds neither.
 type answer struct {
 	status int // 200, 401 or 403
-	user   string
+	caller adminapi.Caller
 }
 
 // question is the key of a cached answer; it has the token's hash only.
@@ -100,9 +104,9 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 		case a.status == http.StatusUnauthorized:
 			unauthorized(w)
 		case a.status == http.StatusForbidden:
-			http.Error(w, fmt.Sprintf("user %q may not %s %s: %s", a.user, strings.ToLower(r.Method), r.URL.Path, advice(r.URL.Path)), http.StatusForbidden)
+			http.Error(w, fmt.Sprintf("user %q may not %s %s: %s", a.caller.User, strings.ToLower(r.Method), r.URL.Path, advice(r.URL.Path)), http.StatusForbidden)
 		default:
-			next.ServeHTTP(w, r)
+			next.ServeHTTP(w, r.WithContext(adminapi.WithCaller(r.Context(), a.caller)))
 		}
 	})
 }
@@ -111,6 +115,9 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 func advice(path string) string {
 	if path == adminapi.BackupPath {
 		return "no ClusterRole of the chart includes it, because a backup contains all stored data; bind one with the verb post on the nonResourceURL " + path
+	}
+	if strings.HasPrefix(path, adminapi.BodiesPath+"/") {
+		return "bind the ClusterRole posthorn-bodies, which permits reading message bodies"
 	}
 	return "bind the ClusterRole posthorn-support, or posthorn-metrics-reader for metrics alone"
 }
@@ -132,8 +139,10 @@ func reviewed(path string) string {
 
 // route removes the key of a message from a path.
 func route(path string) string {
-	if strings.HasPrefix(path, "/deadletters/") {
-		return "/deadletters/*"
+	for _, prefix := range []string{"/deadletters/", adminapi.BodiesPath + "/deadletters/"} {
+		if strings.HasPrefix(path, prefix) {
+			return prefix + "*"
+		}
 	}
 	return path
 }
@@ -191,6 +200,10 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 	for k, v := range user.Extra {
 		extra[k] = authorizationv1.ExtraValue(v)
 	}
+	caller := adminapi.Caller{User: user.Username}
+	if ids := user.Extra[credentialID]; len(ids) > 0 {
+		caller.CredentialID = ids[0]
+	}
 	access, err := g.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authorizationv1.SubjectAccessReview{
 		Spec: authorizationv1.SubjectAccessReviewSpec{
 			User: user.Username, UID: user.UID, Groups: user.Groups, Extra: extra,
@@ -201,9 +214,9 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 	case err != nil:
 		return answer{}, fmt.Errorf("review access: %w", err)
 	case !access.Status.Allowed:
-		return answer{http.StatusForbidden, user.Username}, nil
+		return answer{http.StatusForbidden, caller}, nil
 	}
-	return answer{http.StatusOK, user.Username}, nil
+	return answer{http.StatusOK, caller}, nil
 }
 
 // audiences are the audiences to review a token for: Posthorn's if the token claims it, otherwise

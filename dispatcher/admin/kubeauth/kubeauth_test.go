@@ -76,7 +76,11 @@ func TestOnARealAPIServer(t *testing.T) {
 	}
 	tampered := func(token string) string { return token[:len(token)-6] + "AAAAAA" }
 
-	handler := New(own, quiet()).Wrap(secretPage)
+	var caller adminapi.Caller
+	handler := New(own, quiet()).Wrap(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		caller = adminapi.CallerOf(r.Context())
+		secretPage(w, r)
+	}))
 	for _, c := range []struct {
 		name, authorization, method, path string
 		want                              int
@@ -99,6 +103,11 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"support purges", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", "/deadletters/purge", 200},
 		{"support follows", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/tail", 200},
 		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/debug/pprof/heap", 200},
+		{"support reads no body", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/bodies/deadletters/018c", 403},
+		{"support follows no bodies", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/bodies/tail", 403},
+		{"the account of bodies reads one", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "GET", "/bodies/deadletters/018c", 200},
+		{"the account of bodies follows", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "GET", "/bodies/tail", 200},
+		{"the account of bodies purges nothing", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "POST", "/deadletters/purge", 403},
 		{"support makes no backup", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", adminapi.BackupPath, 403},
 		{"support and no more", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/other", 403},
 	} {
@@ -113,8 +122,18 @@ func TestOnARealAPIServer(t *testing.T) {
 				if answer.Code != c.want {
 					t.Errorf("answered %d, want %d: %s", answer.Code, c.want, answer.Body)
 				}
-				if advised := strings.Contains(answer.Body.String(), "bind the ClusterRole posthorn-support"); advised != (c.want == 403 && c.path != adminapi.BackupPath) {
-					t.Errorf("the answer advises the role posthorn-support: %v: %s", advised, answer.Body)
+				advice := "bind the ClusterRole posthorn-support"
+				switch {
+				case c.path == adminapi.BackupPath:
+					advice = "no ClusterRole of the chart includes it"
+				case strings.HasPrefix(c.path, adminapi.BodiesPath):
+					advice = "bind the ClusterRole posthorn-bodies"
+				}
+				if advised := strings.Contains(answer.Body.String(), advice); advised != (c.want == 403) {
+					t.Errorf("the answer advises %q: %v: %s", advice, advised, answer.Body)
+				}
+				if c.want == 200 && (!strings.HasPrefix(caller.User, "system:serviceaccount:") || !strings.HasPrefix(caller.CredentialID, "JTI=")) {
+					t.Errorf("caller: got %+v, want a ServiceAccount and the id of its token", caller)
 				}
 				if leaked := strings.Contains(answer.Body.String(), "secret page"); leaked != (c.want == 200) {
 					t.Errorf("the page was served: %v", leaked)
