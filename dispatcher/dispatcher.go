@@ -187,6 +187,7 @@ func New(o Options) (*Dispatcher, error) {
 	q.DataDir = o.DataDir
 	if o.term != nil {
 		q.Log = o.term.writer
+		registerLog(d.metrics, o.term)
 	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)

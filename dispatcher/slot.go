@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
@@ -21,6 +23,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/listen"
+	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
@@ -142,7 +145,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 // serve answers requests until ctx is done.
 func (s *standby) serve(ctx context.Context, l *Listeners, o Options) error {
 	calls := listen.New(ingest.NewServer(s.handler(refuseCall)), maxConns, s.log)
-	requests := listen.New(admin.NewStandbyServer(s.handler(refuseAdmin)), maxAdminConns, s.log)
+	requests := listen.New(admin.NewStandbyServer(s.admin(o)), maxAdminConns, s.log)
 	group, ctx := errgroup.WithContext(ctx)
 	serve := func(serve func(net.Listener) error, on net.Listener) {
 		group.Go(func() error {
@@ -179,6 +182,21 @@ func (s *standby) handler(refuse http.HandlerFunc) http.Handler {
 	return mux
 }
 
+// admin is the handler of the admin listener: metrics, too.
+func (s *standby) admin(o Options) http.Handler {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registerLog(registry, nil)
+	metrics := promtext.Handler(registry)
+	if o.AdminGuard != nil {
+		metrics = o.AdminGuard(metrics)
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", metrics)
+	mux.Handle("/", s.handler(refuseAdmin))
+	return mux
+}
+
 const standbyMessage = "this process does not own the messages: it is a standby, or the log cannot be reached; send the request to the owner, or again later"
 
 func refuseCall(w http.ResponseWriter, _ *http.Request) {
@@ -197,6 +215,8 @@ type term struct {
 	writer *slots.Writer
 	dir    string
 	logger *slog.Logger
+	// snapshots is set when the store is open.
+	snapshots atomic.Pointer[slots.Snapshotter]
 }
 
 // run runs a Dispatcher until ctx is done or the term has ended.
@@ -273,5 +293,28 @@ func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 		Log: t.remote.Log, Objects: t.remote.Snapshots, Writer: t.writer, Store: store,
 		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger,
 	}
+	t.snapshots.Store(s)
 	s.Run(ctx)
+}
+
+// registerLog registers the metrics of the replicated log. t is nil in a standby.
+func registerLog(r prometheus.Registerer, t *term) {
+	gauge := func(name, help string, value func() float64) {
+		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
+	}
+	gauge("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", func() float64 { return number(t != nil) })
+	if t == nil {
+		return
+	}
+	gauge("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", func() float64 { return float64(t.writer.Epoch()) })
+	gauge("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", func() float64 { return number(t.writer.MaySend()) })
+	gauge("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", func() float64 { return t.writer.Status().Unacknowledged.Seconds() })
+	gauge("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", func() float64 { return float64(t.writer.Status().Bytes) })
+	gauge("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", func() float64 { return float64(t.writer.Status().MaxBytes) })
+	gauge("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", func() float64 {
+		if s := t.snapshots.Load(); s != nil && !s.Taken().IsZero() {
+			return float64(s.Taken().UnixMilli()) / 1000
+		}
+		return 0
+	})
 }

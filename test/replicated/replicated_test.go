@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/test/metrics"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -103,6 +105,7 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 		}
 	}
 	checkDelivered(t, all, r)
+	checkMetrics(t, pods)
 	ledger := report(t, pods)
 	if ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
 		t.Errorf("ledger: got %+v, want everything delivered", ledger)
@@ -110,6 +113,42 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 	// The members of the first sync were stored with another owner.
 	if out := syncMembers(t, owner(t, pods), "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
 		t.Errorf("second sync of an audience: got %q, want 1 added and 1 removed member", out)
+	}
+}
+
+// checkMetrics compares the metrics of a process with docs/metrics.md.
+func checkMetrics(t *testing.T, pods []*pod) {
+	t.Helper()
+	now := owner(t, pods)
+	for _, p := range pods {
+		text, err := (&adminapi.Client{URL: "http://" + p.Admin}).Metrics(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var log strings.Builder
+		for line := range strings.Lines(text) {
+			if strings.Contains(line, "posthorn_log_") {
+				log.WriteString(line)
+			}
+		}
+		if p != now {
+			if !strings.Contains(log.String(), "posthorn_log_owner 0\n") {
+				t.Errorf("metrics of a standby: got\n%s\nwant posthorn_log_owner 0", log.String())
+			}
+			continue
+		}
+		differences, err := metrics.Differences("Replicated log", strings.NewReader(log.String()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range differences {
+			t.Error(d)
+		}
+		for _, want := range []string{"posthorn_log_owner 1\n", "posthorn_log_may_send 1\n"} {
+			if !strings.Contains(log.String(), want) {
+				t.Errorf("metrics of the owner: got\n%s\nwant %s", log.String(), want)
+			}
+		}
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
@@ -68,6 +69,8 @@ type Snapshotter struct {
 	uploaded map[string]file
 	limiter  *rate.Limiter
 
+	// taken is the time of the last snapshot of this session in Unix milliseconds; 0 for none.
+	taken atomic.Int64
 	// at and published are the time and the progress of the last snapshot.
 	at        time.Time
 	published int64
@@ -95,6 +98,14 @@ func (s *Snapshotter) Run(ctx context.Context) {
 	}
 }
 
+// Taken returns the time of the last snapshot of this session; zero before the first one.
+func (s *Snapshotter) Taken() time.Time {
+	if ms := s.taken.Load(); ms > 0 {
+		return time.UnixMilli(ms)
+	}
+	return time.Time{}
+}
+
 // isDue reports whether a snapshot is due. Without changes the last one is sufficient.
 func (s *Snapshotter) isDue() bool {
 	p := s.Writer.progress()
@@ -120,6 +131,7 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 	s.kept = append(s.kept, m)
 	s.kept = s.kept[max(0, len(s.kept)-2):]
 	s.at, s.published = at, p.published
+	s.taken.Store(at.UnixMilli())
 	if err := errors.Join(s.trim(ctx), s.collect(ctx)); err != nil {
 		return fmt.Errorf("remove what a snapshot replaces: %w", err)
 	}

@@ -141,6 +141,23 @@ func (w *Writer) progress() progress {
 	return progress{w.p.snapshot, w.p.acknowledged, w.p.usage.published, w.p.usage.above(hurryShare)}
 }
 
+// Status describes a session for metrics.
+type Status struct {
+	// Bytes is the size of the stream, estimated between two reads of it, and MaxBytes its bound; 0 for
+	// none.
+	Bytes, MaxBytes int64
+	// Unacknowledged is the age of the oldest batch or record that is not durable; 0 for none.
+	Unacknowledged time.Duration
+}
+
+// Status returns the present state of the session.
+func (w *Writer) Status() Status {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	now, u := w.now(), &w.p.usage
+	return Status{Bytes: u.bytes + u.since, MaxBytes: u.max, Unacknowledged: now.Sub(w.p.oldest(now))}
+}
+
 // MaySend reports whether the session may send a request of the slot now. It is called before every
 // request: no other session has claimed the slot as long as it is true, and outcomes of requests
 // become durable within refuseAfter.
