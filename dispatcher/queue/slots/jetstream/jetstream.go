@@ -168,27 +168,34 @@ func (l *Log) Get(ctx context.Context, from uint64) (slots.Entry, error) {
 
 // Tail implements slots.Log.
 func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error) error {
-	consumer, err := l.js.OrderedConsumer(ctx, l.name, jetstream.OrderedConsumerConfig{
+	return tail(ctx, l.js, l.name, from, func(sequence uint64, m jetstream.Msg) error {
+		return fn(slots.Entry{Sequence: sequence, Record: m.Data()})
+	})
+}
+
+// tail calls fn for the messages of a stream from a sequence on.
+func tail(ctx context.Context, js jetstream.JetStream, stream string, from uint64, fn func(sequence uint64, m jetstream.Msg) error) error {
+	consumer, err := js.OrderedConsumer(ctx, stream, jetstream.OrderedConsumerConfig{
 		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: max(from, 1),
 	})
 	if err != nil {
-		return fmt.Errorf("read stream %s: %w", l.name, err)
+		return fmt.Errorf("read stream %s: %w", stream, err)
 	}
 	messages, err := consumer.Messages()
 	if err != nil {
-		return fmt.Errorf("read stream %s: %w", l.name, err)
+		return fmt.Errorf("read stream %s: %w", stream, err)
 	}
 	defer messages.Stop()
 	for {
 		m, err := messages.Next(jetstream.NextContext(ctx))
 		if err != nil {
-			return fmt.Errorf("read stream %s: %w", l.name, err)
+			return fmt.Errorf("read stream %s: %w", stream, err)
 		}
 		meta, err := m.Metadata()
 		if err != nil {
-			return fmt.Errorf("read stream %s: %w", l.name, err)
+			return fmt.Errorf("read stream %s: %w", stream, err)
 		}
-		if err := fn(slots.Entry{Sequence: meta.Sequence.Stream, Record: m.Data()}); err != nil {
+		if err := fn(meta.Sequence.Stream, m); err != nil {
 			return err
 		}
 	}
