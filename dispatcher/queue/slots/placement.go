@@ -1,0 +1,334 @@
+package slots
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"time"
+)
+
+// Member is a process that can own and follow slots, as the other processes see it.
+type Member struct {
+	Name string
+	// Age is the time since its first heartbeat.
+	Age time.Duration
+	// Leaving members take no slots and hand over those that they have: they end, or their clock is
+	// wrong.
+	Leaving bool
+}
+
+// Placed is the state of a slot, as a process sees it.
+type Placed struct {
+	// Owner is empty for a slot without owner. Previous is then the last owner, and Unowned the time
+	// since the slot has none.
+	Owner, Previous string
+	Unowned         time.Duration
+	// Followers have a copy of the slot.
+	Followers []Follower
+}
+
+// Follower is a member with a copy of a slot. Until it is Ready, it restores the copy.
+type Follower struct {
+	Name  string
+	Ready bool
+}
+
+// Action is what a member does with a slot.
+type Action int
+
+// Values of Action.
+const (
+	// Take: claim the slot, which has no owner.
+	Take Action = iota
+	// HandOver: release the slot; a follower is ready to take it.
+	HandOver
+	// StartFollowing: restore a copy and follow the slot.
+	StartFollowing
+	// StopFollowing: remove the copy.
+	StopFollowing
+)
+
+// Move is an action of a member.
+type Move struct {
+	Member string
+	Action Action
+	Slot   int
+}
+
+// Bounds of Place.
+const (
+	// countedAge is the age at which a member counts: members that start at the same time then
+	// share the slots, and a process that restarts again and again takes none.
+	countedAge = 10 * time.Second
+	// takeTurn is the time without owner after which the next member may take a slot, too.
+	takeTurn = 30 * time.Second
+)
+
+// Place returns the moves with which the members take and follow the slots. Each member makes its
+// own moves only. It is a pure function, so members with the same view expect the same moves; with
+// different views two members may claim a slot, and the stream accepts one of them.
+//
+//   - A member has at most ceil(slots/members) slots. One that has more, or leaves, hands over one at
+//     a time, and only to a member that follows the slot and is ready.
+//   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
+//     slots. A member with its full share takes it only when the others have not for takeTurn.
+//   - Each slot has a number of standbys. Those of one owner are spread so that the members that
+//     take its slots after its loss do not exceed their shares.
+//   - A member restores one copy at a time for the standbys and hand-overs.
+func Place(members []Member, slots []Placed, standbys int) []Move {
+	p := newPlacement(members, slots, standbys)
+	if len(p.names) == 0 {
+		return nil
+	}
+	p.take()
+	p.handOver()
+	p.follow()
+	return p.moves
+}
+
+// placement is the state of Place.
+type placement struct {
+	slots    []Placed
+	standbys int
+	// names are the members that take slots, in order, share the most that each may have.
+	names []string
+	share int
+	// owned, follows and restoring are the numbers of slots of each member, with the moves.
+	owned, follows, restoring map[string]int
+	moves                     []Move
+	// targets are the members to which slots are to be handed over.
+	targets map[int]string
+	leaving map[string]bool
+}
+
+func newPlacement(members []Member, slots []Placed, standbys int) *placement {
+	p := &placement{
+		slots: slots, standbys: standbys,
+		owned: map[string]int{}, follows: map[string]int{}, restoring: map[string]int{},
+		targets: map[int]string{}, leaving: map[string]bool{},
+	}
+	var young []string
+	for _, m := range members {
+		switch {
+		case m.Leaving:
+			p.leaving[m.Name] = true
+		case m.Age < countedAge:
+			young = append(young, m.Name)
+		default:
+			p.names = append(p.names, m.Name)
+		}
+	}
+	if len(p.names) == 0 {
+		p.names = young // Nobody else takes the slots.
+	}
+	slices.Sort(p.names)
+	p.share = ceilDiv(len(slots), max(len(p.names), 1))
+	for _, s := range slots {
+		p.owned[s.Owner]++
+		for _, f := range s.Followers {
+			p.follows[f.Name]++
+			if !f.Ready {
+				p.restoring[f.Name]++
+			}
+		}
+	}
+	return p
+}
+
+func ceilDiv(a, b int) int { return (a + b - 1) / b }
+
+func (p *placement) add(member string, a Action, slot int) {
+	p.moves = append(p.moves, Move{member, a, slot})
+}
+
+// ready returns 0 for a ready follower, 1 for one that restores its copy, and 2 for other members.
+func (s *Placed) ready(member string) int {
+	for _, f := range s.Followers {
+		if f.Name == member {
+			if f.Ready {
+				return 0
+			}
+			return 1
+		}
+	}
+	return 2
+}
+
+// byOwned orders members by the number of their slots.
+func (p *placement) byOwned(a, b string) int {
+	return cmp.Or(cmp.Compare(p.owned[a], p.owned[b]), cmp.Compare(p.follows[a], p.follows[b]), cmp.Compare(a, b))
+}
+
+// take selects the members that take the slots without owner.
+func (p *placement) take() {
+	for i := range p.slots {
+		s := &p.slots[i]
+		if s.Owner != "" {
+			continue
+		}
+		ranked := slices.Clone(p.names)
+		slices.SortFunc(ranked, func(a, b string) int {
+			return cmp.Or(
+				cmp.Compare(p.fullShare(a), p.fullShare(b)),
+				cmp.Compare(s.ready(a), s.ready(b)),
+				p.byOwned(a, b),
+			)
+		})
+		turns := min(1+int(s.Unowned/takeTurn), len(ranked))
+		for _, name := range ranked[:turns] {
+			p.add(name, Take, i)
+		}
+		p.owned[ranked[0]]++
+	}
+}
+
+// fullShare returns 1 for a member that has its share of slots, otherwise 0.
+func (p *placement) fullShare(member string) int {
+	if p.owned[member] >= p.share {
+		return 1
+	}
+	return 0
+}
+
+// handOver selects for each member with too many slots the next one, and its target.
+func (p *placement) handOver() {
+	busy := map[string]bool{"": true} // Members whose last hand-over is not complete.
+	slotsOf := map[string][]int{}
+	for i, s := range p.slots {
+		if s.Owner == "" {
+			busy[s.Previous] = true
+		}
+		slotsOf[s.Owner] = append(slotsOf[s.Owner], i)
+	}
+	for _, owner := range slices.Sorted(maps.Keys(slotsOf)) {
+		allowed, ok := p.allowed(owner)
+		if !ok || len(slotsOf[owner]) <= allowed {
+			continue
+		}
+		slot, target := p.nextHandOver(owner, slotsOf[owner])
+		if target == "" {
+			continue
+		}
+		p.owned[target]++
+		p.targets[slot] = target
+		switch ready := p.slots[slot].ready(target); {
+		case ready == 0 && !busy[owner]:
+			p.add(owner, HandOver, slot)
+		case ready == 2 && !busy[owner]:
+			p.restore(target, slot)
+		}
+	}
+}
+
+// allowed returns the slots that an owner may keep; ok is false for one that is lost or does not
+// count yet, which hands over none.
+func (p *placement) allowed(owner string) (n int, ok bool) {
+	if p.leaving[owner] {
+		return 0, true
+	}
+	_, ok = slices.BinarySearch(p.names, owner)
+	return p.share, ok
+}
+
+// nextHandOver returns the slot of an owner that can be handed over first, and the member that gets
+// it; none when all have their share.
+func (p *placement) nextHandOver(owner string, owned []int) (slot int, target string) {
+	best := 0
+	for _, i := range owned {
+		for _, name := range p.names {
+			if name == owner || p.fullShare(name) == 1 {
+				continue
+			}
+			ready := p.slots[i].ready(name)
+			if target == "" || cmp.Or(cmp.Compare(ready, best), p.byOwned(name, target)) < 0 {
+				slot, target, best = i, name, ready
+			}
+		}
+	}
+	return slot, target
+}
+
+// restore makes a member follow a slot, unless it restores another one.
+func (p *placement) restore(member string, slot int) {
+	if p.restoring[member] == 0 {
+		p.restoring[member]++
+		p.add(member, StartFollowing, slot)
+	}
+}
+
+// follow selects the standbys. It keeps those that follow already.
+func (p *placement) follow() {
+	members := len(p.names)
+	follows, common := map[string]int{}, map[[2]string]int{}
+	most := ceilDiv(len(p.slots)*p.standbys, members) + 1
+	// shareLeft is the number of slots that a member may still take when an owner is lost.
+	shareLeft := func(owner, name string) int {
+		others := members
+		if _, ok := slices.BinarySearch(p.names, owner); ok {
+			others--
+		}
+		return ceilDiv(len(p.slots), max(others, 1)) - p.owned[name] - common[[2]string{owner, name}]
+	}
+	wanted := make([][]string, len(p.slots))
+	want := func(i int, name string) {
+		wanted[i] = append(wanted[i], name)
+		follows[name]++
+		common[[2]string{p.slots[i].Owner, name}]++
+	}
+	for i, s := range p.slots {
+		if s.Owner == "" {
+			continue
+		}
+		kept := slices.Clone(s.Followers)
+		slices.SortFunc(kept, func(a, b Follower) int {
+			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
+		})
+		for _, f := range kept {
+			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && len(wanted[i]) < p.standbys && follows[f.Name] < most && shareLeft(s.Owner, f.Name) > 0 {
+				want(i, f.Name)
+			}
+		}
+	}
+	for i := range p.slots {
+		s := &p.slots[i]
+		if s.Owner == "" {
+			continue
+		}
+		for len(wanted[i]) < p.standbys {
+			best := ""
+			for _, name := range p.names {
+				if name == s.Owner || slices.Contains(wanted[i], name) {
+					continue
+				}
+				if best == "" || cmp.Or(
+					cmp.Compare(min(shareLeft(s.Owner, best), 1), min(shareLeft(s.Owner, name), 1)),
+					cmp.Compare(follows[name], follows[best]),
+					cmp.Compare(p.owned[name], p.owned[best]),
+				) < 0 {
+					best = name
+				}
+			}
+			if best == "" {
+				break
+			}
+			want(i, best)
+			if s.ready(best) == 2 {
+				p.restore(best, i)
+			}
+		}
+		p.stopFollowing(i, wanted[i])
+	}
+}
+
+// stopFollowing removes the copies that are not wanted, as soon as those that are wanted are ready.
+func (p *placement) stopFollowing(slot int, wanted []string) {
+	s := &p.slots[slot]
+	if slices.ContainsFunc(wanted, func(name string) bool { return s.ready(name) > 0 }) {
+		return
+	}
+	for _, f := range s.Followers {
+		if f.Name != p.targets[slot] && !slices.Contains(wanted, f.Name) {
+			p.add(f.Name, StopFollowing, slot)
+		}
+	}
+}

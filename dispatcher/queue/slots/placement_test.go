@@ -1,0 +1,321 @@
+package slots
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+)
+
+func old(names ...string) (members []Member) {
+	for _, name := range names {
+		members = append(members, Member{Name: name, Age: time.Hour})
+	}
+	return members
+}
+
+func TestPlace(t *testing.T) {
+	ready := func(names ...string) (all []Follower) {
+		for _, name := range names {
+			all = append(all, Follower{name, true})
+		}
+		return all
+	}
+	leaving := Member{Name: "a", Age: time.Hour, Leaving: true}
+	for _, c := range []struct {
+		name     string
+		members  []Member
+		slots    []Placed
+		standbys int
+		want     []Move
+	}{
+		{"no member", nil, []Placed{{}}, 1, nil},
+		{"the members share the slots of a new release", old("b", "a"), []Placed{{}, {}, {}}, 0,
+			[]Move{{"a", Take, 0}, {"b", Take, 1}, {"a", Take, 2}}},
+		{"young members take slots when there is no other", []Member{{Name: "a", Age: time.Second}}, []Placed{{}}, 0,
+			[]Move{{"a", Take, 0}}},
+		{"young members do not count", append(old("a"), Member{Name: "b", Age: countedAge - 1}), []Placed{{}, {}}, 1,
+			[]Move{{"a", Take, 0}, {"a", Take, 1}}},
+		{"a member that leaves takes no slot", append(old("b"), leaving), []Placed{{}}, 0,
+			[]Move{{"b", Take, 0}}},
+		{"the standby is first", old("a", "b", "c"), []Placed{{Followers: ready("c")}}, 0,
+			[]Move{{"c", Take, 0}}},
+		{"a standby with its share is not", old("a", "b"), []Placed{{Owner: "b"}, {Followers: ready("b")}}, 0,
+			[]Move{{"a", Take, 1}}},
+		{"but it is, when the slot has no owner for long", old("a", "b"), []Placed{{Owner: "b"}, {Followers: ready("b"), Unowned: takeTurn}}, 0,
+			[]Move{{"a", Take, 1}, {"b", Take, 1}}},
+		{"a hand-over begins with a copy", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a"}}, 0,
+			[]Move{{"b", StartFollowing, 0}}},
+		{"and waits until it is ready", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: []Follower{{"b", false}}}}, 0, nil},
+		{"a slot is handed over to a ready member", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: ready("b")}}, 0,
+			[]Move{{"a", HandOver, 1}}},
+		{"one after the other", old("a", "b", "c"), []Placed{{Owner: "a"}, {Owner: "a", Followers: ready("c")}, {Previous: "a", Followers: ready("b")}}, 0,
+			[]Move{{"b", Take, 2}}},
+		{"a member that leaves hands over all", append(old("b"), leaving), []Placed{{Owner: "b"}, {Owner: "a", Followers: ready("b")}}, 0,
+			[]Move{{"a", HandOver, 1}}},
+		{"a standby follows", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b", Followers: ready("a")}}, 1,
+			[]Move{{"b", StartFollowing, 0}}},
+		{"a copy that is not wanted ends", old("a", "b", "c"), []Placed{{Owner: "a", Followers: ready("b", "c")}}, 1,
+			[]Move{{"c", StopFollowing, 0}}},
+	} {
+		wantEqual(t, c.name, Place(c.members, c.slots, c.standbys), c.want)
+	}
+}
+
+// placementSim is a release whose members act on views that may be old. A tick is a second.
+type placementSim struct {
+	t     *testing.T
+	rng   *rand.Rand
+	slots []Placed
+	// before is the state of the last tick.
+	before []Placed
+	// left are the seconds until a copy is ready.
+	left    map[string]map[int]int
+	members map[string]*Member
+	names   int
+	moved   int
+	// fresh are the moves by the present state; nil after a change.
+	fresh []Move
+}
+
+func cloneSlots(all []Placed) []Placed {
+	all = slices.Clone(all)
+	for i := range all {
+		all[i].Followers = slices.Clone(all[i].Followers)
+	}
+	return all
+}
+
+// plan returns the moves by what a member sees: its own slots as they are, the others as they are or
+// were.
+func (s *placementSim) plan(name string) []Move {
+	if s.rng.IntN(3) > 0 {
+		if s.fresh == nil {
+			s.fresh = append([]Move{}, Place(s.list(), s.slots, 1)...)
+		}
+		return s.fresh
+	}
+	view := cloneSlots(s.slots)
+	for i := range view {
+		own := func(p Placed) bool { return p.Owner == name || p.Previous == name || p.ready(name) < 2 }
+		if len(s.before) > 0 && !own(s.slots[i]) && !own(s.before[i]) {
+			view[i] = s.before[i]
+		}
+	}
+	return Place(s.list(), view, 1)
+}
+
+func (s *placementSim) tick() {
+	now := cloneSlots(s.slots)
+	s.fresh = nil
+	for _, name := range slices.Sorted(maps.Keys(s.members)) {
+		if s.rng.IntN(10) < 3 {
+			continue // It is slow.
+		}
+		started := 0
+		for _, m := range s.plan(name) {
+			if m.Member != name {
+				continue
+			}
+			s.fresh = nil
+			p := &s.slots[m.Slot]
+			switch m.Action {
+			case Take:
+				switch {
+				case p.Owner != "": // Another member was faster.
+				case p.ready(name) == 0:
+					if p.Previous != name {
+						s.moved++
+					}
+					p.Owner, p.Unowned = name, 0
+					s.stop(name, m.Slot)
+				default:
+					s.start(name, m.Slot)
+				}
+			case HandOver:
+				if p.Owner != name || !slices.ContainsFunc(p.Followers, func(f Follower) bool { return f.Ready }) {
+					s.t.Errorf("member %s hands over slot %d: got %+v, want an own slot with a ready follower", name, m.Slot, *p)
+				}
+				for i, other := range s.slots {
+					if other.Owner == "" && other.Previous == name {
+						s.t.Errorf("member %s hands over slot %d before slot %d has an owner", name, m.Slot, i)
+					}
+				}
+				p.Owner, p.Previous, p.Unowned = "", name, 0
+			case StartFollowing:
+				if started++; started > 1 {
+					s.t.Errorf("member %s: got %d restores at once, want 1", name, started)
+				}
+				s.start(name, m.Slot)
+			case StopFollowing:
+				s.stop(name, m.Slot)
+			}
+		}
+		if m := s.members[name]; m.Leaving && !slices.ContainsFunc(s.slots, func(p Placed) bool { return p.Owner == name }) {
+			s.remove(name)
+		}
+	}
+	for i := range s.slots {
+		p := &s.slots[i]
+		if p.Owner == "" {
+			p.Unowned += time.Second
+		}
+		for k := range p.Followers {
+			f := &p.Followers[k]
+			if !f.Ready {
+				s.left[f.Name][i]--
+				f.Ready = s.left[f.Name][i] <= 0
+			}
+		}
+	}
+	for _, m := range s.members {
+		m.Age += time.Second
+	}
+	s.before = now
+}
+
+func (s *placementSim) start(name string, slot int) {
+	if s.slots[slot].ready(name) == 2 {
+		s.slots[slot].Followers = append(s.slots[slot].Followers, Follower{Name: name})
+		s.left[name][slot] = 1 + s.rng.IntN(15)
+	}
+}
+
+func (s *placementSim) stop(name string, slot int) {
+	s.slots[slot].Followers = slices.DeleteFunc(s.slots[slot].Followers, func(f Follower) bool { return f.Name == name })
+}
+
+func (s *placementSim) join(n int) {
+	for range n {
+		s.names++
+		name := fmt.Sprintf("pod-%03d", s.names)
+		s.members[name], s.left[name] = &Member{Name: name}, map[int]int{}
+	}
+}
+
+// remove removes a member, and returns the number of its slots.
+func (s *placementSim) remove(name string) (n int) {
+	s.fresh = nil
+	delete(s.members, name)
+	for i := range s.slots {
+		s.stop(name, i)
+		if p := &s.slots[i]; p.Owner == name {
+			p.Owner, p.Previous, p.Unowned = "", name, 0
+			n++
+		}
+	}
+	return n
+}
+
+func (s *placementSim) owned() map[string]int {
+	owned := map[string]int{}
+	for _, p := range s.slots {
+		owned[p.Owner]++
+	}
+	return owned
+}
+
+// list returns the members in order.
+func (s *placementSim) list() (all []Member) {
+	for _, name := range slices.Sorted(maps.Keys(s.members)) {
+		all = append(all, *s.members[name])
+	}
+	return all
+}
+
+// isStable reports whether all slots have an owner and a standby, no member exceeds its share, and
+// no member has a move.
+func (s *placementSim) isStable() bool {
+	owned := s.owned()
+	for name, m := range s.members {
+		if m.Leaving || m.Age < countedAge || owned[name] > ceilDiv(len(s.slots), len(s.members)) {
+			return false
+		}
+	}
+	want := min(1, len(s.members)-1)
+	for _, p := range s.slots {
+		if p.Owner == "" || len(p.Followers) != want || slices.ContainsFunc(p.Followers, func(f Follower) bool { return !f.Ready || f.Name == p.Owner }) {
+			return false
+		}
+	}
+	return len(Place(s.list(), s.slots, 1)) == 0
+}
+
+// settle runs until the release is stable, and compares the moved slots with the least number.
+func (s *placementSim) settle(step string, least int) {
+	const most = 2000
+	s.moved = 0
+	for ticks := 0; !s.isStable(); ticks++ {
+		if ticks == most {
+			s.t.Fatalf("%s: not stable after %d s: %+v", step, most, s.slots)
+		}
+		s.tick()
+	}
+	if s.moved > least+1 {
+		s.t.Errorf("%s: got %d moved slots, want at most %d", step, s.moved, least+1)
+	}
+	for range 5 {
+		s.tick()
+	}
+	if !s.isStable() || s.moved > least+1 {
+		s.t.Errorf("%s: the release does not stay stable", step)
+	}
+}
+
+// excess returns the slots above the shares of a number of members.
+func (s *placementSim) excess(members int) (n int) {
+	owned := s.owned()
+	for name := range s.members {
+		n += max(0, owned[name]-ceilDiv(len(s.slots), members))
+	}
+	return n
+}
+
+// TestPlacementSimulation scales a release of 64 slots up to 50 members and down, and loses
+// members. POSTHORN_MODEL_SEEDS sets the number of seeds.
+func TestPlacementSimulation(t *testing.T) {
+	seeds := 4
+	if n, err := strconv.Atoi(os.Getenv("POSTHORN_MODEL_SEEDS")); err == nil {
+		seeds = n
+	}
+	for seed := range seeds {
+		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(uint64(seed), 0))
+			s := &placementSim{t: t, rng: rng, slots: make([]Placed, 64), left: map[string]map[int]int{}, members: map[string]*Member{}}
+			s.join(1 + rng.IntN(50))
+			s.settle("start", 64)
+			for range 6 {
+				count := len(s.members)
+				some := func(n int) []string {
+					names := slices.Sorted(maps.Keys(s.members))
+					rng.Shuffle(len(names), func(i, k int) { names[i], names[k] = names[k], names[i] })
+					return names[:n]
+				}
+				switch kind := rng.IntN(3); {
+				case kind == 0 && count < 50 || count == 1:
+					n := 1 + rng.IntN(50-count)
+					least := s.excess(count + n)
+					s.join(n)
+					s.settle(fmt.Sprintf("scale out from %d to %d members", count, count+n), least)
+				case kind == 1:
+					n, least := 1+rng.IntN(count-1), 0
+					for _, name := range some(n) {
+						least += s.owned()[name]
+						s.members[name].Leaving = true
+					}
+					s.settle(fmt.Sprintf("scale in from %d to %d members", count, count-n), least)
+				default:
+					n, least := 1+rng.IntN(min(3, count-1)), 0
+					for _, name := range some(n) {
+						least += s.remove(name)
+					}
+					s.settle(fmt.Sprintf("lose %d of %d members", n, count), least)
+				}
+			}
+		})
+	}
+}
