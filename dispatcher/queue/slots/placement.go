@@ -119,7 +119,7 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		}
 	}
 	if len(p.names) == 0 {
-		p.names = young // Nobody else takes the slots.
+		p.names = young // There is no other member.
 	}
 	slices.Sort(p.names)
 	p.share = ceilDiv(len(slots), max(len(p.names), 1))

@@ -262,7 +262,7 @@ func (s *placementSim) settle(step string, least int) {
 		s.tick()
 	}
 	if !s.isStable() || s.moved > least+1 {
-		s.t.Errorf("%s: the release does not stay stable", step)
+		s.t.Errorf("%s: the release is not stable any more", step)
 	}
 }
 
