@@ -268,6 +268,9 @@ func (c *Client) send(req *http.Request) (*http.Response, error) {
 
 // errorMessage returns the message of a Kubernetes Status, or the status line and the text.
 func errorMessage(status string, text []byte) string {
+	if bytes.Contains(text, []byte("send calls to /v1/")) {
+		return "this is the address for calls; set that of the admin API (default port 8081)"
+	}
 	var s struct{ Kind, Message string }
 	if json.Unmarshal(text, &s) == nil && s.Kind == "Status" && s.Message != "" {
 		return s.Message

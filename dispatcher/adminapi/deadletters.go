@@ -67,7 +67,9 @@ type DeadLetterProgress struct {
 	Matched     int64 `json:"matched"`
 	Redelivered int64 `json:"redelivered"`
 	// Bytes of the matched bodies.
-	Bytes int64  `json:"bytes"`
-	Done  bool   `json:"done,omitempty"`
-	Error string `json:"error,omitempty"`
+	Bytes int64 `json:"bytes"`
+	// AsOf is the end of the time range of the action: dead letters that failed later are not selected.
+	AsOf  time.Time `json:"asOf,omitzero"`
+	Done  bool      `json:"done,omitempty"`
+	Error string    `json:"error,omitempty"`
 }

@@ -150,6 +150,7 @@ func Purge(ctx context.Context, store Store, destination string, s adminapi.Dead
 // that it processed, and may change the page.
 func each(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
 	started := now(o)
+	p.AsOf = started.Add(1) // Selector.Until is exclusive.
 	for after, more := o.from, true; more; {
 		var page []queue.DeadLetter
 		more = false

@@ -635,6 +635,14 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	if dialled == 0 {
 		t.Error("attempts with a new connection: got 0, want at least 1")
 	}
+	// A name that does not exist among others is an error after the others.
+	mixed := run(1, "get", "destinations", "cmr", "crm")
+	if !strings.Contains(mixed, "\ncrm ") || !strings.Contains(mixed, "did you mean crm?") {
+		t.Errorf("get with an unknown name: got\n%s\nwant crm and a suggestion", mixed)
+	}
+	if out, errs, code := cli(t, "", "attempts", "crm", "--admin", p.Addr); code != 1 || !strings.Contains(errs, "this is the address for calls; set that of the admin API (default port 8081)") {
+		t.Errorf("attempts at the address for calls: got exit code %d and %s%s, want 1 and the admin address", code, out, errs)
+	}
 	prints("no dead letter nonsense", 1, "deadletters", "show", "crm", "nonsense")
 }
 

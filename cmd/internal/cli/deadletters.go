@@ -318,21 +318,23 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 		return err
 	}
 	defer closeAll()
+	until := make([]time.Time, len(targets))
 	if ask {
 		count, n := a, int64(0)
 		count.DryRun = true
-		for _, t := range targets {
+		for i, t := range targets {
 			p, err := request(t.Client, cmd.Context(), count, nil)
 			if err != nil {
 				return t.explain(err)
 			}
 			n += p.Matched
+			until[i] = p.AsOf // Dead letters that are stored during the question are not confirmed.
 		}
-		question := fmt.Sprintf("Remove %d dead letters of %s permanently?", n, a.Destination)
+		question := fmt.Sprintf("Remove %s of %s permanently?", plural(int(n), "dead letter"), a.Destination)
 		if n == 0 {
 			a.DryRun = true // A dead letter that is stored from now on is not confirmed.
 		} else {
-			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %d dead letters of %s permanently", n, a.Destination)); err != nil {
+			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %s of %s permanently", plural(int(n), "dead letter"), a.Destination)); err != nil {
 				return err
 			}
 		}
@@ -347,7 +349,12 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 	plus := func(p adminapi.DeadLetterProgress) adminapi.DeadLetterProgress {
 		return adminapi.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
 	}
-	for _, t := range targets {
+	chosen := a.Selector.Until
+	for i, t := range targets {
+		a.Selector.Until = chosen
+		if at := until[i]; !at.IsZero() && (chosen.IsZero() || at.Before(chosen)) {
+			a.Selector.Until = at
+		}
 		var last adminapi.DeadLetterProgress
 		last, err = request(t.Client, cmd.Context(), a, func(p adminapi.DeadLetterProgress) {
 			now := plus(p)

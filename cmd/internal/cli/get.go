@@ -178,16 +178,21 @@ func (g *getter) objects(ctx context.Context, resource, accept string, include s
 		}
 		return each(body)
 	}
+	var missing error
 	for _, name := range g.wanted {
 		body, err := g.fetch(ctx, base+"/"+url.PathEscape(name)+"?"+query.Encode(), accept)
+		if isNotFound(err) { // The others are printed, as by kubectl.
+			missing = errors.Join(missing, g.suggest(ctx, err, namespace, resource, name))
+			continue
+		}
 		if err != nil {
-			return g.suggest(ctx, err, namespace, resource, name)
+			return err
 		}
 		if err := each(body); err != nil {
 			return err
 		}
 	}
-	return nil
+	return missing
 }
 
 // remaining is the part of a warning that changes with the time alone.
@@ -238,27 +243,27 @@ func isNotFound(err error) bool {
 // once prints the objects.
 func (g *getter) once(ctx context.Context) error {
 	if g.output.printer != nil {
-		list, err := g.list(ctx)
-		if err != nil {
-			return err
+		list, missing := g.list(ctx)
+		if missing != nil && len(list) == 0 {
+			return missing
 		}
-		return g.printObjects(list)
+		return cmp.Or(g.printObjects(list), missing)
 	}
 	printed := 0
 	for _, resource := range g.resources {
-		table, err := g.table(ctx, resource)
-		if err != nil {
-			return err
-		}
+		table, missing := g.table(ctx, resource)
 		if len(table.Rows) == 0 {
+			if missing != nil {
+				return missing
+			}
 			continue
 		}
 		if printed > 0 {
 			fmt.Fprintln(g.cmd.OutOrStdout())
 		}
 		printed += len(table.Rows)
-		if err := g.printTable(table, resource, g.always || severalNamespaces(table), g.noHeaders); err != nil {
-			return err
+		if err := g.printTable(table, resource, g.always || severalNamespaces(table), g.noHeaders); err != nil || missing != nil {
+			return cmp.Or(err, missing)
 		}
 	}
 	if printed == 0 {
@@ -284,7 +289,7 @@ func (g *getter) list(ctx context.Context) ([]unstructured.Unstructured, error) 
 			return nil
 		})
 		if err != nil {
-			return nil, err
+			return all, err
 		}
 	}
 	return all, nil

@@ -239,9 +239,9 @@ func printFindings(w io.Writer, output, object string, findings []why.Finding) e
 		}
 		table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
 		for _, f := range findings {
-			fmt.Fprintf(table, "%s\t%s\t%s\n", f.Level, f.About, f.Text)
+			fmt.Fprintf(table, "%s\t%s\t%s\n", command.Paint(w, colorOf(f.Level), string(f.Level)), f.About, f.Text)
 			if f.Fix != "" && (cause == nil || f != *cause) {
-				fmt.Fprintf(table, "\t\t-> %s\n", f.Fix)
+				fmt.Fprintf(table, "%s\t\t-> %s\n", command.Paint(w, command.Plain, ""), f.Fix)
 			}
 		}
 		if err := table.Flush(); err != nil {
@@ -252,6 +252,18 @@ func printFindings(w io.Writer, output, object string, findings []why.Finding) e
 		return command.ErrFailed
 	}
 	return nil
+}
+
+func colorOf(level why.Level) command.Color {
+	switch level {
+	case why.Problem:
+		return command.Red
+	case why.Notice:
+		return command.Yellow
+	case why.Fine:
+		return command.Green
+	}
+	return command.Plain
 }
 
 // sentence ends a text with a full stop, unless it already ends a sentence.

@@ -191,7 +191,7 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 		if t.Namespace != "" {
 			name = t.Namespace + "/" + name
 		}
-		fmt.Fprintf(w, "%s %s: %s\n", t.Kind, name, sentence(t.Text))
+		fmt.Fprintf(w, "%s: %s\n", command.Paint(w, command.Red, t.Kind+" "+name), sentence(t.Text))
 		if t.Fix != "" {
 			fmt.Fprintf(w, "  To do: %s\n", sentence(t.Fix))
 		}
@@ -200,7 +200,7 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 		fmt.Fprintf(w, "… and %d more problems; 'why -A' prints all.\n", more)
 	}
 	for _, text := range notices[:shownNotices] {
-		fmt.Fprintln(w, "Notice:", sentence(text))
+		fmt.Fprintln(w, command.Paint(w, command.Yellow, "Notice:"), sentence(text))
 	}
 	if more := len(notices) - shownNotices; more > 0 {
 		fmt.Fprintf(w, "… and %d more notices.\n", more)

@@ -301,16 +301,14 @@ func (s *sink) print(m message) {
 	}
 }
 
-// paint colours an outcome; on a terminal only.
+// paint colors an outcome.
 func paint(w io.Writer, text string) string {
-	if !command.IsTerminal(w) || os.Getenv("NO_COLOR") != "" {
-		return text
-	}
+	c := command.Plain
 	switch {
 	case text == "ok", strings.HasPrefix(text, "2"):
-		return "\x1b[32m" + text + "\x1b[0m"
+		c = command.Green
 	case strings.HasPrefix(text, "BAD"), strings.HasPrefix(text, "4"), strings.HasPrefix(text, "5"):
-		return "\x1b[31m" + text + "\x1b[0m"
+		c = command.Red
 	}
-	return text
+	return command.Paint(w, c, text)
 }

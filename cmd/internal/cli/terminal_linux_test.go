@@ -9,14 +9,17 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -57,9 +60,9 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	attempt := `{"source":"default/web","destination":"default/crm","endpoint":"e","messageId":"` + inJSON + `","message":"` + inJSON + `"}`
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
-		case "/deadletters", "/deadletters/k":
+		case "/deadletters", "/bodies/deadletters/k":
 			fmt.Fprintln(w, letter)
-		case "/attempts", "/tail":
+		case "/attempts", "/tail", "/bodies/tail":
 			fmt.Fprintln(w, attempt)
 		case "/debug/pprof/heap":
 			fmt.Fprint(w, hostile)
@@ -75,7 +78,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	defer server.Close()
 	for _, args := range [][]string{
 		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"}, {"deadletters", "show", "crm", "none"},
-		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"}, {"problems"},
+		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"tail", "--bodies"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"}, {"problems"},
 	} {
 		screen, terminal := openTerminal(t)
 		shown := make(chan []byte, 1)
@@ -204,5 +207,73 @@ func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 	code := execute([]string{"deadletters", "purge", "crm", "--all", "--admin", server.URL}, terminal, &out, terminal)
 	if code != command.ExitOK || purged.Load() != 0 || out.String() != "0 removed (0 bytes)\n" {
 		t.Errorf("got exit code %d, %d purges and %q, want 0, 0 and nothing removed", code, purged.Load(), out.String())
+	}
+}
+
+// Colors reach a terminal only, and only those of the command: an escape sequence in external text
+// is escaped.
+func TestColors(t *testing.T) {
+	findings := []why.Finding{{Level: why.Problem, About: "Endpoint", Text: "down\x1b[32m", Fix: "start it"}, {Level: why.Notice, About: "Backlog", Text: "3 pending", Fix: "wait"}, {Level: why.Fine, About: "Config", Text: "current"}}
+	shown := func() string {
+		screen, terminal := openTerminal(t)
+		all := make(chan []byte, 1)
+		go func() { text, _ := io.ReadAll(screen); all <- text }()
+		_ = printFindings(command.SafeOnTerminal(terminal), "", "shop/crm", findings)
+		_ = terminal.Close()
+		return strings.ReplaceAll(string(<-all), "\r\n", "\n")
+	}
+	t.Setenv("NO_COLOR", "")
+	plain := `shop/crm: down\u001b[32m.
+To do: start it.
+
+PROBLEM   Endpoint   down\u001b[32m
+NOTICE    Backlog    3 pending
+                     -> wait
+OK        Config     current
+`
+	colored := shown()
+	for _, want := range []string{"\x1b[31mPROBLEM\x1b[0m", "\x1b[33mNOTICE\x1b[0m", "\x1b[32mOK\x1b[0m"} {
+		if !strings.Contains(colored, want) {
+			t.Errorf("colors: got %q, want %q in it", colored, want)
+		}
+	}
+	if diff := cmp.Diff(plain, regexp.MustCompile(`\x1b\[\d+m`).ReplaceAllString(colored, "")); diff != "" {
+		t.Errorf("text without its colors (-want +got):\n%s", diff)
+	}
+	t.Setenv("NO_COLOR", "1")
+	if diff := cmp.Diff(plain, shown()); diff != "" {
+		t.Errorf("text with NO_COLOR (-want +got):\n%s", diff)
+	}
+	var pipe bytes.Buffer
+	t.Setenv("NO_COLOR", "")
+	_ = printFindings(command.SafeOnTerminal(&pipe), "", "shop/crm", findings)
+	if strings.Contains(pipe.String(), "\x1b[31m") {
+		t.Errorf("pipe: got a color in %q", pipe.String())
+	}
+}
+
+// A confirmed purge removes only dead letters up to the count that was confirmed.
+func TestPurgeIsBoundToTheCount(t *testing.T) {
+	counted := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
+	var got adminapi.DeadLetterAction
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var a adminapi.DeadLetterAction
+		if err := json.NewDecoder(r.Body).Decode(&a); err != nil {
+			t.Error(err)
+		}
+		if !a.DryRun {
+			got = a
+		}
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterProgress{Matched: 1, Redelivered: 1, AsOf: counted, Done: true})
+	}))
+	t.Cleanup(server.Close)
+	screen, terminal := openTerminal(t)
+	go func() { _, _ = io.Copy(io.Discard, screen) }()
+	if _, err := screen.WriteString("y\n"); err != nil {
+		t.Fatal(err)
+	}
+	code := execute([]string{"deadletters", "purge", "crm", "--all", "--admin", server.URL}, terminal, terminal, terminal)
+	if code != command.ExitOK || !got.Selector.Until.Equal(counted) {
+		t.Errorf("confirmed purge: got exit code %d and the selector %+v, want 0 and until %v", code, got.Selector, counted)
 	}
 }

@@ -5,7 +5,9 @@ package command
 
 import (
 	"bufio"
+	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -108,6 +110,33 @@ type terminal struct {
 	file *os.File
 }
 
+// A Color is the color of a text on a terminal.
+type Color byte
+
+// Values of Color.
+const (
+	Plain  Color = '0'
+	Red    Color = '1'
+	Green  Color = '2'
+	Yellow Color = '3'
+)
+
+// colors has the parameters of ANSI's escape sequence.
+var colors = map[Color]string{Plain: "0", Red: "31", Green: "32", Yellow: "33"}
+
+// colorMark begins a change of color in the text that is written to a terminal, before the color. It
+// is random, because external text must not contain it.
+var colorMark = []byte("\x01" + rand.Text())
+
+// Paint colors a text, on a terminal only, and not if the environment has NO_COLOR. All texts of a
+// column of text/tabwriter must be painted, Plain ones too, because it counts the marks.
+func Paint(w io.Writer, c Color, text string) string {
+	if !IsTerminal(w) || os.Getenv("NO_COLOR") != "" {
+		return text
+	}
+	return string(colorMark) + string(rune(c)) + text + string(colorMark) + string(rune(Plain))
+}
+
 // withoutC0 escapes the control characters below space, which JSON never has, but other texts may. Only
 // tabs and line breaks remain.
 type withoutC0 struct{ to io.Writer }
@@ -117,8 +146,12 @@ func (w withoutC0) Write(p []byte) (int, error) {
 	text := p
 	if slices.ContainsFunc(p, isC0) {
 		text = nil
-		for _, c := range p {
-			if isC0(c) {
+		for i := 0; i < len(p); i++ {
+			c := p[i]
+			if rest, ok := bytes.CutPrefix(p[i:], colorMark); ok && len(rest) > 0 {
+				text = append(text, "\x1b["+colors[Color(rest[0])]+"m"...)
+				i += len(colorMark)
+			} else if isC0(c) {
 				text = fmt.Appendf(text, `\u%04x`, c)
 			} else {
 				text = append(text, c)
