@@ -62,7 +62,7 @@ var (
 func (c Config) Validate() error {
 	switch {
 	case !strings.HasPrefix(c.URL, "nats://") && !strings.HasPrefix(c.URL, "tls://"):
-		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", c.URL)
+		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", redact(c.URL))
 	case !name.MatchString(c.Name):
 		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
 	case c.Replicas < 1 || c.Replicas > 5:
@@ -76,6 +76,12 @@ func (c Config) Validate() error {
 	}
 	return nil
 }
+
+// userinfo is the part of an address before its host.
+var userinfo = regexp.MustCompile(`[^/,]*@`)
+
+// redact removes users, passwords and tokens from addresses.
+func redact(addresses string) string { return userinfo.ReplaceAllString(addresses, "") }
 
 // Client is a connection to the servers, which is opened again when it fails.
 type Client struct {
@@ -150,7 +156,7 @@ func (c *Client) check(ctx context.Context) error {
 		if cause == nil {
 			cause = errors.New("no answer yet")
 		}
-		return fmt.Errorf("the log at %s cannot be reached: %w; start the NATS servers, or correct the address and the credentials", c.c.URL, cause)
+		return fmt.Errorf("the log at %s cannot be reached: %w; start the NATS servers, or correct the address and the credentials", redact(c.c.URL), cause)
 	}
 	found, err := version.ParseGeneric(c.nc.ConnectedServerVersion())
 	if err != nil || found.LessThan(minVersion) {
@@ -184,8 +190,11 @@ func (c *Client) checkSync(ctx context.Context) error {
 			SyncAlways bool `json:"sync_always"`
 		} `json:"config"`
 	}
-	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxPayload)).Decode(&found); err != nil || answer.StatusCode != http.StatusOK {
-		return fmt.Errorf("check sync_interval: %s answered with status %d, not with the state of JetStream: %w", url, answer.StatusCode, err)
+	if answer.StatusCode != http.StatusOK {
+		return fmt.Errorf("check sync_interval: %s answered with status %d; set --log-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
+	}
+	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxPayload)).Decode(&found); err != nil {
+		return fmt.Errorf("check sync_interval: %s did not answer with the state of JetStream: %w", url, err)
 	}
 	if !found.Config.SyncAlways {
 		return errors.New("the NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }")

@@ -45,6 +45,25 @@ func TestValidate(t *testing.T) {
 	}
 }
 
+// Errors have no passwords: /readyz has them, too.
+func TestErrorsHaveNoPasswords(t *testing.T) {
+	address := fmt.Sprintf("nats://127.0.0.1:%d", freePorts(t, 1)[0])
+	c := config(strings.Replace(address, "nats://", "nats://posthorn:hidden@", 1) + ",nats://token-hidden@127.0.0.1:1")
+	client, err := New(c, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	_, unreachable := client.OpenSlot(t.Context(), 0)
+	wantText(t, "servers that are not there", unreachable, address+",nats://127.0.0.1:1 cannot be reached")
+	c.URL = "http://posthorn:hidden@n:4222"
+	for _, err := range []error{unreachable, c.Validate()} {
+		if err == nil || strings.Contains(err.Error(), "hidden") {
+			t.Errorf("got error %v, want one without the password", err)
+		}
+	}
+}
+
 // openSlot opens a slot as soon as the connection is open, and returns the first other error.
 func openSlot(t *testing.T, c Config) (slots.Remote, error) {
 	t.Helper()
@@ -106,6 +125,15 @@ func TestWeakLogsAreRefused(t *testing.T) {
 			fmt.Fprintf(w, `{"config":{"sync_always":%v}}`, always)
 		}))
 		defer monitor.Close()
+		other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if strings.HasPrefix(r.URL.Path, "/404") {
+				w.WriteHeader(http.StatusNotFound)
+				fmt.Fprint(w, "{}")
+				return
+			}
+			fmt.Fprint(w, "hello")
+		}))
+		defer other.Close()
 		client, err := New(config(s.ClientURL()), slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
@@ -114,6 +142,15 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		client.c.AllowWeak, client.c.Monitoring = false, monitor.URL
 		err = client.checkSync(t.Context())
 		wantText(t, "no sync of each record", err, "sync_interval: always")
+		for path, want := range map[string]string{"/404": "status 404; set --log-monitoring", "/text": "did not answer with the state of JetStream"} {
+			client.c.Monitoring = other.URL + path
+			err := client.checkSync(t.Context())
+			wantText(t, "another server at "+path, err, want)
+			if strings.Contains(err.Error(), "%!") {
+				t.Errorf("another server at %s: got the malformed error %v", path, err)
+			}
+		}
+		client.c.Monitoring = monitor.URL
 		always = true
 		if err := client.checkSync(t.Context()); err != nil {
 			t.Errorf("sync of each record: got error %v, want none", err)
