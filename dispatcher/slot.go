@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -62,35 +63,41 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
 	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
 	for {
-		t, err := becomeOwner(ctx, o, open)
+		t, d, err := becomeOwner(ctx, o, open)
 		if err != nil || t == nil {
 			return err
 		}
-		if err := t.run(ctx, o, run); err != nil || ctx.Err() != nil {
+		if err := t.run(ctx, d, run); err != nil || ctx.Err() != nil {
 			return err
 		}
 	}
 }
 
-// becomeOwner is a standby until this process owns the slot. The term is nil when ctx is done.
-func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, error) {
+// becomeOwner is a standby until this process owns the slot and has made a Dispatcher with its store.
+// The term is nil when ctx is done before.
+func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher, error) {
 	shared, err := o.Listeners.share()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	s := &standby{log: o.Logger}
+	s.because(connecting)
 	serving, stop := context.WithCancel(ctx)
 	served := make(chan error, 1)
-	go func() { served <- s.serve(serving, shared, o) }()
-	t := s.claim(ctx, o, open)
+	go func() {
+		defer stop() // Without a listener nothing is claimed.
+		served <- s.serve(serving, shared, o)
+	}()
+	t, d := s.own(serving, o, open)
 	stop()
 	if err := <-served; err != nil {
 		if t != nil {
 			t.writer.Close()
+			err = errors.Join(err, d.Close())
 		}
-		return nil, err
+		return nil, nil, err
 	}
-	return t, nil
+	return t, d, nil
 }
 
 // standby answers requests while this process does not own the slot.
@@ -100,37 +107,49 @@ type standby struct {
 	reason atomic.Pointer[string]
 }
 
-// claim follows the slot until this process owns it; nil when ctx is done.
-func (s *standby) claim(ctx context.Context, o Options, open OpenSlot) *term {
+// connecting is the reason of a standby that has no answer of the log yet.
+const connecting = "connecting to the log"
+
+// because sets why the process is not ready.
+func (s *standby) because(reason string) { s.reason.Store(&reason) }
+
+// own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
+func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher) {
 	for ctx.Err() == nil {
-		reason := "connecting to the log"
-		s.reason.Store(&reason)
+		s.because(connecting)
+		pause := slotRetry
 		t, err := s.follow(ctx, o, open)
 		if err == nil {
-			return t
+			s.because("this process owns the slot, and opens its store")
+			o.term = t
+			var d *Dispatcher
+			if d, err = New(o); err == nil {
+				return t, d
+			}
+			// Another process can claim the slot meanwhile, and may have what this one lacks.
+			t.writer.Close()
+			pause, err = claimPause, fmt.Errorf("open the store of the slot: %w", err)
 		}
 		if ctx.Err() != nil {
-			return nil
+			break
 		}
-		reason = err.Error()
-		s.reason.Store(&reason)
-		s.log.Warn("the slot cannot be followed; retrying", "error", err)
+		s.because(err.Error())
+		s.log.Warn("this process cannot own the slot; trying again", "error", err, "after", pause.String())
 		select {
-		case <-time.After(slotRetry):
+		case <-time.After(pause):
 		case <-ctx.Done():
 		}
 	}
-	return nil
+	return nil, nil
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, error) {
-	t := &term{dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger}
+	t := &term{stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
 	}
-	reason := "standby: another process owns the slot, or did a moment ago"
-	s.reason.Store(&reason)
+	s.because("standby: another process owns the slot, or did a moment ago")
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
@@ -211,29 +230,19 @@ func refuseAdmin(w http.ResponseWriter, _ *http.Request) {
 
 // term is the time for which this process owns a slot.
 type term struct {
-	remote slots.Remote
-	writer *slots.Writer
-	dir    string
-	logger *slog.Logger
+	// stopping is closed when New need not continue.
+	stopping <-chan struct{}
+	remote   slots.Remote
+	writer   *slots.Writer
+	dir      string
+	logger   *slog.Logger
 	// snapshots is set when the store is open.
 	snapshots atomic.Pointer[slots.Snapshotter]
 }
 
 // run runs a Dispatcher until ctx is done or the term has ended.
-func (t *term) run(ctx context.Context, o Options, run func(context.Context, *Dispatcher) error) error {
+func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context, *Dispatcher) error) error {
 	defer t.writer.Close()
-	o.term = t
-	d, err := New(o)
-	if err != nil {
-		// Another process can claim the slot meanwhile, and may have what this one lacks.
-		t.writer.Close()
-		t.logger.Error("the store of the slot cannot be used; trying again", "error", err, "after", claimPause.String())
-		select {
-		case <-time.After(claimPause):
-		case <-ctx.Done():
-		}
-		return nil
-	}
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	go func() {
@@ -254,7 +263,7 @@ func (t *term) run(ctx context.Context, o Options, run func(context.Context, *Di
 			<-taken
 		}
 	}()
-	err = run(running, d)
+	err := run(running, d)
 	if t.hasEnded() {
 		t.logger.Warn("another process owns the slot now, or the log is damaged; becoming a standby", "error", t.writer.Err())
 		if errors.Is(err, slots.ErrSessionEnded) {
@@ -283,7 +292,60 @@ func (t *term) members() audience.Copies {
 	if t == nil {
 		return nil
 	}
-	return t.remote.Members
+	return ownedCopies{t.remote.Members, t.writer, t.stopping}
+}
+
+// ownedCopies are copies of which only those of this owner and of earlier ones are listed. A process
+// that was stopped, and has lost the slot, must not remove the files of the next owner as unknown
+// ones. Reads, which only New needs, end with the session and with the process.
+type ownedCopies struct {
+	audience.Copies
+	writer interface {
+		MaySend() bool
+		Done() <-chan struct{}
+	}
+	stopping <-chan struct{}
+}
+
+// List implements audience.Copies.
+func (c ownedCopies) List(ctx context.Context) ([]string, error) {
+	names, err := c.Copies.List(ctx)
+	// The check is after the list: a later owner adds its files after this moment.
+	if err == nil && !c.writer.MaySend() {
+		return nil, errors.New("this process may have lost the slot; the copies are listed again at the next start")
+	}
+	return names, err
+}
+
+// Get implements audience.Copies.
+func (c ownedCopies) Get(ctx context.Context, name string) (io.ReadCloser, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	go func() {
+		select {
+		case <-c.writer.Done():
+			cancel()
+		case <-c.stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	r, err := c.Copies.Get(ctx, name)
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	return untilClosed{r, cancel}, nil
+}
+
+// untilClosed is a reader whose context ends when it is closed.
+type untilClosed struct {
+	io.ReadCloser
+	cancel context.CancelFunc
+}
+
+func (r untilClosed) Close() error {
+	defer r.cancel()
+	return r.ReadCloser.Close()
 }
 
 // takeSnapshots takes snapshots of the store until ctx is done. It may end a few seconds later, when a

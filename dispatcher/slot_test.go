@@ -1,0 +1,167 @@
+package dispatcher
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// runSlot runs a process with a log until the test ends. ended has its error.
+func runSlot(t *testing.T, dir string, open OpenSlot) (l *Listeners, ended <-chan error) {
+	t.Helper()
+	o := Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)}
+	l, err := Listen(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = l
+	ctx, cancel := context.WithCancel(t.Context())
+	done, over := make(chan error, 1), make(chan struct{})
+	go func() {
+		defer close(over)
+		done <- RunSlot(ctx, o, open, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-over
+	})
+	return l, done
+}
+
+func fetchText(t *testing.T, url string) (status int, text string) {
+	t.Helper()
+	resp, err := (&http.Client{Timeout: wait.Limit}).Get(url) //nolint:noctx // bounded by the timeout
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, string(body)
+}
+
+// wantStandby checks that a process is alive, and gives the reason why it is not ready.
+func wantStandby(t *testing.T, l *Listeners, reason string) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusServiceUnavailable || !strings.Contains(text, reason) {
+			return errors.New("readyz: " + text)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("want the reason %q: %v", reason, err)
+	}
+	if status, _ := fetchText(t, "http://"+l.AdminAddr().String()+"/healthz"); status != http.StatusOK {
+		t.Errorf("healthz: got status %d, want 200", status)
+	}
+	if status, _ := fetchText(t, "http://"+l.calls.Addr().String()+"/v1/batch"); status != http.StatusServiceUnavailable {
+		t.Errorf("call to a standby: got status %d, want 503", status)
+	}
+}
+
+func TestLogThatCannotBeReached(t *testing.T) {
+	l, _ := runSlot(t, t.TempDir(), func(context.Context) (slots.Remote, error) {
+		return slots.Remote{}, errors.New("no server answers")
+	})
+	wantStandby(t, l, "no server answers")
+}
+
+// A process that owns the slot and cannot open its store answers the health checks meanwhile.
+func TestStoreThatCannotBeOpened(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	stream := slotstest.NewStream(1 << 30)
+	l, _ := runSlot(t, dir, func(context.Context) (slots.Remote, error) {
+		return slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
+	})
+	wantStandby(t, l, "open the store of the slot: audiences:")
+}
+
+// A standby whose listener fails ends with the error.
+func TestStandbyWithoutListenerEnds(t *testing.T) {
+	l, ended := runSlot(t, t.TempDir(), func(ctx context.Context) (slots.Remote, error) {
+		<-ctx.Done()
+		return slots.Remote{}, ctx.Err()
+	})
+	wantStandby(t, l, connecting)
+	raw, err := l.calls.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := raw.Control(func(fd uintptr) { err = syscall.Shutdown(int(fd), syscall.SHUT_RDWR) }); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-ended:
+		if err == nil || !strings.Contains(err.Error(), "serve "+l.calls.Addr().String()) {
+			t.Errorf("got error %v, want that of the listener", err)
+		}
+	case <-time.After(wait.Limit):
+		t.Error("the process continues without a listener, want its end")
+	}
+}
+
+// lease is a session.
+type lease struct {
+	maySend bool
+	done    chan struct{}
+}
+
+func (l *lease) MaySend() bool         { return l.maySend }
+func (l *lease) Done() <-chan struct{} { return l.done }
+
+// slow is an object store that sends nothing.
+type slow struct{ *slotstest.ObjectStore }
+
+func (slow) Get(ctx context.Context, _ string) (io.ReadCloser, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// A process that lost the slot must not remove the members' files of the next owner.
+func TestCopiesOfAnotherOwnerAreNotListed(t *testing.T) {
+	store, session := slotstest.NewObjectStore(1<<30), &lease{maySend: true, done: make(chan struct{})}
+	if err := store.Put(t.Context(), "a/members-1", strings.NewReader("x")); err != nil {
+		t.Fatal(err)
+	}
+	c := ownedCopies{store, session, nil}
+	if names, err := c.List(t.Context()); err != nil || len(names) != 1 {
+		t.Errorf("copies of the owner: got %q and error %v, want 1", names, err)
+	}
+	session.maySend = false
+	if names, err := c.List(t.Context()); err == nil || len(names) != 0 {
+		t.Errorf("copies without the lease: got %q and error %v, want an error", names, err)
+	}
+}
+
+// The end of the session, or of the process, ends a read of members.
+func TestReadsOfMembersEnd(t *testing.T) {
+	ended, open := make(chan struct{}), make(chan struct{})
+	close(ended)
+	for name, c := range map[string]ownedCopies{
+		"session": {slow{}, &lease{done: ended}, open},
+		"process": {slow{}, &lease{done: open}, ended},
+	} {
+		if _, err := c.Get(t.Context(), "a/members-1"); !errors.Is(err, context.Canceled) {
+			t.Errorf("end of the %s: got error %v, want context.Canceled", name, err)
+		}
+	}
+}
