@@ -6,13 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/signal"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
-
-	"github.com/nats-io/nats-server/v2/server"
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
@@ -23,74 +19,40 @@ import (
 // logServers is the number of servers of the replicated log.
 const logServers = 3
 
-// natsRole runs a server of the replicated log: its directory, its number, its address, and the
-// addresses of the routes.
-func natsRole(args []string) error {
-	routes := strings.Split(args[3], ",")
-	number, err := strconv.Atoi(args[1])
-	if err != nil {
-		return err
-	}
-	host, port := split2(args[2])
-	routeHost, routePort := split2(routes[number])
-	s, err := server.NewServer(&server.Options{
-		ServerName: "n" + args[1], Host: host, Port: port, JetStream: true, StoreDir: args[0], SyncAlways: true, JetStreamMaxStore: 1 << 40,
-		Cluster: server.ClusterOpts{Name: "bench", Host: routeHost, Port: routePort}, NoLog: true, NoSigs: true,
-		Routes: server.RoutesFromStr("nats://" + strings.Join(routes, ",nats://")),
-	})
-	if err != nil {
-		return err
-	}
-	s.Start()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
-	fmt.Println("{}")
-	<-ctx.Done()
-	s.Shutdown()
-	s.WaitForShutdown()
-	return nil
-}
-
-// split2 splits HOST:PORT of the own addresses.
-func split2(address string) (host string, port int) {
-	host, digits, _ := strings.Cut(address, ":")
-	port, _ = strconv.Atoi(digits)
-	return host, port
-}
-
-// replicatedLog is the log of the measurements: three processes of the server.
+// replicatedLog is the log of the measurements: processes of the NATS server.
 type replicatedLog struct {
 	url     string
-	servers []*child
+	servers []*process.Posthorn
 }
 
-func (b *bench) startLog(ctx context.Context) (*replicatedLog, error) {
-	var l replicatedLog
-	var clients, routes []string
-	for range logServers {
-		clients, routes = append(clients, process.FreeAddr()), append(routes, process.FreeAddr())
+func (b *bench) startLog() (*replicatedLog, error) {
+	binary, err := process.BuildNATS(b.root)
+	if err != nil {
+		return nil, err
 	}
-	for i, client := range clients {
-		p, err := spawn(ctx, "nats", b.dir(fmt.Sprint("nats-", i)), strconv.Itoa(i), client, strings.Join(routes, ","))
-		if err != nil {
+	var l replicatedLog
+	if l.servers, l.url, err = process.NATSServers(binary, b.root, logServers); err != nil {
+		return nil, err
+	}
+	for i, s := range l.servers {
+		if err := s.Start(); err != nil {
+			l.servers = l.servers[:i]
 			l.stop()
 			return nil, err
 		}
-		l.servers = append(l.servers, p)
 	}
-	l.url = "nats://" + strings.Join(clients, ",nats://")
 	return &l, nil
 }
 
 func (l *replicatedLog) stop() {
 	for _, s := range l.servers {
-		s.stop()
+		_ = s.Stop(syscall.SIGTERM)
 	}
 }
 
 func (l *replicatedLog) cpu() (total time.Duration) {
 	for _, s := range l.servers {
-		total += s.cpu()
+		total += process.CPU(s.Pid())
 	}
 	return total
 }
@@ -112,7 +74,7 @@ func runReplicated(ctx context.Context, o dispatcher.Options, log string, serve 
 
 // measureReplicated measures the replicated log with and without a standby.
 func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
-	log, err := b.startLog(ctx)
+	log, err := b.startLog()
 	if err != nil {
 		return nil, err
 	}

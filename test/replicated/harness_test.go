@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -33,11 +32,9 @@ func TestMain(m *testing.M) { process.Main(withServer{m}, &binary) }
 type withServer struct{ m *testing.M }
 
 func (w withServer) Run() int {
-	server = filepath.Join(filepath.Dir(binary), "nats-server")
-	build := exec.Command("go", "build", "-trimpath", "-o", server, "github.com/nats-io/nats-server/v2")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "build the NATS server: %v\n%s", err, out)
+	var err error
+	if server, err = process.BuildNATS(filepath.Dir(binary)); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return w.m.Run()
@@ -50,30 +47,22 @@ const (
 
 // servers are the NATS servers.
 type servers struct {
-	t       *testing.T
-	clients []string
-	nodes   []*process.Posthorn
-	logs    [replicas]process.Log
+	t     *testing.T
+	url   string // for clients
+	nodes []*process.Posthorn
+	logs  [replicas]process.Log
 }
 
 // startServers starts a cluster.
 func startServers(t *testing.T) *servers {
 	t.Helper()
 	s := &servers{t: t}
-	var routes []string
-	for range replicas {
-		routes = append(routes, "nats://"+process.FreeAddr())
+	var err error
+	if s.nodes, s.url, err = process.NATSServers(server, t.TempDir(), replicas); err != nil {
+		t.Fatal(err)
 	}
-	for i, route := range routes {
-		dir, address := t.TempDir(), process.FreeAddr()
-		config := filepath.Join(dir, "nats.conf")
-		text := fmt.Sprintf("server_name: n%d\nlisten: %s\njetstream { store_dir: %q, sync_interval: always, max_file_store: 40GB }\ncluster { name: test, listen: %q, routes: [%s] }\n",
-			i, address, filepath.Join(dir, "data"), strings.TrimPrefix(route, "nats://"), strings.Join(routes, ", "))
-		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		s.clients = append(s.clients, "nats://"+address)
-		s.nodes = append(s.nodes, &process.Posthorn{Binary: server, Args: []string{"-c", config}, Log: &s.logs[i]})
+	for i, n := range s.nodes {
+		n.Log = &s.logs[i]
 	}
 	for i := range s.nodes {
 		s.start(i)
@@ -89,8 +78,6 @@ func startServers(t *testing.T) *servers {
 	})
 	return s
 }
-
-func (s *servers) url() string { return strings.Join(s.clients, ",") }
 
 func (s *servers) start(i int) {
 	s.t.Helper()

@@ -75,7 +75,7 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 		rounds = n
 	}
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url(), "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
 	syncMembers(t, owner(t, pods), "u1", "u2")
 	all := &sender{pods: pods}
 	var longest, quick, losses = time.Duration(0), 0, 0
