@@ -105,9 +105,6 @@ type Delivery struct {
 	AcceptedAt                   time.Time
 	// Attempt is the number of failed attempts before this lease; 0 for the first attempt.
 	Attempt int
-	// Opening is set by a Store of several stores that are opened and closed while it is used: it
-	// identifies the opening of the store that leased the message. Otherwise it is 0.
-	Opening uint64
 }
 
 // Failure describes a failed attempt, for retries and dead letters. It must not contain

@@ -5,8 +5,8 @@
 // lease and fence: each record names the sequence that it expects to follow, so that only the
 // session of the newest claim can append.
 //
-// A process can have several slots: Directory has the slot of each namespace, Multiplexer is the
-// queue.Store over the slots of a process, and Place selects the owners and the standbys.
+// An installation can have several slots: Directory has the slot of each namespace, and Place selects
+// the owners and the standbys. No command uses them yet.
 //
 // The package does not know which system keeps the stream; Log is all that it needs. The main
 // types are Slot (takes over or follows a slot), Writer (appends the batches of a session), publisher
