@@ -27,7 +27,6 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
@@ -168,8 +167,7 @@ func New(o Options) (*Dispatcher, error) {
 	if o.DrainTimeout <= 0 {
 		o.DrainTimeout = 10 * time.Second
 	}
-	d := &Dispatcher{options: o, log: o.Logger, metrics: prometheus.NewRegistry(), stopping: make(chan struct{})}
-	d.metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	d := &Dispatcher{options: o, log: o.Logger, metrics: newRegistry(), stopping: make(chan struct{})}
 
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
@@ -364,27 +362,21 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)
-	serve := func(serve func(net.Listener) error, l net.Listener) func() error {
-		return func() error {
-			if err := serve(l); !errors.Is(err, http.ErrServerClosed) {
-				return fmt.Errorf("serve %s: %w", l.Addr(), err)
-			}
-			return nil
-		}
-	}
-	group.Go(serve(main.Serve, d.listeners.calls))
+	group.Go(func() error { return serve(d.listeners.calls, main.Serve) })
 	if d.listeners.callsTLS != nil {
-		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) }, d.listeners.callsTLS))
+		group.Go(func() error {
+			return serve(d.listeners.callsTLS, func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) })
+		})
 	}
 	serveAdmin := adminServer.Serve
 	if d.options.AdminTLS != nil {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
-	group.Go(serve(serveAdmin, d.listeners.admin))
+	group.Go(func() error { return serve(d.listeners.admin, serveAdmin) })
 	probeServer := listen.New(admin.NewProbeServer(d.Ready), maxAdminConns, d.log)
 	probeServer.ErrorLog = main.ErrorLog
 	if d.listeners.probes != nil {
-		group.Go(serve(probeServer.Serve, d.listeners.probes))
+		group.Go(func() error { return serve(d.listeners.probes, probeServer.Serve) })
 	}
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.

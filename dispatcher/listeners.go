@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 )
 
 // Listeners are the open listeners of a process.
@@ -69,6 +70,14 @@ func (l *Listeners) share() (*Listeners, error) {
 		}
 	}
 	return shared, nil
+}
+
+// serve serves a listener until its server is closed.
+func serve(on net.Listener, serve func(net.Listener) error) error {
+	if err := serve(on); !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve %s: %w", on.Addr(), err)
+	}
+	return nil
 }
 
 // Close closes the listeners.

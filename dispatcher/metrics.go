@@ -7,6 +7,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
@@ -14,6 +17,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
+
+// newRegistry returns a registry with the metrics of the process.
+func newRegistry() *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return r
+}
 
 // namespaceSeries has the values of a namespace's series.
 type namespaceSeries struct {

@@ -15,7 +15,6 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
@@ -166,25 +165,18 @@ func (s *standby) serve(ctx context.Context, l *Listeners, o Options) error {
 	calls := listen.New(ingest.NewServer(s.handler(refuseCall)), maxConns, s.log)
 	requests := listen.New(admin.NewStandbyServer(s.admin(o)), maxAdminConns, s.log)
 	group, ctx := errgroup.WithContext(ctx)
-	serve := func(serve func(net.Listener) error, on net.Listener) {
-		group.Go(func() error {
-			if err := serve(on); !errors.Is(err, http.ErrServerClosed) {
-				return fmt.Errorf("serve %s: %w", on.Addr(), err)
-			}
-			return nil
-		})
-	}
-	serve(calls.Serve, l.calls)
+	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
+	start(l.calls, calls.Serve)
 	if l.callsTLS != nil {
-		serve(func(on net.Listener) error { return calls.ServeTLS(on, o.TLS) }, l.callsTLS)
+		start(l.callsTLS, func(on net.Listener) error { return calls.ServeTLS(on, o.TLS) })
 	}
 	if l.probes != nil {
-		serve(requests.Serve, l.probes)
+		start(l.probes, requests.Serve)
 	}
 	if o.AdminTLS != nil {
-		serve(func(on net.Listener) error { return requests.ServeTLS(on, o.AdminTLS) }, l.admin)
+		start(l.admin, func(on net.Listener) error { return requests.ServeTLS(on, o.AdminTLS) })
 	} else {
-		serve(requests.Serve, l.admin)
+		start(l.admin, requests.Serve)
 	}
 	group.Go(func() error {
 		<-ctx.Done()
@@ -203,8 +195,7 @@ func (s *standby) handler(refuse http.HandlerFunc) http.Handler {
 
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry := newRegistry()
 	registerLog(registry, nil)
 	metrics := promtext.Handler(registry)
 	if o.AdminGuard != nil {
