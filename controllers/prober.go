@@ -45,7 +45,7 @@ type prober struct {
 
 	mu     sync.Mutex
 	probes map[Pod]*probe
-	// last has the last report by the name of the pod, also of pods that are not ready.
+	// last has the last report by the name of the store, also of pods that are not ready; see store.
 	last map[string]lastReport
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
@@ -265,8 +265,10 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 			probe.state, namespaces = before.Merge(*report, p.like(probe))
 			all = all || concernsAll(before, probe.state)
 		}
-		all = all || p.last[pod.Name].outdated
-		p.last[pod.Name] = lastReport{report: probe.state, answered: now}
+		if name, owned := p.store(pod, probe); owned {
+			all = all || p.last[name].outdated
+			p.last[name] = lastReport{report: probe.state, answered: now}
+		}
 	}
 	silent := probe.silent
 	p.updateMetrics()
@@ -292,6 +294,20 @@ func (p *prober) recordUnready(probe *probe, report *adminapi.Report, err error)
 	if report != nil {
 		probe.state, _ = probe.state.Merge(*report, p.like(probe))
 	}
+}
+
+// logStore is the name of the store of a replicated log. Any of its pods can own it.
+const logStore = "replicated log"
+
+// store returns the name of a pod's store: that of the pod, which its successor has, too, or logStore.
+// owned is false for a pod of a replicated log that is a standby, or that has lost the store to
+// another pod. The mutex is held.
+func (p *prober) store(pod Pod, probe *probe) (name string, owned bool) {
+	if probe.state == nil || probe.state.Log == nil {
+		return pod.Name, true
+	}
+	log, last := probe.state.Log, p.last[logStore].report
+	return logStore, !log.Standby && (last == nil || log.Epoch >= last.Log.Epoch)
 }
 
 // like returns the state of another pod, or nil. The mutex is held.
@@ -328,22 +344,24 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	defer p.mu.Unlock()
 	pods = make([]health.Pod, 0, len(p.last))
 	complete = p.listed
-	ready, unready := map[string]bool{}, map[string]*adminapi.Index{}
+	ready, unready, standbys := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
-		if pod.Unready {
-			if !probe.failing {
-				unready[pod.Name] = probe.state
-			}
-			continue
+		name, owned := p.store(pod, probe)
+		last := p.last[name]
+		switch {
+		case !owned:
+			standbys[pod.Name] = true
+		case !pod.Unready:
+			ready[name] = true
+			complete = complete && (probe.requested || last.report != nil)
+			pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
+		case !probe.failing:
+			unready[name] = probe.state
 		}
-		ready[pod.Name] = true
-		last := p.last[pod.Name]
-		complete = complete && (probe.requested || last.report != nil)
-		pods = append(pods, health.Pod{Name: pod.Name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
 	}
 	absent := slices.Collect(maps.Keys(p.last))
 	for _, name := range p.notReady {
-		if p.last[name].report == nil {
+		if p.last[name].report == nil && !standbys[name] {
 			absent = append(absent, name)
 		}
 	}

@@ -193,3 +193,41 @@ func TestEndOfTheGraceChangesNothing(t *testing.T) {
 		}
 	})
 }
+
+// With a replicated log, the pods have one store. The statuses show the report of its owner, before
+// and after a takeover, and standbys need not confirm anything.
+func TestReplicatedLogHasOneStore(t *testing.T) {
+	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p.listed = true
+	pods := []Pod{{Name: "dispatcher-0", URL: "a"}, {Name: "dispatcher-1", URL: "b"}}
+	probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
+	owner := func(epoch uint64, accepted int64) *adminapi.Report {
+		return &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: epoch}, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
+	}
+	standby := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Standby: true}}
+	lost := errors.New("timeout")
+	for _, step := range []struct {
+		name    string
+		reports [2]*adminapi.Report
+		want    health.Pod
+	}{
+		{"an owner and a standby", [2]*adminapi.Report{owner(1, 5), standby}, health.Pod{Report: adminapi.NewIndex(*owner(1, 5))}},
+		{"no answer of the owner", [2]*adminapi.Report{nil, standby}, health.Pod{Report: adminapi.NewIndex(*owner(1, 5))}},
+		{"the standby has taken over", [2]*adminapi.Report{nil, owner(2, 7)}, health.Pod{Report: adminapi.NewIndex(*owner(2, 7))}},
+		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)}, health.Pod{Report: adminapi.NewIndex(*owner(2, 8))}},
+		{"two standbys", [2]*adminapi.Report{standby, standby}, health.Pod{Report: adminapi.NewIndex(*owner(2, 8)), Absent: true}},
+	} {
+		for i, report := range step.reports {
+			var err error
+			if report == nil {
+				err = lost
+			}
+			p.record(t.Context(), pods[i], probes[i], report, err)
+		}
+		got, complete := p.reports()
+		step.want.Name = logStore
+		if diff := cmp.Diff([]health.Pod{step.want}, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+			t.Errorf("%s: complete %v, pods (-want +got):\n%s", step.name, complete, diff)
+		}
+	}
+}

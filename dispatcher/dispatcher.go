@@ -45,6 +45,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/notices"
+	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -67,6 +68,10 @@ type Options struct {
 	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
 	// without TLS, so that probes never wait for calls.
 	ProbeListen string
+	// PeerListen, when set, is the address of a listener for the calls that standbys forward to the
+	// owner of a slot; host:port, where the host is the one at which the other processes reach this
+	// one. Only RunSlot uses it.
+	PeerListen string
 	// Listeners, when set, are used in place of new ones; the Dispatcher does not close them.
 	Listeners *Listeners
 	// Pod is the name of this dispatcher in reports.
@@ -104,6 +109,9 @@ type Options struct {
 	Repair bool
 	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
 	term *term
+	// identity and forwarder are set by RunSlot if standbys forward calls.
+	identity  *peer.Identity
+	forwarder *peer.Forwarder
 	// Version is the release, for backups.
 	Version string
 	// Extra serves the other paths of the admin listener.
@@ -165,7 +173,7 @@ func New(o Options) (*Dispatcher, error) {
 		o.Logger = slog.Default()
 	}
 	if o.DrainTimeout <= 0 {
-		o.DrainTimeout = 10 * time.Second
+		o.DrainTimeout = defaultDrain
 	}
 	d := &Dispatcher{options: o, log: o.Logger, metrics: newRegistry(), stopping: make(chan struct{})}
 
@@ -185,7 +193,7 @@ func New(o Options) (*Dispatcher, error) {
 	q.DataDir = o.DataDir
 	if o.term != nil {
 		q.Log = o.term.writer
-		registerLog(d.metrics, o.term)
+		registerLog(d.metrics, o.term, o.forwarder)
 	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)
@@ -378,6 +386,13 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.listeners.probes != nil {
 		group.Go(func() error { return serve(d.listeners.probes, probeServer.Serve) })
 	}
+	peers := listen.New(newPeerServer(d.options.identity, d.mux()), maxConns, d.log)
+	peers.ErrorLog = main.ErrorLog
+	if d.options.identity != nil {
+		group.Go(func() error {
+			return serve(d.listeners.peers, func(l net.Listener) error { return peers.ServeTLS(l, d.options.identity.Config()) })
+		})
+	}
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.
 	var writers errgroup.Group
@@ -408,10 +423,13 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		d.log.Info("stopping: no new calls, draining")
 		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.options.DrainTimeout)
 		defer cancel()
-		if err := main.Shutdown(drain); err != nil {
+		var drained errgroup.Group
+		drained.Go(func() error { return main.Shutdown(drain) })
+		drained.Go(func() error { return peers.Shutdown(drain) })
+		if err := drained.Wait(); err != nil {
 			// A call without an answer was not acknowledged; its sender will send it again.
 			d.log.Warn("drain timeout: calls in progress are cancelled", "error", err)
-			_ = main.Close()
+			_, _ = main.Close(), peers.Close()
 		}
 		stopEngine()
 		return errors.Join(adminServer.Close(), probeServer.Close())
@@ -444,6 +462,9 @@ func (l serverLog) Write(line []byte) (int, error) {
 	l.to.Warn("connection failed", "error", strings.TrimSpace(string(line)))
 	return len(line), nil
 }
+
+// defaultDrain is the default of Options.DrainTimeout.
+const defaultDrain = 10 * time.Second
 
 // closeGrace is the time limit for deliveries to record their outcomes after the drain.
 const closeGrace = 5 * time.Second

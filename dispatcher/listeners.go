@@ -13,6 +13,7 @@ type Listeners struct {
 	calls, admin net.Listener
 	callsTLS     net.Listener // nil: no TLS listener
 	probes       net.Listener // nil: no listener for probes
+	peers        net.Listener // nil: standbys do not forward
 }
 
 // Listen opens the listeners that the options name. The Dispatchers that get them as
@@ -30,6 +31,7 @@ func Listen(o Options) (*Listeners, error) {
 		{&l.admin, "admin requests", cmp.Or(o.AdminListen, "127.0.0.1:8081")},
 		{&l.callsTLS, "calls over TLS", o.TLSListen},
 		{&l.probes, "probes", o.ProbeListen},
+		{&l.peers, "other processes", o.PeerListen},
 	} {
 		if a.addr == "" {
 			continue
@@ -47,9 +49,9 @@ func Listen(o Options) (*Listeners, error) {
 // AdminAddr returns the address of the admin listener.
 func (l *Listeners) AdminAddr() net.Addr { return l.admin.Addr() }
 
-// all returns the fields, of which two may be nil.
+// all returns the fields, of which some may be nil.
 func (l *Listeners) all() []*net.Listener {
-	return []*net.Listener{&l.calls, &l.admin, &l.callsTLS, &l.probes}
+	return []*net.Listener{&l.calls, &l.admin, &l.callsTLS, &l.probes, &l.peers}
 }
 
 // share returns other listeners of the same sockets. A connection waits while no listener accepts it.

@@ -75,6 +75,7 @@ func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 // each change of the states of the live configs.
 func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 	r.Pod, r.ConfigFormat, r.Storage = d.options.Pod, adminapi.ConfigFormat, d.storage.get(d.gate)
+	r.Log = d.options.term.report()
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
 	return configs

@@ -1,6 +1,7 @@
 package dispatcher
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -18,11 +19,13 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/listen"
+	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
@@ -39,6 +42,8 @@ const (
 	claimPause = 15 * time.Second
 	// releaseTimeout bounds the orderly end of a session.
 	releaseTimeout = 5 * time.Second
+	// drainTakeover bounds the wait for requests to the previous owner before a process opens the store.
+	drainTakeover = time.Second
 	// standbyRetryAfter is the Retry-After of a standby, in seconds.
 	standbyRetryAfter = 2
 )
@@ -58,6 +63,13 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 	}
 	if o.Repair {
 		return errors.New("dispatcher: a store with a replicated log is not repaired; remove --repair: damaged files are restored from the log")
+	}
+	if o.Listeners.peers != nil {
+		var err error
+		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {
+			return err
+		}
+		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger}
 	}
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
 	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
@@ -79,13 +91,12 @@ func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatc
 	if err != nil {
 		return nil, nil, err
 	}
-	s := &standby{log: o.Logger}
-	s.because(connecting)
+	s := newStandby(o)
 	serving, stop := context.WithCancel(ctx)
 	served := make(chan error, 1)
 	go func() {
 		defer stop() // Without a listener nothing is claimed.
-		served <- s.serve(serving, shared, o)
+		served <- s.serve(serving, ctx, shared, o)
 	}()
 	t, d := s.own(serving, o, open)
 	stop()
@@ -102,20 +113,44 @@ func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatc
 // standby answers requests while this process does not own the slot.
 type standby struct {
 	log *slog.Logger
-	// reason is why the process is not ready.
+	// calls sends the calls to the owner; nil if it refuses them.
+	calls *peer.Forwarder
+	// reason is why the process does not own the slot.
 	reason atomic.Pointer[string]
+	// caughtUp is true when the copy had all records of the log.
+	caughtUp atomic.Bool
+	stopping atomic.Bool
+}
+
+func newStandby(o Options) *standby {
+	s := &standby{log: o.Logger, calls: o.forwarder}
+	s.because(connecting)
+	return s
+}
+
+// ready returns why the process must not get calls. One that forwards them to the owner is ready when
+// it could replace the owner.
+func (s *standby) ready() error {
+	switch {
+	case s.stopping.Load():
+		return errors.New("stopping")
+	case s.calls != nil && s.caughtUp.Load():
+		return nil
+	}
+	return errors.New(*s.reason.Load())
 }
 
 // connecting is the reason of a standby that has no answer of the log yet.
 const connecting = "connecting to the log"
 
-// because sets why the process is not ready.
+// because sets why the process does not own the slot.
 func (s *standby) because(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
 func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher) {
 	for ctx.Err() == nil {
 		s.because(connecting)
+		s.caughtUp.Store(false)
 		pause := slotRetry
 		t, err := s.follow(ctx, o, open)
 		if err == nil {
@@ -152,7 +187,11 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Options: slots.Options{Logger: o.Logger}}.Follow(ctx)
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true) }}
+	if o.identity != nil {
+		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
+	}
+	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Options: access}.Follow(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -160,10 +199,12 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	return t, nil
 }
 
-// serve answers requests until ctx is done.
-func (s *standby) serve(ctx context.Context, l *Listeners, o Options) error {
-	calls := listen.New(ingest.NewServer(s.handler(refuseCall)), maxConns, s.log)
+// serve answers requests until ctx is done. When process, the context of the process, is done, too, it
+// stops as an owner does: calls are still forwarded for the shutdown delay.
+func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
+	calls := listen.New(ingest.NewServer(s.handler(s.call())), maxConns, s.log)
 	requests := listen.New(admin.NewStandbyServer(s.admin(o)), maxAdminConns, s.log)
+	peers := listen.New(newPeerServer(o.identity, http.HandlerFunc(peer.Misdirected)), maxConns, s.log)
 	group, ctx := errgroup.WithContext(ctx)
 	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
 	start(l.calls, calls.Serve)
@@ -178,33 +219,68 @@ func (s *standby) serve(ctx context.Context, l *Listeners, o Options) error {
 	} else {
 		start(l.admin, requests.Serve)
 	}
+	if o.identity != nil {
+		start(l.peers, func(on net.Listener) error { return peers.ServeTLS(on, o.identity.Config()) })
+	}
 	group.Go(func() error {
 		<-ctx.Done()
-		return errors.Join(calls.Close(), requests.Close())
+		drain := drainTakeover
+		if process.Err() != nil && s.calls != nil {
+			s.stopping.Store(true)
+			time.Sleep(o.ShutdownDelay)
+			drain = cmp.Or(o.DrainTimeout, defaultDrain)
+		}
+		draining, cancel := context.WithTimeout(context.WithoutCancel(ctx), drain)
+		defer cancel()
+		if err := calls.Shutdown(draining); err != nil {
+			_ = calls.Close()
+		}
+		return errors.Join(requests.Close(), peers.Close())
 	})
 	return group.Wait()
 }
 
-// handler serves the health checks, and refuses all other requests.
-func (s *standby) handler(refuse http.HandlerFunc) http.Handler {
+// call forwards the calls to the owner, or refuses them.
+func (s *standby) call() http.Handler {
+	if s.calls == nil {
+		return http.HandlerFunc(refuseCall)
+	}
 	mux := http.NewServeMux()
-	admin.MountHealth(mux, func() error { return errors.New(*s.reason.Load()) })
-	mux.HandleFunc("/", refuse)
+	mux.HandleFunc(audience.SyncPath, func(w http.ResponseWriter, r *http.Request) {
+		s.calls.ServeHTTP(w, audience.WithoutDeadline(w, r, audience.DefaultIdleTimeout))
+	})
+	mux.Handle("/", s.calls)
 	return mux
+}
+
+// handler serves the health checks; next serves all other requests.
+func (s *standby) handler(next http.Handler) http.Handler {
+	mux := http.NewServeMux()
+	admin.MountHealth(mux, s.ready)
+	mux.Handle("/", next)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/healthz" {
+			w.Header().Set(adminapi.StandbyHeader, "1")
+		}
+		mux.ServeHTTP(w, r)
+	})
 }
 
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registerLog(registry, nil)
-	metrics := promtext.Handler(registry)
+	registerLog(registry, nil, s.calls)
+	guarded := http.NewServeMux()
+	guarded.Handle("GET /metrics", promtext.Handler(registry))
+	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
+	})
+	guarded.HandleFunc("/", s.refuseAdmin)
 	if o.AdminGuard != nil {
-		metrics = o.AdminGuard(metrics)
+		return s.handler(o.AdminGuard(guarded))
 	}
-	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", metrics)
-	mux.Handle("/", s.handler(refuseAdmin))
-	return mux
+	return s.handler(guarded)
 }
 
 const standbyMessage = "this process does not own the messages: it is a standby, or the log cannot be reached; send the request to the owner, or again later"
@@ -213,10 +289,39 @@ func refuseCall(w http.ResponseWriter, _ *http.Request) {
 	admission.Retry(standbyRetryAfter, admission.CodeNotReady, standbyMessage).Write(w)
 }
 
-func refuseAdmin(w http.ResponseWriter, _ *http.Request) {
+// refuseForwarded answers a call that the owner did not answer.
+func refuseForwarded(w http.ResponseWriter, err error) {
+	broken, isClient := errors.AsType[*peer.BodyError](err)
+	var timeout net.Error
+	switch {
+	case isClient && errors.As(broken, &timeout) && timeout.Timeout():
+		admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive in time; send the request again").Write(w)
+	case isClient:
+		admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, "the body ended early; send the request again").Write(w)
+	default:
+		admission.Retry(standbyRetryAfter, admission.CodeNotReady, "the process that stores the calls did not answer, or another one is replacing it; send the request again").Write(w)
+	}
+}
+
+// refuseAdmin names the owner.
+func (s *standby) refuseAdmin(w http.ResponseWriter, _ *http.Request) {
+	message := standbyMessage
+	if s.calls != nil {
+		if owner := s.calls.Owner(); owner != "" {
+			message = "this process is a standby, without messages; send the request to the owner, " + owner
+		}
+	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusServiceUnavailable)
-	_ = json.NewEncoder(w).Encode(map[string]string{"error": standbyMessage})
+	_ = json.NewEncoder(w).Encode(map[string]string{"error": message})
+}
+
+// newPeerServer makes the server for the calls that standbys forward. identity may be nil if it does
+// not serve.
+func newPeerServer(identity *peer.Identity, next http.Handler) *http.Server {
+	s := ingest.NewServer(identity.Handler(next))
+	s.MaxHeaderBytes += peer.HeaderBytes
+	return s
 }
 
 // term is the time for which this process owns a slot.
@@ -273,6 +378,14 @@ func (t *term) maySend() func() bool {
 		return nil
 	}
 	return t.writer.MaySend
+}
+
+// report returns the part in the log for reports; nil if the disk is the only place of the store.
+func (t *term) report() *adminapi.LogReport {
+	if t == nil {
+		return nil
+	}
+	return &adminapi.LogReport{Epoch: t.writer.Epoch()}
 }
 
 // hasEnded reports whether another session has ended the term.
@@ -350,8 +463,14 @@ func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 	s.Run(ctx)
 }
 
-// registerLog registers the metrics of the replicated log. t is nil in a standby.
-func registerLog(r prometheus.Registerer, t *term) {
+// registerLog registers the metrics of the replicated log. t is nil in a standby, and f in a process
+// that does not forward calls.
+func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder) {
+	for result, count := range map[string]func() int64{"answered": f.Answered, "failed": f.Failed} {
+		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Name: "posthorn_log_forwarded_requests_total", Help: "Requests that this process forwarded to the owner as a standby, by result.", ConstLabels: prometheus.Labels{"result": result},
+		}, func() float64 { return float64(count()) }))
+	}
 	gauge := func(name, help string, value func() float64) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"strconv"
 	"time"
 
@@ -42,6 +43,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
 	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
+	f.StringVar(&d.options.PeerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. Empty: a standby refuses calls, and is not ready")
 	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
@@ -77,10 +79,13 @@ func (d *dataFlags) parse() (err error) {
 			return command.Usagef("--public-host: %v", err)
 		}
 	}
-	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}} {
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}, {"--peer-listen", d.options.PeerListen}} {
 		if err := checkListen(l.address); err != nil {
 			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}
+	}
+	if err := d.checkPeerListen(); err != nil {
+		return err
 	}
 	for _, t := range []struct {
 		flag  string
@@ -111,6 +116,21 @@ func (d *dataFlags) parse() (err error) {
 		return err
 	}
 	return d.log.parse()
+}
+
+// checkPeerListen checks that the other processes can connect to the address.
+func (d *dataFlags) checkPeerListen() error {
+	if d.options.PeerListen == "" {
+		return nil
+	}
+	if !d.isReplicated() {
+		return command.Usagef("--peer-listen needs --log")
+	}
+	host, _, _ := net.SplitHostPort(d.options.PeerListen)
+	if ip, err := netip.ParseAddr(host); host == "" || err == nil && ip.IsUnspecified() {
+		return command.Usagef("--peer-listen %q: name the host at which the other processes reach this one, for example 10.0.0.7:8444", d.options.PeerListen)
+	}
+	return nil
 }
 
 // proxy returns the egress proxy, or nil.

@@ -71,6 +71,18 @@ func (p *Page) collect(ctx context.Context) (view, error) {
 // podTimeout bounds the wait for one dispatcher.
 const podTimeout = 5 * time.Second
 
+// dispatchers returns the dispatchers that can have messages, and the reason why others are missing.
+func (p *Page) dispatchers() (map[string]*adminapi.Client, error) {
+	all, missing := p.options.Dispatchers()
+	standbys := p.standbys.Load()
+	if standbys == nil || len(*standbys) == 0 {
+		return all, missing
+	}
+	all = maps.Clone(all)
+	maps.DeleteFunc(all, func(pod string, _ *adminapi.Client) bool { return (*standbys)[pod] })
+	return all, missing
+}
+
 // readReports merges what changed in every dispatcher; a silent one keeps its last state.
 func (p *Page) readReports(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, podTimeout)
@@ -102,14 +114,19 @@ func (p *Page) readReports(ctx context.Context) {
 	}
 	group.Wait()
 	indices, silent := map[string]*adminapi.Index{}, map[string]error{}
+	standbys := map[string]bool{}
 	for pod, a := range answers {
 		if a.index != nil {
 			indices[pod] = a.index
+			if a.index.Log != nil && a.index.Log.Standby {
+				standbys[pod] = true
+			}
 		}
 		if a.err != nil {
 			silent[pod] = a.err
 		}
 	}
+	p.standbys.Store(&standbys)
 	p.live.indices, p.live.silent, p.live.missing, p.live.now = indices, silent, missing, time.Now()
 	p.live.only = p.options.Namespace
 }
@@ -143,7 +160,7 @@ func (p *Page) readObjects(ctx context.Context) error {
 		l.destinations[key{d.Namespace, d.Name}] = d
 	}
 	l.audiences, l.deletions, l.problems, l.unknownKeys = audiences.Items, deletions.Items, problems.Problems, nil
-	dispatchers, _ := p.options.Dispatchers()
+	dispatchers, _ := p.dispatchers()
 	for _, client := range dispatchers {
 		for k, err := range client.UnknownKeys(ctx) {
 			if err != nil {
@@ -233,7 +250,7 @@ func earlier(a, b time.Time) time.Time {
 // attempts returns the last attempts of the dispatchers at a destination, newest first. The error
 // names the dispatchers whose attempts are missing.
 func (p *Page) attempts(ctx context.Context, k key) (list []adminapi.Attempt, err error) {
-	dispatchers, _ := p.options.Dispatchers()
+	dispatchers, _ := p.dispatchers()
 	for _, pod := range slices.Sorted(maps.Keys(dispatchers)) {
 		for a, e := range dispatchers[pod].Attempts(ctx, k.String(), "") {
 			if e != nil {

@@ -353,7 +353,7 @@ func (p *Page) ranked(v view) (rows []row) {
 // The error names the dispatchers whose dead letters are missing.
 func (p *Page) letters(ctx context.Context, k key) (list []adminapi.DeadLetter, complete bool, err error) {
 	complete = true
-	dispatchers, _ := p.options.Dispatchers()
+	dispatchers, _ := p.dispatchers()
 	for _, pod := range slices.Sorted(maps.Keys(dispatchers)) {
 		n := 0
 		for d, e := range dispatchers[pod].DeadLetters(ctx, k.String(), maxLetters) {
@@ -501,7 +501,7 @@ func (p *Page) find(ctx context.Context, id string) (f found) {
 	if f.ID = id; id == "" {
 		return f
 	}
-	dispatchers, missing := p.options.Dispatchers()
+	dispatchers, missing := p.dispatchers()
 	if missing != nil {
 		f.Errors = append(f.Errors, missing.Error())
 	}

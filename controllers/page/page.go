@@ -16,6 +16,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/posthorn/posthorn/controllers/why"
@@ -50,6 +51,10 @@ type Page struct {
 	mux     *http.ServeMux
 	started time.Time
 	access  *access // nil without a key
+
+	// standbys are the dispatchers that reported no messages, as standbys of a replicated log; nil
+	// before the first reports.
+	standbys atomic.Pointer[map[string]bool]
 
 	mu   sync.Mutex // guards what is below
 	live state

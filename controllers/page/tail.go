@@ -26,7 +26,7 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithTimeout(r.Context(), maxTail)
 	defer cancel()
 	attempts := make(chan adminapi.Attempt)
-	dispatchers, _ := p.options.Dispatchers()
+	dispatchers, _ := p.dispatchers()
 	for _, client := range dispatchers {
 		go func() {
 			for a, err := range client.Tail(ctx, t.Destination, "") {

@@ -247,6 +247,20 @@ func (c *Client) Get(ctx context.Context, path, accept string) (*http.Response, 
 	return c.send(req)
 }
 
+// StandbyHeader marks the answers of a standby of a replicated log to GET /healthz.
+const StandbyHeader = "Posthorn-Standby"
+
+// IsStandby reports whether the dispatcher is a standby of a replicated log, and so has no messages. It
+// is false if it does not answer.
+func (c *Client) IsStandby(ctx context.Context) bool {
+	resp, err := c.Get(ctx, "/healthz", "text/plain")
+	if err != nil {
+		return false
+	}
+	defer resp.Body.Close()
+	return resp.Header.Get(StandbyHeader) != ""
+}
+
 func (c *Client) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
 	return http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+path, body)
 }

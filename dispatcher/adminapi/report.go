@@ -27,6 +27,17 @@ type Report struct {
 	Configs []ConfigReport `json:"configs,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
+	// Log is the pod's part in a replicated log; nil for a pod whose log is on its volume.
+	Log *LogReport `json:"log,omitempty"`
+}
+
+// LogReport is the part of a pod in a replicated log.
+type LogReport struct {
+	// Standby is true for a pod that does not own the messages. It reports no namespaces.
+	Standby bool `json:"standby,omitempty"`
+	// Epoch is the number of the owner's claim. Of two owners, the one with the lower epoch has lost
+	// the messages to the other one.
+	Epoch uint64 `json:"epoch,omitempty"`
 }
 
 // ConfigFormat is the newest format of live configs that this release reads: the first one with other

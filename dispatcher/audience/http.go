@@ -27,6 +27,8 @@ const (
 	DefaultIdleTimeout = time.Minute
 	// answerTimeout bounds how long a client may take to read a response.
 	answerTimeout = 30 * time.Second
+	// SyncPath is the pattern of the paths of syncs.
+	SyncPath = "/v1/audiences/{key}/members"
 	// hopHeader marks requests that another pod has forwarded.
 	hopHeader = "X-Posthorn-Handed-On"
 )
@@ -40,7 +42,7 @@ const (
 // The write key of the audience's Source, as HTTP Basic user name, authenticates
 // the sender. The body has one JSON object per line, plain or gzip.
 func (s *Service) Mount(mux *http.ServeMux) {
-	mux.Handle("/v1/audiences/{key}/members", s)
+	mux.Handle(SyncPath, s)
 	mux.HandleFunc("/v1/audiences/", func(w http.ResponseWriter, _ *http.Request) {
 		admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send members to /v1/audiences/KEY/members").Write(w)
 	})
@@ -63,11 +65,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	control := http.NewResponseController(w)
-	// The server's timeouts are for calls; a sync may take longer while data arrives.
-	_ = control.SetWriteDeadline(time.Time{})
-	// On a copy, because the server checks on its own Request whether the body was read.
-	r = r.WithContext(r.Context())
-	r.Body = &deadlineBody{ReadCloser: r.Body, control: control, idle: s.IdleTimeout}
+	r = WithoutDeadline(w, r, s.IdleTimeout)
 	if s.proxy != nil {
 		if r.Header.Get(hopHeader) != "" {
 			admission.Refuse(http.StatusMisdirectedRequest, "not_the_owner", "another pod forwarded this sync to a pod that does not own it; check --audience-owner of the dispatchers").Write(w)
@@ -106,6 +104,17 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		Success bool `json:"success"`
 		adminapi.SyncResult
 	}{true, result})
+}
+
+// WithoutDeadline returns a request that may take longer than the server's timeouts, which are for
+// calls, while data arrives: the longest pause of its sender is idle.
+func WithoutDeadline(w http.ResponseWriter, r *http.Request, idle time.Duration) *http.Request {
+	control := http.NewResponseController(w)
+	_ = control.SetWriteDeadline(time.Time{})
+	// On a copy, because the server checks on its own Request whether the body was read.
+	r = r.WithContext(r.Context())
+	r.Body = &deadlineBody{ReadCloser: r.Body, control: control, idle: idle}
+	return r
 }
 
 // authenticate finds the Source of a request. A refusal counts for the Source, like that of a call.

@@ -3,7 +3,6 @@
 package replicated
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -101,8 +100,9 @@ type pod struct {
 	name string
 	data string
 	log  process.Log
-	// ready is the address for calls; that of Posthorn is empty, because a standby is not ready.
-	ready string
+	// calls is the address for calls; that of Posthorn is empty, because a process is not ready before
+	// it has the records of the log.
+	calls string
 }
 
 // startPods starts processes with the same log and the same manifests.
@@ -116,8 +116,8 @@ func startPods(t *testing.T, n int, manifests map[string]string, flags ...string
 				t.Fatal(err)
 			}
 		}
-		p.Posthorn = process.Run(binary, dir, p.data, flags...)
-		p.ready, p.Addr, p.Log = p.Addr, "", &p.log
+		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", process.FreeAddr()}, flags...)...)
+		p.calls, p.Addr, p.Log = p.Addr, "", &p.log
 		p.start()
 		t.Cleanup(func() {
 			_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
@@ -144,27 +144,25 @@ func (p *pod) end(signal syscall.Signal) {
 	}
 }
 
-// isReady returns why the process does not accept calls.
-func (p *pod) isReady() error {
-	client := http.Client{Timeout: time.Second}
-	resp, err := client.Get("http://" + p.ready + "/readyz") //nolint:noctx // a local poll
-	if err != nil {
+// isOwner returns why the process does not accept calls itself.
+func (p *pod) isOwner() error {
+	r, err := (&adminapi.Client{URL: "http://" + p.Admin, HTTP: &http.Client{Timeout: time.Second}}).Report(context.Background(), "")
+	switch {
+	case err != nil:
 		return err
-	}
-	defer resp.Body.Close()
-	if body, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s", resp.Status, bytes.TrimSpace(body))
+	case r.Log == nil || r.Log.Standby || !r.Ready:
+		return fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Log)
 	}
 	return nil
 }
 
-// owner waits until one of the processes accepts calls.
+// owner waits until one of the processes accepts calls itself.
 func owner(t *testing.T, pods []*pod) (found *pod) {
 	t.Helper()
 	err := wait.Until(func() error {
 		var last error
 		for _, p := range pods {
-			if last = p.isReady(); last == nil {
+			if last = p.isOwner(); last == nil {
 				found = p
 				return nil
 			}
@@ -268,7 +266,7 @@ func (s *sender) send(turn int, body string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	to := s.pods[turn%len(s.pods)]
-	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.ready+"/v1/batch", strings.NewReader(body))
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.calls+"/v1/batch", strings.NewReader(body))
 	if err != nil {
 		return false
 	}

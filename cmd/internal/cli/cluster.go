@@ -151,7 +151,25 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 		}
 		targets = append(targets, target{pod.Name, auth.client(port)})
 	}
+	targets, err = owners(ctx, targets)
+	if err != nil {
+		stop()
+		return nil, nil, err
+	}
 	return targets, stop, nil
+}
+
+// owners returns the dispatchers without the standbys of a replicated log.
+func owners(ctx context.Context, targets []target) (list []target, err error) {
+	for _, t := range targets {
+		if !t.IsStandby(ctx) {
+			list = append(list, t)
+		}
+	}
+	if len(list) == 0 {
+		return nil, fmt.Errorf("all %d dispatcher pods are standbys of the replicated log: one of them takes over the messages within about 15 s; try again", len(targets))
+	}
+	return list, nil
 }
 
 // renew requests a new token of the support account.

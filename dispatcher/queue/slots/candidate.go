@@ -26,6 +26,8 @@ type candidate struct {
 	force bool
 	// exited is a session whose process has ended, as the caller knows.
 	exited pebblestore.Session
+	// announcement is the payload of the claim.
+	announcement []byte
 	// end is the last record that the stream had at the start; nothing is proposed before it.
 	end uint64
 	// claimAfter is the time for which a suspect must be the last record before a claim.
@@ -84,6 +86,9 @@ func (c *candidate) propose(k kind, now time.Time) {
 	h := header{kind: k, epoch: c.epoch + 1, number: 1, first: c.last + 1, last: c.last, snapshot: c.snapshot}
 	_, _ = rand.Read(h.session[:]) // It never fails.
 	c.proposal = &outgoing{header: h, data: make([]byte, headerBytes), firstSent: now}
+	if k == kindClaim {
+		c.proposal.data = append(c.proposal.data, c.announcement...)
+	}
 	h.seal(c.proposal.data)
 }
 

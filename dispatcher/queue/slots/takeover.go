@@ -162,11 +162,14 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 		return nil, err
 	}
 	c := newCandidate(f, s.Last, o.Now())
-	c.force, c.exited, c.claimAfter = force, o.Exited, o.claimAfter
+	c.force, c.exited, c.claimAfter, c.announcement = force, o.Exited, o.claimAfter, o.Announcement
+	f.announced = o.Announced
 	if err := c.run(ctx, log, o); err != nil {
 		return nil, fmt.Errorf("claim the slot: %w", err)
 	}
-	return newWriter(log, newPublisher(c.won.header, c.follower.next-1, c.won.firstSent, s), o), nil
+	p := newPublisher(c.won.header, c.follower.next-1, c.won.firstSent, s)
+	p.announcement, p.announced = o.Announcement, c.won.firstSent
+	return newWriter(log, p, o), nil
 }
 
 // run takes the steps of the candidate until it owns the slot.
@@ -175,7 +178,12 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 	defer stop()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
+	caughtUp := o.CaughtUp
 	for {
+		if caughtUp != nil && c.follower.next > c.end {
+			caughtUp()
+			caughtUp = nil
+		}
 		var wake <-chan time.Time
 		switch s := c.next(o.Now()); s.action {
 		case actOwn:
