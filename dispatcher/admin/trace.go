@@ -1,10 +1,12 @@
 package admin
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
@@ -19,6 +21,7 @@ import (
 // TraceStore finds messages and dead letters.
 type TraceStore interface {
 	Trace(ctx context.Context, id string, since time.Time) (queue.TraceResult, error)
+	Search(ctx context.Context, match func(body []byte) bool, since time.Time, max int) (queue.TraceResult, error)
 	DeadLetters(ctx context.Context, destination, after string, fn func(queue.DeadLetter) bool) error
 	Destinations() []string
 	DestinationStats(destination string) queue.DestinationStats
@@ -27,16 +30,18 @@ type TraceStore interface {
 const (
 	// traceTimeout bounds the search in the logs, and then the one in the dead letters.
 	traceTimeout = 4 * time.Second
-	// maxTracedLetters bounds the dead letters of a trace.
-	maxTracedLetters = 100
+	// maxTracedMessages and maxTracedLetters bound the messages and the dead letters of a trace.
+	maxTracedMessages = 100
+	maxTracedLetters  = 100
 )
 
-// mountTrace adds GET /trace?id=MESSAGEID[&since=TIME], which returns an adminapi.MessageTrace.
+// mountTrace adds GET /trace?id=MESSAGEID[&since=TIME] and GET /trace?userId=USERID[&since=TIME], which
+// return an adminapi.MessageTrace.
 func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 	// One search at a time, because it can read the whole disk.
 	turn := make(chan struct{}, 1)
 	mux.HandleFunc("GET /trace", func(w http.ResponseWriter, r *http.Request) {
-		id := r.URL.Query().Get("id")
+		id, userID := r.URL.Query().Get("id"), r.URL.Query().Get("userId")
 		var since time.Time
 		if text := r.URL.Query().Get("since"); text != "" {
 			var err error
@@ -45,8 +50,8 @@ func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 				return
 			}
 		}
-		if id == "" {
-			http.Error(w, "id is missing; set it to a messageId", http.StatusBadRequest)
+		if (id == "") == (userID == "") {
+			http.Error(w, "set id to a messageId, or userId to a user's ID", http.StatusBadRequest)
 			return
 		}
 		select {
@@ -55,7 +60,13 @@ func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 		case <-r.Context().Done():
 			return
 		}
-		t, err := traceMessage(r.Context(), store, engine, id, since)
+		var t *adminapi.MessageTrace
+		var err error
+		if userID != "" {
+			t, err = traceUser(r.Context(), store, engine, userID, since)
+		} else {
+			t, err = traceMessage(r.Context(), store, engine, id, since)
+		}
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
@@ -73,10 +84,7 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 	if err != nil {
 		return nil, err
 	}
-	t.Scanned, t.ScannedUntil = result.Scanned, result.Until
-	if !result.Complete {
-		t.Incomplete = fmt.Sprintf("the search ended after %d messages", result.Scanned)
-	}
+	addScanned(t, &result)
 	t.Attempts = engine.AttemptsOf(id)
 	accepted, known := time.Time{}, len(result.Traces) > 0
 	for _, one := range result.Traces {
@@ -84,13 +92,8 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 			accepted = one.AcceptedAt
 		}
 	}
-	letters, cancel := context.WithTimeout(ctx, traceTimeout)
-	defer cancel()
-	if err := addLetters(letters, t, store, accepted); err != nil {
-		if ctx.Err() != nil || letters.Err() == nil {
-			return nil, err
-		}
-		t.Incomplete = strings.TrimPrefix(t.Incomplete+"; not all dead letters were read", "; ")
+	if err := addLetters(ctx, t, store, accepted, func(d *queue.DeadLetter) bool { return d.ID == id }); err != nil {
+		return nil, err
 	}
 	if known {
 		t.Accepted = acceptedMessages(result.Traces, t)
@@ -98,8 +101,77 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 	return t, nil
 }
 
-// addLetters adds the dead letters of a message that was accepted at a time, which may be unknown.
-func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, accepted time.Time) error {
+// traceUser finds the pending messages and the dead letters of a user, accepted since a time or all.
+func traceUser(ctx context.Context, store TraceStore, engine *delivery.Engine, userID string, since time.Time) (*adminapi.MessageTrace, error) {
+	t := &adminapi.MessageTrace{UserID: userID}
+	logs, cancel := context.WithTimeout(ctx, traceTimeout)
+	result, err := store.Search(logs, func(body []byte) bool { return isOfUser(body, userID) }, since, maxTracedMessages)
+	cancel()
+	if err != nil {
+		return nil, err
+	}
+	addScanned(t, &result)
+	err = addLetters(ctx, t, store, since, func(d *queue.DeadLetter) bool {
+		return !d.AcceptedAt.Before(since) && isOfUser(d.Body, userID)
+	})
+	if err != nil {
+		return nil, err
+	}
+	for _, one := range result.Traces {
+		t.Attempts = append(t.Attempts, engine.AttemptsOf(one.ID)...)
+	}
+	t.Accepted = acceptedMessages(result.Traces, t)
+	return t, nil
+}
+
+// isOfUser reports whether a message has a userId.
+func isOfUser(body []byte, userID string) bool {
+	// Few messages pass this test, which is fast. A body without a backslash has all strings unescaped.
+	if !bytes.Contains(body, []byte(userID)) && bytes.IndexByte(body, '\\') < 0 {
+		return false
+	}
+	var fields map[string]json.RawMessage // A struct would also match "userid".
+	var got string
+	return json.Unmarshal(body, &fields) == nil && json.Unmarshal(fields["userId"], &got) == nil && got == userID
+}
+
+// addScanned adds how much of the logs was read.
+func addScanned(t *adminapi.MessageTrace, result *queue.TraceResult) {
+	t.Scanned, t.ScannedUntil = result.Scanned, result.Until
+	if result.Complete {
+		return
+	}
+	t.Incomplete = fmt.Sprintf("the search ended after %d messages", result.Scanned)
+	if !result.Until.IsZero() {
+		t.Incomplete += fmt.Sprintf(", the last of which was accepted at %s; search the later ones with a shorter --since", result.Until.UTC().Format(time.RFC3339))
+	}
+}
+
+// addLetters adds the matching dead letters of messages that were accepted since a time, which is zero if
+// it is unknown. The end of its own timeout is no error.
+func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, accepted time.Time, match func(*queue.DeadLetter) bool) error {
+	letters, cancel := context.WithTimeout(ctx, traceTimeout)
+	defer cancel()
+	err := eachLetter(letters, store, accepted, func(d *queue.DeadLetter) bool {
+		if !match(d) {
+			return letters.Err() == nil
+		}
+		if len(t.DeadLetters) == maxTracedLetters {
+			t.Incomplete = strings.TrimPrefix(fmt.Sprintf("%s; more than %d dead letters", t.Incomplete, maxTracedLetters), "; ")
+			return false
+		}
+		t.DeadLetters = append(t.DeadLetters, show(*d, false))
+		return true
+	})
+	if letters.Err() == nil || ctx.Err() != nil {
+		return err
+	}
+	t.Incomplete = strings.TrimPrefix(t.Incomplete+"; not all dead letters were read", "; ")
+	return nil
+}
+
+// eachLetter calls fn for each dead letter that failed since a time, until fn returns false.
+func eachLetter(ctx context.Context, store TraceStore, accepted time.Time, fn func(*queue.DeadLetter) bool) error {
 	after := ""
 	if !accepted.IsZero() {
 		// A key begins with the time of the failure; a minute for clocks that were set back.
@@ -110,13 +182,12 @@ func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore,
 		if store.DestinationStats(name).DeadLetters == 0 {
 			continue
 		}
+		more := true
 		err := store.DeadLetters(ctx, name, after, func(d queue.DeadLetter) bool {
-			if d.ID == t.MessageID {
-				t.DeadLetters = append(t.DeadLetters, show(d, false))
-			}
-			return len(t.DeadLetters) < maxTracedLetters
+			more = fn(&d)
+			return more
 		})
-		if err != nil {
+		if err != nil || !more {
 			return err
 		}
 	}
@@ -126,7 +197,7 @@ func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore,
 // acceptedMessages refines the states of the store by the attempts and the dead letters.
 func acceptedMessages(traces []queue.Trace, t *adminapi.MessageTrace) (list []adminapi.AcceptedMessage) {
 	for _, one := range traces {
-		m := adminapi.AcceptedMessage{Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0, Type: one.Type, Event: one.Event}
+		m := adminapi.AcceptedMessage{MessageID: one.ID, Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0, Type: one.Type, Event: one.Event}
 		for _, l := range one.Lanes {
 			at := adminapi.MessageAtEndpoint{Destination: l.Lane.Destination, Endpoint: l.Lane.Endpoint, State: adminapi.MessageState(l.State), NextAttempt: l.Due, FailedAttempts: l.Attempts}
 			same := func(destination, endpoint string) bool {
@@ -135,11 +206,11 @@ func acceptedMessages(traces []queue.Trace, t *adminapi.MessageTrace) (list []ad
 			if l.State == queue.TraceEnded {
 				switch {
 				case slices.ContainsFunc(t.Attempts, func(a adminapi.Attempt) bool {
-					return a.Reason == "" && a.Source == one.Source && same(a.Destination, a.Endpoint)
+					return a.Reason == "" && (one.ID == "" || a.MessageID == one.ID) && a.Source == one.Source && same(a.Destination, a.Endpoint)
 				}):
 					at.State = adminapi.MessageDelivered
 				case slices.ContainsFunc(t.DeadLetters, func(d adminapi.DeadLetter) bool {
-					return d.Source == one.Source && same(d.Destination, d.Endpoint)
+					return (one.ID == "" || d.MessageID == one.ID) && d.Source == one.Source && same(d.Destination, d.Endpoint)
 				}):
 					at.State = adminapi.MessageDead
 				}

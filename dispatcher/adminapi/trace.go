@@ -8,10 +8,13 @@ import (
 	"time"
 )
 
-// MessageTrace is what one dispatcher knows about a messageId: the answer to GET /trace.
+// MessageTrace is what one dispatcher knows about a messageId, or about the pending messages and the dead
+// letters of a user: the answer to GET /trace.
 type MessageTrace struct {
-	MessageID string `json:"messageId"`
-	// Accepted has an entry for each Source that accepted the message.
+	// MessageID or UserID is set, that of the search.
+	MessageID string `json:"messageId,omitempty"`
+	UserID    string `json:"userId,omitempty"`
+	// Accepted has an entry for each message, and each Source that accepted it.
 	Accepted []AcceptedMessage `json:"accepted,omitempty"`
 	// Attempts are the remembered ones, oldest first. DeadLetters have no bodies.
 	Attempts    []Attempt    `json:"attempts,omitempty"`
@@ -31,6 +34,8 @@ func (t *MessageTrace) Found() bool {
 
 // AcceptedMessage is a message that a Source accepted.
 type AcceptedMessage struct {
+	// MessageID is empty if the message is not stored.
+	MessageID string `json:"messageId,omitempty"`
 	// Source is "namespace/name".
 	Source     string    `json:"source"`
 	AcceptedAt time.Time `json:"acceptedAt"`
@@ -71,7 +76,16 @@ const (
 // Trace returns what the dispatcher knows about a messageId. Messages before the duplicate window are
 // searched if they were accepted since a time that is not zero.
 func (c *Client) Trace(ctx context.Context, messageID string, since time.Time) (*MessageTrace, error) {
-	query := url.Values{"id": {messageID}}
+	return c.trace(ctx, url.Values{"id": {messageID}}, since)
+}
+
+// TraceUser returns the pending messages and the dead letters of a user that were accepted since a time, or
+// all of them.
+func (c *Client) TraceUser(ctx context.Context, userID string, since time.Time) (*MessageTrace, error) {
+	return c.trace(ctx, url.Values{"userId": {userID}}, since)
+}
+
+func (c *Client) trace(ctx context.Context, query url.Values, since time.Time) (*MessageTrace, error) {
 	if !since.IsZero() {
 		query.Set("since", since.UTC().Format(time.RFC3339Nano))
 	}

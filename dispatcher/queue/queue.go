@@ -15,6 +15,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 )
@@ -238,10 +239,17 @@ type Trace struct {
 	Source     string
 	AcceptedAt time.Time
 	// Seq is the message's position in the log; 0 if the message was removed, because all of its
-	// lanes have ended it. Type, Event and Lanes are then empty.
-	Seq         uint64
-	Type, Event string
-	Lanes       []LaneTrace
+	// lanes have ended it. ID, Type, Event and Lanes are then empty.
+	Seq             uint64
+	ID, Type, Event string
+	Lanes           []LaneTrace
+}
+
+// Pending reports whether a lane still has to deliver the message.
+func (t *Trace) Pending() bool {
+	return slices.ContainsFunc(t.Lanes, func(l LaneTrace) bool {
+		return l.State == TraceWaiting || l.State == TraceInFlight || l.State == TraceRetrying
+	})
 }
 
 // LaneTrace is the state of a message in a lane.
@@ -422,6 +430,9 @@ type Stats interface {
 	// the duplicate window, and of the messages accepted since a time also by reading the logs;
 	// a zero time reads none. The end of ctx ends the search, and the result is then incomplete.
 	Trace(ctx context.Context, id string, since time.Time) (TraceResult, error)
+	// Search finds up to max pending messages by their bodies, which match must not keep: of each
+	// Source, oldest first, those accepted since a time, or all. It is bounded as Trace.
+	Search(ctx context.Context, match func(body []byte) bool, since time.Time, max int) (TraceResult, error)
 	// Sources lists the Sources with a log, also those without lanes.
 	Sources() []string
 	// DestinationStats returns the stats of a destination; zero for an unknown one.

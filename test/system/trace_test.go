@@ -21,7 +21,7 @@ func TestTrace(t *testing.T) {
 		"rejects.yaml": destination("rejects", rejects.URL, ""), "fails.yaml": destination("fails", fails.URL, ""),
 		"filters.yaml": destination("filters", works.URL, "  filter: {types: [identify]}\n"),
 	})
-	trace := func(want int, id string, words ...string) string {
+	trace := func(want int, id string, words ...string) string { // id is a messageId or --user-id.
 		t.Helper()
 		deadline := time.Now().Add(wait.Limit)
 		for {
@@ -46,6 +46,15 @@ func TestTrace(t *testing.T) {
 		t.Errorf("the trace has the body or the secret:\n%s", stdout)
 	}
 	stdout, _, _ = cli(t, "", "trace", "m1", "--admin", p.Admin, "-o", "json")
+	// By userId: what is pending, and dead letters; a similar name of a property does not count.
+	p.mustPost("/v1/track", `{"userId":"é\"u","event":"E","messageId":"m3"}`)
+	p.mustPost("/v1/track", `{"userId":"other","event":"E","messageId":"m4","properties":{"userId":"é\"u"}}`)
+	byUser := trace(0, "--user-id=é\"u", `m3: track "E", accepted by Source default/web`, "default/works primary Delivered answered 200", "default/fails primary Retrying", "Dead letter of default/rejects with message m3")
+	if strings.Contains(byUser, "m1") || strings.Contains(byUser, "m4") {
+		t.Errorf("trace --user-id: got messages of other users:\n%s", byUser)
+	}
+	trace(0, "--user-id=u", "m1: track")
+	trace(1, "--user-id=v", "no message of user v")
 	for _, want := range []string{`"messageId":"m1"`, `"state":"Retrying"`, `"nextAttempt":"20`, `"type":"track"`} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("trace -o json: got\n%s\nwant %q", stdout, want)

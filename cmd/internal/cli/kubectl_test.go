@@ -513,6 +513,53 @@ func TestTraceAsksEveryPod(t *testing.T) {
 	}
 }
 
+// trace --user-id shows each message of a user with its states and dead letters, also as JSON and YAML, and
+// reports an incomplete search.
+func TestTraceOfAUser(t *testing.T) {
+	asked := make(chan string, 10)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		asked <- r.URL.Query().Encode()
+		_ = json.NewEncoder(w).Encode(adminapi.MessageTrace{
+			UserID: "u 1", Incomplete: "the search ended after 7 messages",
+			Accepted: []adminapi.AcceptedMessage{
+				{MessageID: "m1", Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageWaiting}}},
+				{MessageID: "m2", Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageDelivered}}},
+			},
+			Attempts:    []adminapi.Attempt{{MessageID: "m2", Destination: "shop/crm", StatusCode: 204}, {MessageID: "m1", Destination: "shop/crm", StatusCode: 200}},
+			DeadLetters: []adminapi.DeadLetter{{MessageID: "m3", Destination: "shop/crm", Key: "k", Reason: "Rejected", StatusCode: 422}},
+		})
+	}))
+	t.Cleanup(server.Close)
+	for format, want := range map[string][]string{
+		"":     {"pod p: m1: page, accepted by", "shop/crm      -          Waiting", "pod p: m2: page", "answered 204", "Dead letter of shop/crm with message m3 since", "kubectl posthorn deadletters show crm k -n shop", "not complete: the search ended after 7 messages"},
+		"json": {`{"pod":"p","userId":"u 1","accepted":[{"messageId":"m1",`},
+		"yaml": {"pod: p\n", "accepted:\n- acceptedAt:", "  messageId: m1\n", "---\n"},
+	} {
+		pod := target{"p", &adminapi.Client{URL: server.URL}}
+		args := []string{"--user-id", "u 1"}
+		if format != "" {
+			args = append(args, "-o", format)
+		}
+		out, err := run(newTrace(func(*cobra.Command) connector { return pods{[]target{pod, pod}} }), args...)
+		if err != nil {
+			t.Errorf("format %q: got error %v, want none", format, err)
+		}
+		if got := <-asked + <-asked; got != "userId=u+1userId=u+1" {
+			t.Errorf("format %q: got the queries %s, want userId=u+1 from each pod", format, got)
+		}
+		for _, w := range want {
+			if !strings.Contains(out, w) {
+				t.Errorf("format %q: got\n%s\nwant %q", format, out, w)
+			}
+		}
+	}
+	for name, args := range map[string][]string{"both": {"m1", "--user-id", "u"}, "neither": nil, "empty": {"--user-id", ""}} {
+		if _, err := run(newTrace(func(*cobra.Command) connector { return pods{} }), args...); err == nil || !strings.Contains(err.Error(), "--user-id") {
+			t.Errorf("%s: got error %v, want one about --user-id", name, err)
+		}
+	}
+}
+
 // Message bodies are requested with a token of their own. Without the permission to create it, the
 // dispatcher is not asked, and the error names the Role.
 func TestTokenForBodies(t *testing.T) {

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -17,10 +19,10 @@ import (
 
 func newTrace(flags connectorFlags) *cobra.Command {
 	var r connector
-	var output string
+	var output, userID string
 	var since time.Duration
 	cmd := &cobra.Command{
-		Use:   "trace MESSAGE_ID",
+		Use:   "trace MESSAGE_ID | --user-id ID",
 		Short: "Show where a message is: accepted, filtered, pending, delivered or dead",
 		Long: `Shows when a message was accepted, from which Source, and its state at each
 destination: filtered, waiting, in retry, delivered, or a dead letter.
@@ -31,9 +33,25 @@ deliver them: --since searches these from a time on, within a bound, and reports
 when the bound ended the search. The last attempts at each endpoint are in the memory
 of the dispatchers; older ones are not shown.
 
-Exits 1 if the message is not found.`,
-		Example: "  posthorn trace 0193e1c6-0b1c-7d2e-8f3a-5b6c7d8e9f00\n  posthorn trace order-17 --since 6h\n  posthorn trace order-17 -o json",
-		Args:    command.ExactArgs("MESSAGE_ID"),
+With --user-id it shows the messages with this userId that a destination still has to
+deliver, and the dead letters: up to 100 of each per dispatcher, oldest first. It reads
+all stored messages within a bound, or with --since those accepted since then, and
+reports when the bound ended the search. Delivered messages are not found by userId.
+
+Exits 1 if no message is found.`,
+		Example: "  posthorn trace 0193e1c6-0b1c-7d2e-8f3a-5b6c7d8e9f00\n  posthorn trace order-17 --since 6h\n  posthorn trace order-17 -o yaml\n  posthorn trace --user-id u-42",
+		Args: func(cmd *cobra.Command, args []string) error {
+			if !cmd.Flags().Changed("user-id") {
+				return command.ExactArgs("MESSAGE_ID or --user-id")(cmd, args)
+			}
+			if userID == "" {
+				return command.Usagef("--user-id is empty; set it to the userId of the calls")
+			}
+			if len(args) > 0 {
+				return command.Usagef("set either MESSAGE_ID or --user-id")
+			}
+			return nil
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if since < 0 {
 				return command.Usagef("--since %s: use the age of the oldest message, for example 6h", since)
@@ -41,6 +59,12 @@ Exits 1 if the message is not found.`,
 			var from time.Time
 			if since > 0 {
 				from = time.Now().Add(-since)
+			}
+			search := func(t target) (*adminapi.MessageTrace, error) {
+				if userID != "" {
+					return t.TraceUser(cmd.Context(), userID, from)
+				}
+				return t.Trace(cmd.Context(), args[0], from)
 			}
 			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
@@ -50,7 +74,7 @@ Exits 1 if the message is not found.`,
 			out, found := cmd.OutOrStdout(), false
 			var failed error
 			for _, t := range targets {
-				m, err := t.Trace(cmd.Context(), args[0], from)
+				m, err := search(t)
 				if err != nil {
 					failed = errors.Join(failed, t.explain(err))
 					continue
@@ -61,36 +85,57 @@ Exits 1 if the message is not found.`,
 				if !m.Found() {
 					continue
 				}
-				found = true
-				if output == "json" {
-					err = json.NewEncoder(out).Encode(struct {
-						Pod string `json:"pod,omitempty"`
-						*adminapi.MessageTrace
-					}{t.pod, m})
+				if output == "" {
+					err = printTrace(out, t, m, time.Now())
 				} else {
-					err = printTrace(out, of(t), m, time.Now())
+					err = printObject(out, output, !found, podTrace{t.pod, m})
 				}
 				if err != nil {
 					return err
 				}
+				found = true
 			}
 			if failed != nil {
 				return failed
 			}
-			if !found {
-				hint := "it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages"
-				if since > 0 {
-					hint = "it was not accepted since then, or all destinations are done with it"
-				}
-				return fmt.Errorf("no message %s: %s", quoted(args[0]), hint)
+			switch {
+			case found:
+				return nil
+			case userID != "":
+				return fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
+			case since > 0:
+				return fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
 			}
-			return nil
+			return fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
 		},
 	}
 	r = flags(cmd)
-	cmd.Flags().DurationVar(&since, "since", 0, "also search messages that were accepted since then, for example 6h")
-	command.OutputFlag(cmd, &output, "", "json: one object per dispatcher", "json")
+	cmd.Flags().StringVar(&userID, "user-id", "", "show the pending messages and the dead letters of this userId")
+	cmd.Flags().DurationVar(&since, "since", 0, "also search messages that were accepted since then, for example 6h; with --user-id only these")
+	command.OutputFlag(cmd, &output, "", "json: one object per line and dispatcher; yaml: one document per dispatcher", "json", "yaml")
 	return cmd
+}
+
+// podTrace is a trace with its dispatcher.
+type podTrace struct {
+	Pod string `json:"pod,omitempty"`
+	*adminapi.MessageTrace
+}
+
+// printObject prints a line of JSON or a document of YAML.
+func printObject(out io.Writer, format string, first bool, object any) error {
+	if format == "json" {
+		return json.NewEncoder(out).Encode(object)
+	}
+	text, err := yaml.Marshal(object)
+	if err != nil {
+		return err
+	}
+	if !first {
+		text = append([]byte("---\n"), text...)
+	}
+	_, err = out.Write(text)
+	return err
 }
 
 // of is a prefix with the name of the pod, if there is one.
@@ -102,9 +147,13 @@ func of(t target) string {
 }
 
 // printTrace prints what a dispatcher knows about a message.
-func printTrace(out io.Writer, prefix string, t *adminapi.MessageTrace, now time.Time) error {
+func printTrace(out io.Writer, from target, t *adminapi.MessageTrace, now time.Time) error {
+	prefix, program := of(from), "posthorn"
+	if from.pod != "" {
+		program = "kubectl posthorn"
+	}
 	for _, m := range t.Accepted {
-		what := ""
+		what, id := "", cmp.Or(m.MessageID, t.MessageID)
 		if m.Stored {
 			what = m.Type
 			if m.Event != "" {
@@ -112,32 +161,15 @@ func printTrace(out io.Writer, prefix string, t *adminapi.MessageTrace, now time
 			}
 			what += ", "
 		}
-		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(t.MessageID), what, m.Source, now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
+		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(id), what, m.Source, now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
 		if !m.Stored {
 			fmt.Fprintln(out, "All destinations are done with it: each has delivered it, filtered it, discarded it, or made it a dead letter.")
 		} else if len(m.Destinations) == 0 {
 			fmt.Fprintln(out, "No destination gets it: none has its Source.")
 		}
-	}
-	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
-	header := false
-	row := func(destination, endpoint, state, detail string) {
-		if !header {
-			fmt.Fprintln(w, "DESTINATION\tENDPOINT\tSTATE\tDETAIL")
-			header = true
+		if err := printStates(out, m, t, now); err != nil {
+			return err
 		}
-		if endpoint == "" {
-			endpoint = "-"
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", destination, endpoint, state, detail)
-	}
-	for _, m := range t.Accepted {
-		for _, d := range m.Destinations {
-			row(d.Destination, d.Endpoint, string(d.State), stateDetail(d, t, now))
-		}
-	}
-	if err := w.Flush(); err != nil {
-		return err
 	}
 	if len(t.Attempts) > 0 {
 		fmt.Fprintln(out, "\nAttempts:")
@@ -153,13 +185,34 @@ func printTrace(out io.Writer, prefix string, t *adminapi.MessageTrace, now time
 	for _, d := range t.DeadLetters {
 		_, name, _ := strings.Cut(d.Destination, "/")
 		namespace := strings.TrimSuffix(d.Destination, "/"+name)
-		fmt.Fprintf(out, "\nDead letter of %s since %s: %s after %s. %s\nTo do: posthorn deadletters show %s %s -n %s\n", d.Destination, d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), plural(d.Attempts, "attempt"), d.Message, name, d.Key, namespace)
+		fmt.Fprintf(out, "\nDead letter of %s%s since %s: %s after %s. %s\nTo do: %s deadletters show %s %s -n %s\n", d.Destination, letterID(t, &d), d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), plural(d.Attempts, "attempt"), d.Message, program, name, d.Key, namespace)
 	}
 	return nil
 }
 
+// letterID names the message of a dead letter, unless it is that of the search.
+func letterID(t *adminapi.MessageTrace, d *adminapi.DeadLetter) string {
+	if t.UserID == "" {
+		return ""
+	}
+	return " with message " + quoted(d.MessageID)
+}
+
+// printStates prints a table with the state of a message at each destination.
+func printStates(out io.Writer, m adminapi.AcceptedMessage, t *adminapi.MessageTrace, now time.Time) error {
+	if len(m.Destinations) == 0 {
+		return nil
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(w, "DESTINATION\tENDPOINT\tSTATE\tDETAIL")
+	for _, d := range m.Destinations {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", d.Destination, cmp.Or(d.Endpoint, "-"), d.State, stateDetail(d, m.MessageID, t, now))
+	}
+	return w.Flush()
+}
+
 // stateDetail explains the state of a message at a destination.
-func stateDetail(d adminapi.MessageAtEndpoint, t *adminapi.MessageTrace, now time.Time) string {
+func stateDetail(d adminapi.MessageAtEndpoint, id string, t *adminapi.MessageTrace, now time.Time) string {
 	switch d.State {
 	case adminapi.MessageRetrying:
 		if wait := d.NextAttempt.Sub(now).Round(time.Second); wait > 0 {
@@ -174,7 +227,7 @@ func stateDetail(d adminapi.MessageAtEndpoint, t *adminapi.MessageTrace, now tim
 		return "excluded by the destination's filter"
 	case adminapi.MessageDelivered:
 		for i := len(t.Attempts) - 1; i >= 0; i-- {
-			if a := t.Attempts[i]; a.Reason == "" && a.Destination == d.Destination && (d.Endpoint == "" || d.Endpoint == a.Endpoint) {
+			if a := t.Attempts[i]; a.Reason == "" && (id == "" || a.MessageID == id) && a.Destination == d.Destination && (d.Endpoint == "" || d.Endpoint == a.Endpoint) {
 				return fmt.Sprintf("answered %d, %s ago", a.StatusCode, now.Sub(a.Time).Round(time.Second))
 			}
 		}

@@ -44,6 +44,58 @@ func (s *Store) Trace(ctx context.Context, id string, since time.Time) (queue.Tr
 	return result, nil
 }
 
+// Search implements queue.Stats.
+func (s *Store) Search(ctx context.Context, match func(body []byte) bool, since time.Time, max int) (queue.TraceResult, error) {
+	result := queue.TraceResult{Complete: true}
+	if err := s.enter(); err != nil {
+		return result, err
+	}
+	defer s.leave()
+	for _, log := range s.allLogs() {
+		if err := s.searchIn(ctx, log, match, since, max, &result); err != nil {
+			return result, s.explain(err)
+		}
+		if ctx.Err() != nil || len(result.Traces) >= max {
+			break
+		}
+	}
+	return result, nil
+}
+
+// searchIn adds the matching pending messages of one Source.
+func (s *Store) searchIn(ctx context.Context, log *sourceLog, match func([]byte) bool, since time.Time, max int, result *queue.TraceResult) error {
+	head := log.durable.Load()
+	first := log.trimmed.Load() + 1
+	if !since.IsZero() {
+		var err error
+		if first, err = s.firstAfter(log, head, since); err != nil {
+			return err
+		}
+	}
+	var failed error
+	whole, err := s.readLog(ctx, log, first, func(n uint64, rec *codec.Record, _ []byte) bool {
+		if n > head {
+			return false
+		}
+		if len(result.Traces) >= max {
+			result.Complete = false
+			return false
+		}
+		result.Scanned++
+		result.Until = codec.FromMillis(rec.AcceptedAt)
+		if rec.Lost || !match(rec.Body) {
+			return true
+		}
+		t := queue.Trace{Source: log.source}
+		if failed = s.describe(log, n, rec, &t); failed == nil && t.Pending() {
+			result.Traces = append(result.Traces, t)
+		}
+		return failed == nil
+	})
+	result.Complete = result.Complete && whole
+	return errors.Join(failed, err)
+}
+
 // traceIn looks for a message in the log of one Source.
 func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since time.Time, result *queue.TraceResult) (t queue.Trace, found bool, err error) {
 	t.Source = log.source
@@ -93,8 +145,12 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 	if seq == 0 {
 		return t, indexed, nil
 	}
-	t.Seq, t.AcceptedAt = seq, codec.FromMillis(rec.AcceptedAt)
-	t.Event = string(rec.Event)
+	return t, true, s.describe(log, seq, &rec, &t)
+}
+
+// describe fills a trace from a message's record and its state in the lanes.
+func (s *Store) describe(log *sourceLog, seq uint64, rec *codec.Record, t *queue.Trace) (err error) {
+	t.Seq, t.ID, t.AcceptedAt, t.Event = seq, string(rec.ID), codec.FromMillis(rec.AcceptedAt), string(rec.Event)
 	if t.Type = string(rec.Type); rec.Code != 0 {
 		t.Type = codec.Types[rec.Code]
 	}
@@ -103,11 +159,12 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 			return
 		}
 		var lt queue.LaneTrace
-		if lt, found, err = s.traceLane(l, seq, &rec); found {
+		var found bool
+		if lt, found, err = s.traceLane(l, seq, rec); found {
 			t.Lanes = append(t.Lanes, lt)
 		}
 	})
-	return t, true, err
+	return err
 }
 
 // firstAfter returns the first stored message of a log that was accepted at a time or later. The
@@ -139,38 +196,51 @@ func (s *Store) firstAfter(log *sourceLog, head uint64, at time.Time) (uint64, e
 // with an ID; 0 if there is none. The record is valid until the next write of the caller. whole is false
 // if the bounds of the read ended it.
 func (s *Store) findIn(ctx context.Context, log *sourceLog, id string, from uint64, in func(uint64, *codec.Record) bool, result *queue.TraceResult) (seq uint64, rec codec.Record, whole bool, err error) {
+	var failed error
+	whole, err = s.readLog(ctx, log, from, func(n uint64, r *codec.Record, v []byte) bool {
+		if !in(n, r) {
+			return false
+		}
+		if result != nil {
+			result.Scanned++
+			result.Until = codec.FromMillis(r.AcceptedAt)
+		}
+		if string(r.ID) != id {
+			return true
+		}
+		// The record refers to the iterator's memory.
+		seq, failed = n, rec.Decode(append([]byte(nil), v...))
+		return false
+	})
+	return seq, rec, whole, errors.Join(failed, err)
+}
+
+// readLog calls fn for each readable message of a log from a position on, until fn returns false. The record
+// and its encoded form are valid during the call. whole is false if the bounds of the read ended it.
+func (s *Store) readLog(ctx context.Context, log *sourceLog, from uint64, fn func(n uint64, rec *codec.Record, v []byte) bool) (whole bool, err error) {
 	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, log.number, from), UpperBound: codec.After(codec.PrefixMessage, log.number)})
 	if err != nil {
-		return 0, rec, false, err
+		return false, err
 	}
 	defer func() { err = errors.Join(err, it.Close()) }()
 	read := 0
 	for ok := it.First(); ok; ok = it.Next() {
 		if read++; read > traceMessages || read%1024 == 1 && ctx.Err() != nil {
-			return 0, rec, false, nil
+			return false, nil
 		}
 		v, err := it.ValueAndErr()
 		if err != nil {
-			return 0, rec, false, err
+			return false, err
 		}
+		var rec codec.Record
 		if rec.Decode(v) != nil {
 			continue // The lanes report damaged messages.
 		}
-		n := codec.Number(it.Key(), 1)
-		if !in(n, &rec) {
+		if !fn(codec.Number(it.Key(), 1), &rec, v) {
 			break
 		}
-		if result != nil {
-			result.Scanned++
-			result.Until = codec.FromMillis(rec.AcceptedAt)
-		}
-		if string(rec.ID) == id {
-			// The record refers to the iterator's memory.
-			err := rec.Decode(append([]byte(nil), v...))
-			return n, rec, true, err
-		}
 	}
-	return 0, rec, true, it.Error()
+	return true, it.Error()
 }
 
 // traceLane returns the state of a message in a lane; found is false if the lane does not have it.

@@ -1427,6 +1427,31 @@ func (x *suite) trace() {
 		x.Errorf("after the end of the context: got %+v, %v, want an incomplete result", r, err)
 	}
 
+	// A search finds pending messages alone, and reports when a bound ended it.
+	search := func(ctx context.Context, since time.Time, max int) (ids []string, complete bool) {
+		x.Helper()
+		r, err := x.store.Search(ctx, func(body []byte) bool { return len(body) > 0 }, since, max)
+		x.must(err)
+		for _, t := range r.Traces {
+			ids = append(ids, t.ID)
+		}
+		return ids, r.Complete
+	}
+	ids, complete := search(context.Background(), time.Time{}, 100)
+	x.equal("search", ids, []string{"m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8", "m9"})
+	x.equal("search: complete", complete, true)
+	ids, complete = search(context.Background(), time.Time{}, 2)
+	x.equal("search for 2", ids, []string{"m1", "m2"})
+	x.equal("search for 2: complete", complete, false)
+	ids, complete = search(context.Background(), from.Add(x.DuplicateWindow), 2)
+	x.equal("search since", ids, []string{"m8", "m9"})
+	x.equal("search since: complete", complete, true)
+	_, complete = search(ended, time.Time{}, 100)
+	x.equal("search after the end of the context: complete", complete, false)
+	none, err := x.store.Search(context.Background(), func([]byte) bool { return false }, time.Time{}, 100)
+	x.must(err)
+	x.equal("search without a match", []any{len(none.Traces), none.Scanned, none.Complete}, []any{0, 9, true})
+
 	// A removed message is known by the index only.
 	x.add(1)
 	for _, l := range []queue.LaneID{lane, other} {
@@ -1441,6 +1466,8 @@ func (x *suite) trace() {
 	for _, d := range x.lease(lane, 1) {
 		x.store.Ack(d)
 	}
+	ids, _ = search(context.Background(), time.Time{}, 100)
+	x.equal("search after all messages ended", len(ids), 0)
 	x.Trim(x.store)
 	removed := trace("m10", time.Time{})
 	if len(removed.Traces) != 1 || removed.Traces[0].Seq != 0 || len(removed.Traces[0].Lanes) != 0 || removed.Traces[0].AcceptedAt.Before(from) {
