@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -11,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -96,18 +98,24 @@ func (c *clusterConnector) namespace() (string, error) {
 	return ns, err
 }
 
-func (c *clusterConnector) destinations(ctx context.Context) ([]string, error) {
+func (c *clusterConnector) names(ctx context.Context, resource string) ([]string, error) {
 	posthorn, err := c.resources()
 	if err != nil {
 		return nil, err
 	}
-	var list v1alpha1.WebhookDestinationList
-	err = posthorn.list(ctx, "webhookdestinations", &list)
-	var names []string
-	for _, d := range list.Items {
-		names = append(names, d.Name)
+	body, err := posthorn.listJSON(ctx, resource)
+	if err != nil {
+		return nil, err
 	}
-	return names, err
+	var list metav1.PartialObjectMetadataList
+	if err := json.Unmarshal(body, &list); err != nil {
+		return nil, fmt.Errorf("%s: %w", resource, err)
+	}
+	var names []string
+	for _, o := range list.Items {
+		names = append(names, o.Name)
+	}
+	return names, nil
 }
 
 // pods lists the running dispatcher pods.
@@ -137,7 +145,7 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 		return nil, nil, err
 	}
 	auth := newPodAuth(c.plain)
-	auth.bodiesToken = func() (string, error) { return c.bodiesToken(ctx, client) }
+	auth.bodiesToken = reuseToken(func() (string, error) { return c.bodiesToken(ctx, client) })
 	if err := c.renew(ctx, client, auth); err != nil {
 		return nil, nil, err
 	}
@@ -192,6 +200,27 @@ func (c *clusterConnector) bodiesToken(ctx context.Context, client kubernetes.In
 		err = fmt.Errorf("message bodies need the Role %s-user in namespace %s: %w", c.bodiesAccount, c.system, err)
 	}
 	return token, err
+}
+
+// reuseToken returns the last created token for half of its lifetime.
+func reuseToken(create func() (string, error)) func() (string, error) {
+	var mu sync.Mutex
+	var token string
+	var renew time.Time
+	return func() (string, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		now := time.Now()
+		if now.Before(renew) {
+			return token, nil
+		}
+		created, err := create()
+		if err != nil {
+			return "", err
+		}
+		token, renew = created, now.Add(supportTokenSeconds/2*time.Second)
+		return token, nil
+	}
 }
 
 func (c *clusterConnector) createToken(ctx context.Context, client kubernetes.Interface, account string) (string, error) {

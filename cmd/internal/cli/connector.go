@@ -40,8 +40,8 @@ type connector interface {
 	connect(ctx context.Context) (targets []target, closeAll func(), err error)
 	// namespace returns the namespace that the user selected.
 	namespace() (string, error)
-	// destinations returns the names of the destinations in that namespace.
-	destinations(ctx context.Context) ([]string, error)
+	// names returns the names of the objects of a resource in that namespace.
+	names(ctx context.Context, resource string) ([]string, error)
 }
 
 // completeDestination completes the first argument with the names of the destinations. The connector
@@ -51,9 +51,44 @@ func completeDestination(of func() connector) cobra.CompletionFunc {
 		if len(args) > 0 {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
-		names, _ := of().destinations(cmd.Context()) // A completion has no place for an error.
+		names, _ := of().names(cmd.Context(), "webhookdestinations") // A completion has no place for an error.
 		return names, cobra.ShellCompDirectiveNoFileComp
 	}
+}
+
+// completeObject completes the first argument as DESTINATION or KIND/NAME.
+func completeObject(of func() connector) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
+		if len(args) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		kind, _, hasKind := strings.Cut(typed, "/")
+		if !hasKind {
+			found, _ := of().names(cmd.Context(), "webhookdestinations")
+			for _, kind := range kindNames {
+				found = append(found, kind+"/")
+			}
+			return found, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveNoSpace
+		}
+		resource, _, err := objectOf([]string{kind + "/x"})
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		found, _ := of().names(cmd.Context(), resource)
+		for i, name := range found {
+			found[i] = kind + "/" + name
+		}
+		return found, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// destinationArg returns the name of a destination that is given as NAME or KIND/NAME.
+func destinationArg(arg string) (string, error) {
+	resource, name, err := objectOf([]string{arg})
+	if err == nil && resource != "webhookdestinations" {
+		err = command.Usagef("%q is not a destination", arg)
+	}
+	return name, err
 }
 
 // connectorFlags registers a command's flags for a connector and returns the connector.
@@ -75,8 +110,8 @@ func (d *direct) adminFlag(cmd *cobra.Command) {
 
 func (d *direct) namespace() (string, error) { return d.ns, nil }
 
-func (d *direct) destinations(ctx context.Context) ([]string, error) {
-	return d.names(ctx, d.ns, "webhookdestinations")
+func (d *direct) names(ctx context.Context, resource string) ([]string, error) {
+	return d.namesIn(ctx, d.ns, resource)
 }
 
 func (d *direct) connect(context.Context) ([]target, func(), error) {

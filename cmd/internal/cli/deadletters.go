@@ -38,8 +38,12 @@ or rejected for good. spec.deadLetters sets how long they are kept.`,
 	return cmd
 }
 
-// destination returns the name of a destination in the admin API.
-func destination(r connector, name string) (string, error) {
+// destination returns the name in the admin API of a destination that is given as NAME or KIND/NAME.
+func destination(r connector, arg string) (string, error) {
+	name, err := destinationArg(arg)
+	if err != nil {
+		return "", err
+	}
 	ns, err := r.namespace()
 	return ns + "/" + name, err
 }

@@ -215,7 +215,7 @@ func (d *direct) suggest(ctx context.Context, err error, namespace, resource, na
 	if !isNotFound(err) {
 		return err
 	}
-	names, failed := d.names(ctx, namespace, resource)
+	names, failed := d.namesIn(ctx, namespace, resource)
 	if failed != nil {
 		return err
 	}
@@ -223,7 +223,7 @@ func (d *direct) suggest(ctx context.Context, err error, namespace, resource, na
 }
 
 // names returns the names of the objects of a resource in a namespace.
-func (d *direct) names(ctx context.Context, namespace, resource string) ([]string, error) {
+func (d *direct) namesIn(ctx context.Context, namespace, resource string) ([]string, error) {
 	var list metav1.PartialObjectMetadataList
 	if err := d.read(ctx, apiPrefix+"/namespaces/"+url.PathEscape(namespace)+"/"+resource, &list); err != nil {
 		return nil, err
@@ -455,7 +455,7 @@ func (g *getter) complete(cmd *cobra.Command, args []string, _ string) ([]string
 	if err != nil || len(resources) != 1 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	names, _ := g.names(cmd.Context(), cmp.Or(g.namespace, "default"), resources[0])
+	names, _ := g.namesIn(cmd.Context(), cmp.Or(g.namespace, "default"), resources[0])
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(args[1:], name) }), cobra.ShellCompDirectiveNoFileComp
 }
 

@@ -173,15 +173,39 @@ func (u *until) Write(p []byte) (int, error) {
 func TestGetCompletion(t *testing.T) {
 	admin := fakeRun(t)
 	for typed, want := range map[string]string{
-		"get":          "all\nsources\ndestinations\naudiences\ndeletions\nredeliveries\n:4\n",
-		"get whd":      "crm\nwarehouse\n:4\n",
-		"get whd crm":  "warehouse\n:4\n",
-		"get whd,psrc": ":4\n",
+		"get":                                    "all\nsources\ndestinations\naudiences\ndeletions\nredeliveries\n:4\n",
+		"get whd":                                "crm\nwarehouse\n:4\n",
+		"get whd crm":                            "warehouse\n:4\n",
+		"get whd,psrc":                           ":4\n",
+		"why":                                    "crm\nwarehouse\nsources/\ndestinations/\naudiences/\ndeletions/\nredeliveries/\n:6\n",
+		"why crm":                                ":4\n",
+		"why +whd/":                              "whd/crm\nwhd/warehouse\n:4\n",
+		"why +webhookdestinations.posthorn.dev/": "webhookdestinations.posthorn.dev/crm\nwebhookdestinations.posthorn.dev/warehouse\n:4\n",
+		"why +sources/w":                         "sources/web\n:4\n",
+		"why +cats/":                             ":4\n",
+		"attempts":                               "crm\nwarehouse\n:4\n",
 	} {
 		var out bytes.Buffer
 		line := append(append([]string{"__complete"}, strings.Fields(typed)...), "--admin", admin, "")
+		if _, part, ok := strings.Cut(typed, "+"); ok { // The typed part of the last word.
+			line = []string{"__complete", "why", "--admin", admin, part}
+		}
 		if code := execute(line, nil, &out, &bytes.Buffer{}); code != command.ExitOK || out.String() != want {
 			t.Errorf("%s: exit code %d, got %q, want %q", typed, code, out.String(), want)
+		}
+	}
+}
+
+// A destination may have its kind, by each of its names, as in the output of get -o name.
+func TestDestinationWithItsKind(t *testing.T) {
+	for _, kind := range []string{"", "whd/", "destination/", "destinations/", "WebhookDestinations/", "webhookdestination.posthorn.dev/"} {
+		if name, err := destinationArg(kind + "crm"); name != "crm" || err != nil {
+			t.Errorf("%scrm: got %q, %v, want crm", kind, name, err)
+		}
+	}
+	for _, arg := range []string{"sources/web", "cats/x", "whd/", "all/x"} {
+		if name, err := destinationArg(arg); err == nil {
+			t.Errorf("%s: got %q, want an error", arg, name)
 		}
 	}
 }

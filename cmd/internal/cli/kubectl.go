@@ -98,7 +98,8 @@ func newWhy() *cobra.Command {
 		},
 	}
 	d.adminFlag(cmd)
-	cmd.ValidArgsFunction = completeDestination(func() connector { return &d })
+	cmd.ValidArgsFunction = completeObject(func() connector { return &d })
+	command.ColorFlag(cmd)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
 	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
@@ -210,7 +211,8 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			return printFindings(cmd.OutOrStdout(), output, facts.Namespace+"/"+facts.Name, why.Explain(facts))
 		},
 	}
-	cmd.ValidArgsFunction = completeDestination(func() connector { return cluster })
+	cmd.ValidArgsFunction = completeObject(func() connector { return cluster })
+	command.ColorFlag(cmd)
 	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
 	cmd.Flags().BoolVar(&live, "live", false, "ask the dispatcher pods for live numbers and unknown write keys; needs the Role posthorn-support-user")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
@@ -293,12 +295,16 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 			if ttl < 0 || ttl%time.Second != 0 || ttl > 365*24*time.Hour {
 				return command.Usagef("--ttl must be whole seconds, from 0s to a year")
 			}
+			name, err := destinationArg(args[0])
+			if err != nil {
+				return err
+			}
 			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
 			}
-			o.Namespace, o.GenerateName = posthorn.namespace, args[0]+"-"
-			o.Spec.DestinationRef.Name, o.Spec.Selector = args[0], selectorOf(chosen)
+			o.Namespace, o.GenerateName = posthorn.namespace, name+"-"
+			o.Spec.DestinationRef.Name, o.Spec.Selector = name, selectorOf(chosen)
 			if ttl > 0 {
 				o.Spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
 			}

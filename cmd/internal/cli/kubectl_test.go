@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -28,8 +29,8 @@ import (
 // pods is a connector of dispatchers in this process.
 type pods struct{ targets []target }
 
-func (p pods) namespace() (string, error)                     { return "shop", nil }
-func (p pods) destinations(context.Context) ([]string, error) { return []string{"crm"}, nil }
+func (p pods) namespace() (string, error)                      { return "shop", nil }
+func (p pods) names(context.Context, string) ([]string, error) { return []string{"crm"}, nil }
 func (p pods) connect(context.Context) ([]target, func(), error) {
 	return p.targets, func() {}, nil
 }
@@ -588,4 +589,30 @@ func TestTokenForBodies(t *testing.T) {
 	if diff := cmp.Diff([]string{"/bodies/deadletters/k Bearer bodies", "/deadletters/k Bearer support"}, got); diff != "" {
 		t.Errorf("requests (-want +got):\n%s", diff)
 	}
+}
+
+// A token for bodies is created once for all pods, again at half of its lifetime, and again after a failure.
+func TestTokenForBodiesIsReused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		created, failing := 0, true
+		token := reuseToken(func() (string, error) {
+			if failing {
+				return "", errors.New("forbidden")
+			}
+			created++
+			return fmt.Sprint("token ", created), nil
+		})
+		if _, err := token(); err == nil {
+			t.Error("while it fails: got no error, want one")
+		}
+		failing = false
+		for _, want := range []string{"token 1", "token 2"} {
+			for range 3 {
+				if got, err := token(); got != want || err != nil {
+					t.Errorf("got %q, %v, want %q", got, err, want)
+				}
+				time.Sleep(supportTokenSeconds * time.Second / 6)
+			}
+		}
+	})
 }

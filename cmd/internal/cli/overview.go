@@ -461,6 +461,7 @@ func newStatusOf(read func(context.Context) (*inventory, string, error)) *cobra.
 			return nil
 		},
 	}
+	command.ColorFlag(cmd)
 	command.OutputFlag(cmd, &output, "", "json: one object", "json")
 	return cmd
 }

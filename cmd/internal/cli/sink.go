@@ -86,6 +86,7 @@ develop, whose status is then the answer.`,
 	f.StringVar(&s.save, "save", "", "a folder that gets a file for each authentic request: its headers and its body, as HTTP")
 	f.StringVar(&s.forwardTo, "forward-to", "", "send each authentic request on to this URL, and answer with its status")
 	s.format.addFlags(cmd)
+	command.ColorFlag(cmd)
 	command.OutputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
 	return cmd
 }

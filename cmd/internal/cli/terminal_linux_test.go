@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
@@ -214,11 +215,17 @@ func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 // is escaped.
 func TestColors(t *testing.T) {
 	findings := []why.Finding{{Level: why.Problem, About: "Endpoint", Text: "down\x1b[32m", Fix: "start it"}, {Level: why.Notice, About: "Backlog", Text: "3 pending", Fix: "wait"}, {Level: why.Fine, About: "Config", Text: "current"}}
-	shown := func() string {
+	shown := func(args ...string) string {
 		screen, terminal := openTerminal(t)
 		all := make(chan []byte, 1)
 		go func() { text, _ := io.ReadAll(screen); all <- text }()
-		_ = printFindings(command.SafeOnTerminal(terminal), "", "shop/crm", findings)
+		cmd := &cobra.Command{RunE: func(cmd *cobra.Command, _ []string) error {
+			return printFindings(cmd.OutOrStdout(), "", "shop/crm", findings)
+		}}
+		command.ColorFlag(cmd)
+		if code := command.Run(cmd, args, nil, terminal, io.Discard); code != command.ExitFailure {
+			t.Errorf("%v: got exit code %d, want %d", args, code, command.ExitFailure)
+		}
 		_ = terminal.Close()
 		return strings.ReplaceAll(string(<-all), "\r\n", "\n")
 	}
@@ -246,6 +253,12 @@ OK        Config     current
 	}
 	var pipe bytes.Buffer
 	t.Setenv("NO_COLOR", "")
+	if diff := cmp.Diff(plain, shown("--no-color")); diff != "" {
+		t.Errorf("text with --no-color (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(colored, shown("--no-color=false")); diff != "" {
+		t.Errorf("text with --no-color=false (-want +got):\n%s", diff)
+	}
 	_ = printFindings(command.SafeOnTerminal(&pipe), "", "shop/crm", findings)
 	if strings.Contains(pipe.String(), "\x1b[31m") {
 		t.Errorf("pipe: got a color in %q", pipe.String())

@@ -15,6 +15,7 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -108,6 +109,8 @@ func explainFlag(err error) error {
 type terminal struct {
 	*termsafe.Writer
 	file *os.File
+	// plain is set by --no-color.
+	plain bool
 }
 
 // A Color is the color of a text on a terminal.
@@ -128,10 +131,10 @@ var colors = map[Color]string{Plain: "0", Red: "31", Green: "32", Yellow: "33"}
 // is random, because external text must not contain it.
 var colorMark = []byte("\x01" + rand.Text())
 
-// Paint colors a text, on a terminal only, and not if the environment has NO_COLOR. All texts of a
-// column of text/tabwriter must be painted, Plain ones too, because it counts the marks.
+// Paint colors a text, on a terminal only, and not with --no-color or if the environment has NO_COLOR. All
+// texts of a column of text/tabwriter must be painted, Plain ones too, because it counts the marks.
 func Paint(w io.Writer, c Color, text string) string {
-	if !IsTerminal(w) || os.Getenv("NO_COLOR") != "" {
+	if t, ok := w.(terminal); !ok || t.plain || os.Getenv("NO_COLOR") != "" {
 		return text
 	}
 	return string(colorMark) + string(rune(c)) + text + string(colorMark) + string(rune(Plain))
@@ -168,7 +171,7 @@ func (w withoutC0) Write(p []byte) (int, error) {
 // is written by senders and receivers. Files and pipes get the text unchanged.
 func SafeOnTerminal(w io.Writer) io.Writer {
 	if f, ok := w.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
-		return terminal{termsafe.NewWriter(withoutC0{f}), f}
+		return terminal{Writer: termsafe.NewWriter(withoutC0{f}), file: f}
 	}
 	return w
 }
@@ -280,6 +283,18 @@ func AtMostArgs(n int) cobra.PositionalArgs {
 // OutputFlag registers -o with a fixed set of choices.
 func OutputFlag(cmd *cobra.Command, value *string, unset, usage string, choices ...string) {
 	choiceFlag(cmd, value, "output", "o", unset, usage, choices)
+}
+
+// ColorFlag registers --no-color, for a command that colors its output.
+func ColorFlag(cmd *cobra.Command) {
+	cmd.Flags().BoolFunc("no-color", "no colors on a terminal, as with the environment variable NO_COLOR", func(value string) error {
+		plain, err := strconv.ParseBool(value)
+		if t, ok := cmd.OutOrStdout().(terminal); ok {
+			t.plain = plain
+			cmd.SetOut(t)
+		}
+		return err
+	})
 }
 
 // ChoiceFlag registers a flag with a fixed set of choices.
