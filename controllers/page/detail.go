@@ -1,6 +1,7 @@
 package page
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"html/template"
@@ -24,11 +25,13 @@ type detail struct {
 	Exists    bool
 	Findings  []why.Finding
 	Endpoints []endpoint
-	Attempts  []adminapi.Attempt
-	// Succeeded of the attempts, their percentiles, and the chart of their time.
-	Succeeded int
-	P50, P99  time.Duration
-	Chart     template.HTML
+	// Recent is the number of the last attempts, Succeeded how many of them were successful.
+	Recent, Succeeded int
+	P50, P99          time.Duration
+	// Result selects the attempts of the table and the chart; "" selects all.
+	Result   string
+	Attempts []adminapi.Attempt
+	Chart    template.HTML
 	// Missing names the dispatchers whose attempts could not be read.
 	Missing  string
 	Codes    []code
@@ -46,17 +49,24 @@ type endpoint struct {
 	CertificateExpires time.Time
 }
 
-// code is a result of attempts: a status code or a reason.
+// code is a result of attempts or dead letters: a status code or a reason.
 type code struct {
 	Text string
 	OK   bool
 	N    int
 }
 
-func (p *Page) newDetail(ctx context.Context, v view, namespace, name string) (detail, error) {
+// hasResult reports whether a result is the selected one: a status code, a class of them such as 5xx, a
+// reason, or "delivered"; "" selects all.
+func hasResult(selected string, status int, reason string) bool {
+	text := fmt.Sprint(status)
+	return selected == "" || selected == text || strings.EqualFold(selected, text[:1]+"xx") || strings.EqualFold(selected, cmp.Or(reason, "delivered"))
+}
+
+func (p *Page) newDetail(ctx context.Context, v view, namespace, name, result string) (detail, error) {
 	k := key{namespace, name}
 	attempts, missing := p.attempts(ctx, k)
-	d := detail{row: p.newRow(v, k)}
+	d := detail{row: p.newRow(v, k), Result: result}
 	if missing != nil {
 		d.Missing = missing.Error()
 	}
@@ -96,9 +106,12 @@ func (p *Page) newDetail(ctx context.Context, v view, namespace, name string) (d
 			d.Endpoints = append(d.Endpoints, endpoint{pod, hosts[e.Name], class, e, expires[e.Name]})
 		}
 	}
+	recent := attempts[:min(len(attempts), maxAttempts)]
+	d.Recent = len(recent)
+	d.Succeeded, d.Codes = results(recent)
+	d.P50, d.P99 = percentile(recent, 50), percentile(recent, 99)
+	attempts = slices.DeleteFunc(attempts, func(a adminapi.Attempt) bool { return !hasResult(result, a.StatusCode, a.Reason) })
 	d.Attempts = attempts[:min(len(attempts), maxAttempts)]
-	d.Succeeded, d.Codes = results(d.Attempts)
-	d.P50, d.P99 = percentile(d.Attempts, 50), percentile(d.Attempts, 99)
 	d.Chart = attemptChart(d.Attempts)
 	p.mu.Lock()
 	past := p.past.series[k].list()
@@ -124,16 +137,15 @@ func results(attempts []adminapi.Attempt) (succeeded int, codes []code) {
 		}
 		counts[text].N++
 	}
+	return succeeded, mostFrequent(counts)
+}
+
+func mostFrequent(counts map[string]*code) (codes []code) {
 	for _, c := range counts {
 		codes = append(codes, *c)
 	}
-	slices.SortFunc(codes, func(a, b code) int {
-		if a.N != b.N {
-			return b.N - a.N
-		}
-		return compareKeys(key{Name: a.Text}, key{Name: b.Text})
-	})
-	return succeeded, codes
+	slices.SortFunc(codes, func(a, b code) int { return cmp.Or(b.N-a.N, strings.Compare(a.Text, b.Text)) })
+	return codes
 }
 
 // percentile is the duration within which this part of the attempts ended; 0 without attempts.

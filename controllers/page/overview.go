@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/url"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -338,6 +339,8 @@ const (
 	// maxGrouped bounds the destinations whose dead letters are grouped, and maxLetters the dead letters
 	// that are read of each.
 	maxGrouped, maxLetters = 200, 10_000
+	// maxGroups bounds the groups that are kept; the newest ones are.
+	maxGroups = 5_000
 )
 
 // ranked returns the destinations, the worst first.
@@ -385,6 +388,11 @@ type group struct {
 type groups struct {
 	Groups []group
 	Total  int64
+	// Result selects groups, "" selects all; Codes are the results of all groups, and More is the number of
+	// selected groups that are not shown.
+	Result string
+	Codes  []code
+	More   int
 	// Incomplete names the destinations of which not all dead letters were read.
 	Incomplete []string
 	Errors     []string
@@ -465,7 +473,34 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 	slices.SortFunc(g.Groups, func(a, b group) int {
 		return cmp.Or(b.Hour.Compare(a.Hour), cmp.Compare(b.N, a.N), compareKeys(a.key, b.key), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.StatusCode, b.StatusCode))
 	})
-	g.Groups = g.Groups[:min(len(g.Groups), maxRows)]
+	g.Groups = slices.Clip(g.Groups[:min(len(g.Groups), maxGroups)])
+	counts := map[string]*code{}
+	add := func(text string, n int) {
+		if counts[text] == nil {
+			counts[text] = &code{Text: text}
+		}
+		counts[text].N += n
+	}
+	for _, one := range g.Groups {
+		add(one.Reason, one.N)
+		if one.StatusCode != 0 {
+			add(strconv.Itoa(one.StatusCode), one.N)
+		}
+	}
+	g.Codes = mostFrequent(counts)
+	return g
+}
+
+// selected returns the groups with a result, as many as are shown.
+func (g groups) selected(result string) groups {
+	var groups []group
+	for _, one := range g.Groups {
+		if hasResult(result, one.StatusCode, one.Reason) {
+			groups = append(groups, one)
+		}
+	}
+	shown := min(len(groups), maxRows)
+	g.Result, g.More, g.Groups = result, len(groups)-shown, groups[:shown]
 	return g
 }
 

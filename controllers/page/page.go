@@ -210,7 +210,7 @@ func (p *Page) destination(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, fmt.Sprintf("this page shows namespace %s only", p.options.Namespace), http.StatusNotFound)
 		return
 	}
-	d, err := p.newDetail(ctx, v, r.PathValue("namespace"), r.PathValue("name"))
+	d, err := p.newDetail(ctx, v, r.PathValue("namespace"), r.PathValue("name"), result(r))
 	if err != nil {
 		p.fail(w, err)
 		return
@@ -233,8 +233,11 @@ func (p *Page) deadLetters(w http.ResponseWriter, r *http.Request) {
 		p.fail(w, err)
 		return
 	}
-	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: g})
+	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: g.selected(result(r))})
 }
+
+// result is the result that the viewer selects.
+func result(r *http.Request) string { return strings.TrimSpace(r.FormValue("result")) }
 
 func (p *Page) search(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithTimeout(r.Context(), viewTimeout)

@@ -359,3 +359,35 @@ func (w *watched) Write(b []byte) (int, error) {
 	}
 	return n, err
 }
+
+// A result is a status code, a class of them, a reason, or "delivered".
+func TestResults(t *testing.T) {
+	for _, c := range []struct {
+		selected string
+		status   int
+		reason   string
+		want     bool
+	}{
+		{"", 422, "Rejected", true}, {"422", 422, "Rejected", true}, {"42", 422, "Rejected", false},
+		{"4xx", 422, "Rejected", true}, {"5XX", 503, "Unavailable", true}, {"5xx", 422, "Rejected", false},
+		{"rejected", 422, "Rejected", true}, {"Timeout", 422, "Rejected", false}, {"Timeout", 0, "Timeout", true},
+		{"delivered", 200, "", true}, {"delivered", 422, "Rejected", false},
+	} {
+		if got := hasResult(c.selected, c.status, c.reason); got != c.want {
+			t.Errorf("%q selects %d %s: got %t, want %t", c.selected, c.status, c.reason, got, c.want)
+		}
+	}
+	all := groups{Total: 7}
+	for i := range maxRows + 2 {
+		all.Groups = append(all.Groups, group{StatusCode: 400 + i%2, Reason: "Rejected", N: i})
+	}
+	if g := all.selected("Rejected"); len(g.Groups) != maxRows || g.More != 2 || g.Total != 7 {
+		t.Errorf("all: got %d groups, %d more, total %d, want %d, 2 and 7", len(g.Groups), g.More, g.Total, maxRows)
+	}
+	if g := all.selected("401"); len(g.Groups) != maxRows/2+1 || g.More != 0 || g.Groups[0].N != 1 {
+		t.Errorf("401: got %d groups and %d more, want %d and 0", len(g.Groups), g.More, maxRows/2+1)
+	}
+	if len(all.Groups) != maxRows+2 {
+		t.Errorf("the kept groups: got %d, want %d", len(all.Groups), maxRows+2)
+	}
+}

@@ -18,11 +18,12 @@ const (
 type tailView struct {
 	Destination string
 	Failed      bool
+	Result      string
 }
 
 // tail streams attempts as rows of HTML, so that it works without a script.
 func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
-	t := tailView{Destination: r.FormValue("destination"), Failed: r.FormValue("failed") != ""}
+	t := tailView{Destination: r.FormValue("destination"), Failed: r.FormValue("failed") != "", Result: result(r)}
 	ctx, cancel := context.WithTimeout(r.Context(), maxTail)
 	defer cancel()
 	attempts := make(chan adminapi.Attempt)
@@ -51,7 +52,7 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 			_ = templates.ExecuteTemplate(w, "tail-end.html", maxTail.String())
 			return
 		case a := <-attempts:
-			if namespace, _, _ := strings.Cut(a.Destination, "/"); t.Failed && a.Reason == "" || !p.shows(namespace) {
+			if namespace, _, _ := strings.Cut(a.Destination, "/"); t.Failed && a.Reason == "" || !hasResult(t.Result, a.StatusCode, a.Reason) || !p.shows(namespace) {
 				continue
 			}
 			rows++

@@ -40,6 +40,7 @@ type view struct {
 	Stream   string `json:"stream,omitempty"`
 	Until    string `json:"until,omitempty"`
 	Keyboard bool   `json:"keyboard,omitempty"`
+	Click    string `json:"click,omitempty"`
 	Shot     string `json:"shot,omitempty"`
 	Full     bool   `json:"full,omitempty"`
 }
@@ -273,8 +274,13 @@ func TestTrouble(t *testing.T) {
 		view{Name: "mailer", URL: root + "/page/destination/shop/mailer", Width: 390},
 		view{Name: "missing", URL: root + "/page/destination/shop/bilings"},
 		view{Name: "dead letters", URL: root + "/page/deadletters", Shot: shot("deadletters")},
+		view{Name: "dead letters with 422", URL: root + "/page/deadletters", Click: "a.code:has-text('422')"},
+		view{Name: "dead letters with 404", URL: root + "/page/deadletters?result=404", Width: 390},
+		view{Name: "billing with 422", URL: root + "/page/destination/shop/billing", Click: "a.code:has-text('422')"},
+		view{Name: "billing with 500", URL: root + "/page/destination/shop/billing?result=500"},
 		view{Name: "search", URL: root + "/page/search?id=order-0001"},
 		view{Name: "tail", URL: root + "/page/tail?destination=shop/crm", Stream: ".tail .row.ok"},
+		view{Name: "tail of 422", URL: root + "/page/tail?result=422", Stream: ".tail .row.problem"},
 	)
 	overview := got["overview"].Text
 	contains(t, "overview", overview, "shop/billing", "shop/mailer", "To do:", "shop/web", "event")
@@ -287,6 +293,16 @@ func TestTrouble(t *testing.T) {
 	check.Equal(t, "status of an unknown destination", got["missing"].Status, http.StatusNotFound)
 	contains(t, "missing", got["missing"].Text, "billing")
 	contains(t, "dead letters", got["dead letters"].Text, "Rejected", "posthorn deadletters redeliver billing -n shop --reason Rejected --since ")
+	contains(t, "dead letters with 422", got["dead letters with 422"].Text, "422 Rejected", "deadletters redeliver billing ")
+	contains(t, "dead letters with 404", got["dead letters with 404"].Text, "No dead letter has this status code or reason.", "422")
+	contains(t, "billing with 422", got["billing with 422"].Text, "Last attempts with result 422", "422 Rejected", "first byte")
+	contains(t, "billing with 500", got["billing with 500"].Text, "No remembered attempt has this status code or reason.")
+	contains(t, "tail of 422", got["tail of 422"].Text, "shop/billing", "422 Rejected")
+	for _, other := range []string{"shop/crm", "ConnectionRefused"} {
+		if strings.Contains(got["tail of 422"].Text, other) {
+			t.Errorf("tail of 422: got %s:\n%s", other, got["tail of 422"].Text)
+		}
+	}
 	contains(t, "search", got["search"].Text, "shop/billing: dead letter", "posthorn deadletters show billing ")
 	contains(t, "tail", got["tail"].Text, "shop/crm", "delivered")
 	for name, s := range got {

@@ -1,5 +1,5 @@
 // Opens pages in Chromium and prints what a person sees, as JSON. The argument is a list of
-// {name, url, width, dark, script, shot}.
+// {name, url, width, dark, script, stream, until, click, keyboard, shot, full}.
 import { chromium } from "playwright-core";
 
 const views = JSON.parse(process.argv[2]);
@@ -19,6 +19,10 @@ for (const view of views) {
   const response = await page.goto(view.url, { waitUntil: view.stream ? "commit" : "load" });
   if (view.stream) await page.waitForSelector(view.stream, { timeout: 60000 });
   if (view.until) await page.waitForFunction((text) => document.body.innerText.includes(text), view.until, { timeout: 60000 });
+  if (view.click) {
+    await page.click(view.click);
+    await page.waitForURL(/result=/);
+  }
   const facts = await page.evaluate(() => ({
     title: document.title,
     text: document.body.innerText,
