@@ -92,6 +92,13 @@ func checkTarget(target, dataDir string) error {
 
 func saveBackup(cmd *cobra.Command, open func(context.Context) (io.ReadCloser, error), target string) error {
 	started := time.Now()
+	leftovers, err := backup.RemovePartial(target)
+	for _, path := range leftovers {
+		fmt.Fprintf(cmd.ErrOrStderr(), "removed %s, the partial copy of an interrupted backup\n", path)
+	}
+	if err != nil { // The backup needs only the space.
+		fmt.Fprintf(cmd.ErrOrStderr(), "a partial copy of an interrupted backup was not removed: %v\n", err)
+	}
 	r, err := open(cmd.Context())
 	if err != nil {
 		return err

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -358,5 +359,38 @@ func TestToken(t *testing.T) {
 		if _, err := ReadToken(file); err == nil {
 			t.Errorf("a file with %.20q: got no error, want one", text)
 		}
+	}
+}
+
+// The partial copy of a killed process is removed, and that of a running backup, or a folder with another
+// name, is kept.
+func TestPartialCopies(t *testing.T) {
+	dir := t.TempDir()
+	target := filepath.Join(dir, "b.tar")
+	running, err := newPartial(target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	killed, err := newPartial(filepath.Join(dir, "older"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(killed.path, "tar"), "half")
+	_ = killed.dir.Close() // As the end of its process does.
+	write(t, filepath.Join(dir, "mine.partial-1", "a"), "kept")
+	write(t, filepath.Join(dir, ".x"+partialMark+"file"), "kept")
+	for _, want := range [][]string{{killed.path}, nil} {
+		removed, err := RemovePartial(target)
+		if err != nil || !slices.Equal(removed, want) {
+			t.Errorf("got %v, %v, want %v", removed, err, want)
+		}
+	}
+	running.remove()
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) != 2 {
+		t.Errorf("left: got %v, %v, want the folder mine.partial-1 and the file", left, err)
+	}
+	if removed, err := RemovePartial(filepath.Join(dir, "missing", "b")); err != nil || removed != nil {
+		t.Errorf("a missing folder: got %v, %v, want nothing, because Save reports it", removed, err)
 	}
 }

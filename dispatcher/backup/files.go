@@ -17,26 +17,26 @@ type FreeBytes func(dir string) (int64, error)
 
 // Save writes an archive to a target that must not exist: a tar file if its name ends in .tar,
 // otherwise a folder. The target appears only when it is whole and durable; until then its
-// contents have another name, with ".partial-".
+// contents have another name, with ".posthorn-partial-".
 func Save(r io.Reader, target string, free FreeBytes) (index Index, err error) {
 	target = filepath.Clean(target)
 	if err := CheckTarget(target); err != nil {
 		return index, err
 	}
 	parent := filepath.Dir(target)
-	partial, err := os.MkdirTemp(parent, "."+filepath.Base(target)+".partial-")
+	partial, err := newPartial(target)
 	if err != nil {
 		return index, err
 	}
-	defer os.RemoveAll(partial)
+	defer partial.remove()
 	if strings.HasSuffix(target, ".tar") {
-		return index, saveFile(r, target, filepath.Join(partial, "tar"), &index, free)
+		return index, saveFile(r, target, filepath.Join(partial.path, "tar"), &index, free)
 	}
-	if index, err = Extract(r, partial, free); err != nil {
+	if index, err = Extract(r, partial.path, free); err != nil {
 		return index, err
 	}
 	// Rename replaces an empty folder, but no other.
-	if err := os.Rename(partial, target); err != nil {
+	if err := os.Rename(partial.path, target); err != nil {
 		return index, err
 	}
 	return index, durable.SyncFolder(parent)

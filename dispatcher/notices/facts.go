@@ -127,6 +127,9 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 		}
 		key := "dead/" + d.Name
 		reported, _ := strconv.ParseInt(before[key].Value, 10, 64) // 0 before the first notice.
+		if reported > r.DeadLettered {
+			reported = 0 // The count began again, for a new destination with this name.
+		}
 		if r.DeadLettered > reported {
 			add(key, strconv.FormatInt(r.DeadLettered, 10), DeadLetters, repeatPause, Properties{Destination: d.Name, Messages: r.DeadLettered - reported})
 		}

@@ -39,7 +39,7 @@ type Options struct {
 	// Gate is the way into the queue. Its HighWater is the share of the disk above which the store
 	// accepts no calls.
 	Gate  *admission.Gate
-	Store queue.Meta
+	Store Store
 	// Changes returns what changed since the cursor of an earlier report, or nil.
 	Changes func(cursor string) *adminapi.Report
 	// Pod is the name of this dispatcher. Namespace gets the notices about its disk; empty for
@@ -48,6 +48,12 @@ type Options struct {
 	// DiskLeft is admission.Gate.DiskLeft.
 	DiskLeft func() (left, total float64, ok bool)
 	Logger   *slog.Logger
+}
+
+// Store stores the records of notices. It counts dead letters of deleted destinations while it has some.
+type Store interface {
+	queue.Meta
+	DestinationStats(destination string) queue.DestinationStats
 }
 
 // Service sends notices. Only Run uses its fields.
@@ -201,6 +207,8 @@ func (s *Service) follow(view *liveconfig.View, now time.Time) {
 				kept = now.Sub(r.Time) < 2*liveconfig.ParkingTime
 			case kind == "calls":
 				kept = sources[name] || view.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: name})
+			case d == nil && kind == "dead" && s.Store.DestinationStats(namespace+"/"+name).Ledger.DeadLettered > 0:
+				kept = true // A new destination with this name continues the count.
 			case d == nil:
 				kept = view.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name})
 			default: // A paused destination may have no endpoints in its config.

@@ -43,11 +43,20 @@ type rig struct {
 	stop func()
 }
 
-// meta is a queue.Meta in memory, which outlives a process.
+// meta is a notices.Store in memory, which outlives a process.
 type meta struct {
 	mu     sync.Mutex
 	values map[string][]byte
 	writes int
+	// deadLettered counts the dead letters of each destination, also of deleted ones.
+	deadLettered map[string]int64
+}
+
+func (m *meta) DestinationStats(destination string) (s queue.DestinationStats) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s.Ledger.DeadLettered = m.deadLettered[destination]
+	return s
 }
 
 func (m *meta) PutMetaDurable(name string, value []byte) error { return m.PutMeta(name, value) }
@@ -513,6 +522,38 @@ func TestSameNameAgain(t *testing.T) {
 		second := r.after(time.Minute, open, notices.CircuitOpened)
 		check.Equal(r.T, "IDs differ", first[0].ID != second[0].ID, true)
 	})
+}
+
+// A new destination with the name of a deleted one continues the count of dead letters while some are
+// stored, and begins again when none are; in both cases a notice has the new dead letters alone.
+func TestDeadLettersOfTheSameNameAgain(t *testing.T) {
+	for _, stored := range []bool{true, false} {
+		run(t, func(r *rig) {
+			count := int64(5)
+			r.after(time.Minute, func() { r.crm().DeadLettered = count }, notices.DeadLetters)
+			all := r.config.Destinations
+			r.config.Destinations = all[1:]
+			if stored {
+				r.meta.mu.Lock()
+				r.meta.deadLettered = map[string]int64{"shop/crm": count}
+				r.meta.mu.Unlock()
+			}
+			r.apply()
+			r.after(time.Minute, nil)
+			if !stored {
+				count = 0
+			}
+			r.config.Destinations = all
+			r.apply()
+			r.after(2*time.Hour, func() { r.crm().DeadLettered = count })
+			got := r.after(time.Minute, func() { r.crm().DeadLettered = count + 2 }, notices.DeadLetters)
+			check.Equal(r.T, "messages", r.properties(got[0]).Messages, 2)
+
+			// The count begins again before the record is removed.
+			got = r.after(2*time.Hour, func() { r.crm().DeadLettered = 1 }, notices.DeadLetters)
+			check.Equal(r.T, "messages after the count began again", r.properties(got[0]).Messages, 1)
+		})
+	}
 }
 
 // A namespace sends at most ten notices in five seconds.
