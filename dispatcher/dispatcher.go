@@ -193,7 +193,7 @@ func New(o Options) (*Dispatcher, error) {
 	q.DataDir = o.DataDir
 	if o.term != nil {
 		q.Log = o.term.writer
-		registerLog(d.metrics, o.term, o.forwarder)
+		registerLog(d.metrics, o.term, o.forwarder, func() uint64 { return o.term.writer.Status().Sequence })
 	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)

@@ -119,6 +119,8 @@ type standby struct {
 	reason atomic.Pointer[string]
 	// caughtUp is true when the copy had all records of the log.
 	caughtUp atomic.Bool
+	// applied is the sequence of the last record in the copy.
+	applied  atomic.Uint64
 	stopping atomic.Bool
 }
 
@@ -187,7 +189,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true) }}
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true) }, Applied: s.applied.Store}
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}
@@ -269,7 +271,8 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registerLog(registry, nil, s.calls)
+	registerLog(registry, nil, s.calls, s.applied.Load)
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
 	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
@@ -464,8 +467,8 @@ func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 }
 
 // registerLog registers the metrics of the replicated log. t is nil in a standby, and f in a process
-// that does not forward calls.
-func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder) {
+// that does not forward calls. sequence returns the sequence of the last known record.
+func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder, sequence func() uint64) {
 	for result, count := range map[string]func() int64{"answered": f.Answered, "failed": f.Failed} {
 		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "posthorn_log_forwarded_requests_total", Help: "Requests that this process forwarded to the owner as a standby, by result.", ConstLabels: prometheus.Labels{"result": result},
@@ -475,6 +478,7 @@ func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder) {
 		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
 	}
 	gauge("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", func() float64 { return number(t != nil) })
+	gauge("posthorn_log_sequence", "Number of the last record of the log that this process has.", func() float64 { return float64(sequence()) })
 	if t == nil {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"strconv"
 	"time"
 
@@ -43,7 +44,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
 	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
-	f.StringVar(&d.options.PeerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. Empty: a standby refuses calls, and is not ready")
+	f.StringVar(&d.options.PeerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. The default of HOST is the environment variable POD_IP. Empty: a standby refuses calls, and is not ready")
 	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
@@ -126,7 +127,11 @@ func (d *dataFlags) checkPeerListen() error {
 	if !d.isReplicated() {
 		return command.Usagef("--peer-listen needs --log")
 	}
-	host, _, _ := net.SplitHostPort(d.options.PeerListen)
+	host, port, _ := net.SplitHostPort(d.options.PeerListen)
+	if host == "" {
+		host = os.Getenv("POD_IP")
+		d.options.PeerListen = net.JoinHostPort(host, port)
+	}
 	if ip, err := netip.ParseAddr(host); host == "" || err == nil && ip.IsUnspecified() {
 		return command.Usagef("--peer-listen %q: name the host at which the other processes reach this one, for example 10.0.0.7:8444", d.options.PeerListen)
 	}

@@ -246,6 +246,9 @@ func TestInvalidValues(t *testing.T) {
 		"egress, an address":    {"networkPolicy.egress.apiServer={10.0.0.10}", "at '/networkPolicy/egress/apiServer/0': '10.0.0.10' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8>"},
 		"probe, another field":  {"dispatcher.readinessProbe.httpGet.path=/", "at '/dispatcher/readinessProbe': additional properties 'httpGet' not allowed"},
 		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
+		"log without servers":   {"log.type=JetStream,log.jetStream.name=a", "at '/log/jetStream/url': minLength: got 0, want 1"},
+		"log without a name":    {"log.type=JetStream,log.jetStream.url=nats://nats:4222", "at '/log/jetStream/name': minLength: got 0, want 1"},
+		"log of HTTP":           {"log.jetStream.url=http://nats:4222", "at '/log/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -235,6 +235,27 @@ var situations = []situation{
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="too_large"} 0+1x60`, true},
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="written"} 0+10x60
 		posthorn_operator_compiles_total{result="error"} 1x60`, false},
+	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0"} 1x57 0x3
+		posthorn_log_owner{pod="d-1"} 0x60`, true},
+	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0"} 1x58 0x2
+		posthorn_log_owner{pod="d-1"} 0x58 1x2`, false}, // A takeover.
+	{"PosthornLogNotAnswering", `posthorn_log_unacknowledged_seconds{pod="d-0"} 0x50 10+60x10`, true},
+	{"PosthornLogNotAnswering", `posthorn_log_unacknowledged_seconds{pod="d-0"} 1x60`, false},
+	{"PosthornLogWithoutStandby", `posthorn_log_owner{pod="d-0"} 1x60`, true},
+	{"PosthornLogWithoutStandby", `posthorn_log_owner{pod="d-0"} 1x60
+		posthorn_log_owner{pod="d-1"} 0x60`, false},
+	{"PosthornLogStandbyBehind", `posthorn_log_sequence{pod="d-0"} 0+10000x60
+		posthorn_log_sequence{pod="d-1"} 5x60`, true},
+	{"PosthornLogStandbyBehind", `posthorn_log_sequence{pod="d-0"} 0+10000x60
+		posthorn_log_sequence{pod="d-1"} 0+9999x60`, false},
+	{"PosthornLogFilling", `posthorn_log_stream_bytes{pod="d-0"} 65x60
+		posthorn_log_stream_max_bytes{pod="d-0"} 100x60`, true},
+	{"PosthornLogFilling", `posthorn_log_stream_bytes{pod="d-0"} 65x60
+		posthorn_log_stream_max_bytes{pod="d-0"} 0x60`, false}, // Without a bound.
+	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x60
+		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // None yet.
+	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 1x60
+		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, true},
 }
 
 func TestAlerts(t *testing.T) {

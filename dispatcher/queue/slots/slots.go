@@ -112,6 +112,8 @@ type Options struct {
 	// Announced, when set, is called with the announcement of the owner whenever a record has it, and
 	// with nil when the owner has released the slot.
 	Announced func(announcement []byte)
+	// Applied, when set, is called with the sequence of each record that the copy has.
+	Applied func(sequence uint64)
 	// CaughtUp, when set, is called when the copy has all records that the stream had at the start.
 	CaughtUp func()
 

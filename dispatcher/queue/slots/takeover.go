@@ -180,6 +180,9 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 	defer timer.Stop()
 	caughtUp := o.CaughtUp
 	for {
+		if o.Applied != nil {
+			o.Applied(c.follower.next - 1)
+		}
 		if caughtUp != nil && c.follower.next > c.end {
 			caughtUp()
 			caughtUp = nil

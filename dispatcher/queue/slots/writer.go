@@ -146,6 +146,8 @@ type Status struct {
 	// Bytes is the size of the stream, estimated between two reads of it, and MaxBytes its bound; 0 for
 	// none.
 	Bytes, MaxBytes int64
+	// Sequence is that of the last record that the session knows.
+	Sequence uint64
 	// Unacknowledged is the age of the oldest batch or record that is not durable; 0 for none.
 	Unacknowledged time.Duration
 }
@@ -155,7 +157,7 @@ func (w *Writer) Status() Status {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	now, u := w.now(), &w.p.usage
-	return Status{Bytes: u.bytes + u.since, MaxBytes: u.max, Unacknowledged: now.Sub(w.p.oldest(now))}
+	return Status{Sequence: w.p.expected, Bytes: u.bytes + u.since, MaxBytes: u.max, Unacknowledged: now.Sub(w.p.oldest(now))}
 }
 
 // MaySend reports whether the session may send a request of the slot now. It is called before every

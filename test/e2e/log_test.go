@@ -1,0 +1,151 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// nats is the manifest of three NATS servers that sync each record.
+const nats = `
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: nats}
+data:
+  nats.conf: |
+    jetstream { store_dir: /data, sync_interval: always, max_file_store: 4GB }
+    http: 8222
+    cluster { name: nats, listen: 0.0.0.0:6222, routes: [nats://nats-0.nats:6222, nats://nats-1.nats:6222, nats://nats-2.nats:6222] }
+---
+apiVersion: v1
+kind: Service
+metadata: {name: nats}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {app: nats}
+  ports: [{name: client, port: 4222}]
+---
+apiVersion: apps/v1
+kind: StatefulSet
+metadata: {name: nats}
+spec:
+  replicas: 3
+  serviceName: nats
+  podManagementPolicy: Parallel
+  selector: {matchLabels: {app: nats}}
+  template:
+    metadata: {labels: {app: nats}}
+    spec:
+      automountServiceAccountToken: false
+      securityContext: {runAsNonRoot: true, runAsUser: 65532, fsGroup: 65532, seccompProfile: {type: RuntimeDefault}}
+      terminationGracePeriodSeconds: 5
+      volumes: [{name: config, configMap: {name: nats}}, {name: data, emptyDir: {}}]
+      containers:
+      - name: nats
+        image: %s
+        args: [-c, /config/nats.conf, --name, $(NAME)]
+        env: [{name: NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}]
+        readinessProbe: {httpGet: {path: /healthz, port: 8222}, periodSeconds: 1}
+        volumeMounts: [{name: config, mountPath: /config}, {name: data, mountPath: /data}]
+        securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+`
+
+var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
+	It("keeps every accepted call when the owner is lost with its disk, a server restarts, and during a rolling update", func() {
+		By("starting three NATS servers")
+		servers := namespace{name: "nats"}
+		apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: nats, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
+		DeferCleanup(func() { kubectl("delete", "namespace", "nats", "--wait=false") })
+		servers.apply(fmt.Sprintf(nats, env("E2E_NATS")))
+		servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
+
+		var urls []string
+		for n := range 3 {
+			urls = append(urls, fmt.Sprintf("nats://nats-%d.nats.nats:4222", n))
+		}
+		uninstall()
+		DeferCleanup(uninstall)
+		install("--set", "log.type=JetStream", "--set", `log.jetStream.url=`+strings.Join(urls, `\,`), "--set", "log.jetStream.name=e2e", "--set", "log.jetStream.maxBytes=256Mi",
+			"--set", "log.jetStream.monitoringURL=http://nats-0.nats.nats:8222", "--set", "dispatcher.replicas=2")
+		installed = false // No other spec uses this release.
+		ready(dispatcher)
+		t, s := running("replicated")
+		calls := t.load(20)
+
+		By("sending through the standby")
+		podURL := func(n int) string {
+			return fmt.Sprintf("http://posthorn-dispatcher-%d.posthorn-dispatcher-pods.%s.svc.cluster.local:8080", n, system)
+		}
+		// isStandby asks the pod itself.
+		isStandby := func(n int) (bool, error) {
+			resp, err := http.Get(podURL(n) + "/healthz")
+			if err != nil {
+				return false, err
+			}
+			defer resp.Body.Close()
+			return resp.Header.Get(adminapi.StandbyHeader) != "", nil
+		}
+		// owner returns the number of the pod that owns the messages; the other one is a standby.
+		owner := func() (n int) {
+			GinkgoHelper()
+			Eventually(func() (err error) {
+				var standby [2]bool
+				for i := range standby {
+					if standby[i], err = isStandby(i); err != nil {
+						return err
+					}
+					if !standby[i] {
+						n = i
+					}
+				}
+				if standby[0] == standby[1] {
+					return fmt.Errorf("standbys: got %v, want one", standby)
+				}
+				return nil
+			}).Should(Succeed())
+			return n
+		}
+		first := owner()
+		for n := range 2 {
+			event := fmt.Sprintf("At %d", n)
+			out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
+			Expect(err).NotTo(HaveOccurred(), out)
+			s.eventually(event)
+		}
+		Expect(kubectl("posthorn", "status", "-n", t.name)).To(ContainSubstring("crm"), "kubectl posthorn status leaves out the standby")
+
+		By("deleting the owner with its disk")
+		kubectl("-n", system, "delete", fmt.Sprint("pod/posthorn-dispatcher-", first), "--grace-period=0", "--force")
+		Eventually(func() (bool, error) { return isStandby(1 - first) }).Should(BeFalse(), "the standby takes over")
+		ready(dispatcher)
+		Expect(owner()).To(Equal(1-first), "the owner after the loss")
+
+		By("deleting a NATS server with its disk")
+		servers.kubectl("delete", "pod/nats-1", "--grace-period=0", "--force")
+		servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
+
+		By("restarting all dispatchers")
+		kubectl("-n", system, "rollout", "restart", dispatcher)
+		ready(dispatcher)
+		owner()
+
+		calls.arrived(s)
+		t.waitReady("psrc/web", "whd/crm")
+		Eventually(func() string {
+			return t.field("whd/crm", "{.status.delivery.accepted} {.status.delivery.delivered} {.status.delivery.pending} {.status.delivery.deadLettered}")
+		}).Should(Satisfy(func(numbers string) bool {
+			var accepted, delivered, pending, dead int64
+			_, err := fmt.Sscan(numbers, &accepted, &delivered, &pending, &dead)
+			return err == nil && accepted > 0 && accepted == delivered && pending == 0 && dead == 0
+		}), "the ledger in the status")
+		t.eventually("whd/crm", "Delivering", "True/Delivering")
+	})
+})
