@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"time"
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
@@ -86,7 +87,11 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		}
 		// isStandby asks the pod itself.
 		isStandby := func(n int) (bool, error) {
-			resp, err := http.Get(podURL(n) + "/healthz")
+			ip, err := command("", "kubectl", "-n", system, "get", fmt.Sprint("pod/posthorn-dispatcher-", n), "-o", "jsonpath={.status.podIP}")
+			if err != nil || ip == "" {
+				return false, fmt.Errorf("address of pod %d: got %q and error %v", n, ip, err)
+			}
+			resp, err := (&http.Client{Timeout: 5 * time.Second}).Get("http://" + ip + ":8080/healthz")
 			if err != nil {
 				return false, err
 			}
