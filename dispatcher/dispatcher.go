@@ -359,7 +359,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
-		Backup: d.Backup, BackupToken: d.backupToken, Log: d.log,
+		Backup: d.Backup, BackupToken: d.backupToken, Audit: d.log, Log: d.logState,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View

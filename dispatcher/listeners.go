@@ -46,6 +46,9 @@ func Listen(o Options) (*Listeners, error) {
 	return l, nil
 }
 
+// Addr returns the address of the tracking API.
+func (l *Listeners) Addr() net.Addr { return l.calls.Addr() }
+
 // AdminAddr returns the address of the admin listener.
 func (l *Listeners) AdminAddr() net.Addr { return l.admin.Addr() }
 

@@ -242,6 +242,45 @@ func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) e
 	return group.Wait()
 }
 
+// state returns the part of this standby in the log.
+func (s *standby) state(pod string) *adminapi.LogState {
+	state := &adminapi.LogState{Pod: pod, Sequence: s.applied.Load()}
+	if s.calls != nil {
+		state.OwnerName = s.calls.Owner()
+	}
+	if err := s.ready(); err != nil {
+		state.Reason = err.Error()
+	} else {
+		state.Ready = true
+	}
+	return state
+}
+
+// logState returns the part of this owner in the log; nil if the disk is the only place of the store.
+func (d *Dispatcher) logState() *adminapi.LogState {
+	t := d.options.term
+	if t == nil {
+		return nil
+	}
+	status := t.writer.Status()
+	state := &adminapi.LogState{
+		Pod: d.options.Pod, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
+		Snapshot: t.snapshotTaken(),
+	}
+	if err := d.Ready(); err != nil {
+		state.Ready, state.Reason = false, err.Error()
+	}
+	return state
+}
+
+// snapshotTaken returns the time of the last snapshot; zero before the first one.
+func (t *term) snapshotTaken() time.Time {
+	if s := t.snapshots.Load(); s != nil {
+		return s.Taken()
+	}
+	return time.Time{}
+}
+
 // call forwards the calls to the owner, or refuses them.
 func (s *standby) call() http.Handler {
 	if s.calls == nil {
@@ -279,6 +318,7 @@ func (s *standby) admin(o Options) http.Handler {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
 	})
+	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o.Pod) })
 	guarded.HandleFunc("/", s.refuseAdmin)
 	if o.AdminGuard != nil {
 		return s.handler(o.AdminGuard(guarded))
@@ -488,9 +528,10 @@ func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder, sequence f
 	gauge("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", func() float64 { return float64(t.writer.Status().Bytes) })
 	gauge("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", func() float64 { return float64(t.writer.Status().MaxBytes) })
 	gauge("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", func() float64 {
-		if s := t.snapshots.Load(); s != nil && !s.Taken().IsZero() {
-			return float64(s.Taken().UnixMilli()) / 1000
+		taken := t.snapshotTaken()
+		if taken.IsZero() {
+			return 0
 		}
-		return 0
+		return float64(taken.UnixMilli()) / 1000
 	})
 }

@@ -22,6 +22,32 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
+// Standbys need an address at which they reach the owner.
+func TestPeerListen(t *testing.T) {
+	for _, c := range []struct{ listen, log, podIP, got, want string }{
+		{"", "", "", "", ""},
+		{"10.0.0.7:8444", "nats://a:4222", "", "10.0.0.7:8444", ""},
+		{"posthorn-0:8444", "nats://a:4222", "10.0.0.7", "posthorn-0:8444", ""},
+		{":8444", "nats://a:4222", "10.0.0.7", "10.0.0.7:8444", ""},
+		{":8444", "nats://a:4222", "2001:db8::7", "[2001:db8::7]:8444", ""},
+		{"10.0.0.7:8444", "", "", "", "needs --log"},
+		{":8444", "nats://a:4222", "", "", "name the host"},
+		{"0.0.0.0:8444", "nats://a:4222", "", "", "name the host"},
+		{"[::]:8444", "nats://a:4222", "", "", "name the host"},
+	} {
+		t.Setenv("POD_IP", c.podIP)
+		d := dataFlags{}
+		d.options.PeerListen, d.log.config.URL = c.listen, c.log
+		err := d.checkPeerListen()
+		switch {
+		case c.want == "" && (err != nil || d.options.PeerListen != c.got):
+			t.Errorf("%+v: got %q and error %v, want none", c, d.options.PeerListen, err)
+		case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
+			t.Errorf("%+v: got error %v, want %q", c, err, c.want)
+		}
+	}
+}
+
 // Calls over TLS need an address, a certificate and its key.
 func TestTLSFlags(t *testing.T) {
 	server := httptest.NewTLSServer(nil)

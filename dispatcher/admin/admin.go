@@ -41,6 +41,8 @@ type Options struct {
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
 	// config.
 	View func() *liveconfig.View
+	// Log returns the part in a replicated log; nil if there is none.
+	Log func() *adminapi.LogState
 	// Backup writes a backup of the data directory until ctx is done.
 	Backup func(ctx context.Context, w io.Writer) error
 	// BackupToken authorizes the requests for backups if there is no Guard.
@@ -51,8 +53,8 @@ type Options struct {
 	// a guard every caller is admitted: bind the server to an address that only trusted clients can
 	// reach.
 	Guard func(http.Handler) http.Handler
-	// Log gets the audit log; nil is slog.Default.
-	Log *slog.Logger
+	// Audit gets the audit log; nil is slog.Default.
+	Audit *slog.Logger
 }
 
 // NewServer makes the admin server.
@@ -73,7 +75,8 @@ func NewServer(o Options) *http.Server {
 			_ = out.Encode(k)
 		}
 	})
-	mountDeadLetters(mux, o.Gate, o.Store, o.Engine, audit{cmp.Or(o.Log, slog.Default())})
+	mountDeadLetters(mux, o.Gate, o.Store, o.Engine, audit{cmp.Or(o.Audit, slog.Default())})
+	MountLog(mux, o.Log)
 	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
 	if o.View != nil {
@@ -94,6 +97,22 @@ func NewServer(o Options) *http.Server {
 	MountHealth(root, o.Ready)
 	root.Handle("/", notFromPages(guarded, o.Guard != nil))
 	return newServer(root)
+}
+
+// MountLog adds GET /log.
+func MountLog(mux *http.ServeMux, state func() *adminapi.LogState) {
+	mux.HandleFunc("GET /log", func(w http.ResponseWriter, _ *http.Request) {
+		s := (*adminapi.LogState)(nil)
+		if state != nil {
+			s = state()
+		}
+		if s == nil {
+			http.Error(w, "the log of this process is in its data directory", http.StatusNotFound)
+			return
+		}
+		w.Header().Set(contentType, "application/json")
+		_ = json.NewEncoder(w).Encode(s)
+	})
 }
 
 // NewProbeServer makes a server of only the answers of MountHealth.

@@ -85,6 +85,7 @@ func (p *dispatcherProcess) counters() (c counters, err error) {
 // sample is a measurement.
 type sample struct {
 	rate, cpu     float64  // per second; microseconds per message, of the measured process
+	standby       float64  // microseconds per message of the standby
 	senders, sink float64  // microseconds per message of the other processes
 	connections   float64  // accepted by the sink, per 1,000 messages
 	cost          counters // of the measured process, per message
@@ -103,6 +104,7 @@ type load struct {
 	perSecond      float64 // 0: as fast as they are accepted
 	longNumbers    bool    // true if each message has a long number
 	log            string  // "URL NAME" of a replicated log; empty for that of the store
+	forwarded      bool    // true if the calls go to the standby
 	standby        bool    // true if a second process follows the log
 	ahead          int64   // calls of each Source that may be pending; default 8,000
 }
@@ -117,9 +119,10 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		return sample{}, err
 	}
 	defer p.stop()
+	var follower *dispatcherProcess
 	if l.standby {
 		defer os.RemoveAll(dir + "-standby")
-		follower, err := b.startStandby(ctx, p)
+		follower, err = b.startStandby(ctx, p)
 		if err != nil {
 			return sample{}, err
 		}
@@ -127,6 +130,10 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			_ = follower.cmd.Process.Kill() // It would become the owner.
 			_ = follower.cmd.Wait()
 		}()
+	}
+	to := p
+	if l.forwarded {
+		to = follower
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -150,7 +157,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	}
 	for n := range l.clients {
 		group.Go(func() {
-			s := newSender(p)
+			s := newSender(to)
 			defer s.close()
 			time.Sleep(gap * time.Duration(n) / time.Duration(l.clients)) // The senders start one after the other.
 			for i := n; ctx.Err() == nil; i += l.clients {
@@ -197,8 +204,15 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		return sample{}, err
 	}
 	cpu, own, sink := p.cpu(), ownCPU(), b.sink.cpu()
+	var behind time.Duration
+	if follower != nil {
+		behind = follower.cpu()
+	}
 	stats, took, err := drain(b.window())
 	used, own, sink := p.cpu()-cpu, ownCPU()-own, b.sink.cpu()-sink
+	if follower != nil {
+		behind = follower.cpu() - behind
+	}
 	if err != nil {
 		return sample{}, err
 	}
@@ -222,7 +236,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		},
 		commits: fmt.Sprintf("%.0f calls, %.2f ms; sync %.2f ms", (after.commitMessages-before.commitMessages)/(after.commits-before.commits),
 			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits), 1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
-		rate: n / took.Seconds(), cpu: each(used), senders: each(own), sink: each(sink),
+		rate: n / took.Seconds(), cpu: each(used), standby: each(behind), senders: each(own), sink: each(sink),
 		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
 		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
 	}, nil

@@ -394,10 +394,7 @@ func dispatcherRole(args []string) error {
 		return d.Run(ctx)
 	}
 	if args[4] != "" {
-		if args[5] == "standby" {
-			hello("", "")
-		}
-		return runReplicated(ctx, o, args[4], serve)
+		return runReplicated(ctx, o, args[4], args[5] == "standby", serve)
 	}
 	d, err := dispatcher.New(o)
 	if err != nil {

@@ -3,8 +3,8 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"strings"
 	"syscall"
@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // logServers is the number of servers of the replicated log.
@@ -58,16 +59,20 @@ func (l *replicatedLog) cpu() (total time.Duration) {
 }
 
 // runReplicated runs a dispatcher whose log is "URL NAME". serve is called when the process owns the
-// slot.
-func runReplicated(ctx context.Context, o dispatcher.Options, log string, serve func(context.Context, *dispatcher.Dispatcher) error) error {
+// slot. A standby prints its addresses before.
+func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, serve func(context.Context, *dispatcher.Dispatcher) error) error {
 	url, name, _ := strings.Cut(log, " ")
 	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
 	if err != nil {
 		return err
 	}
 	defer client.Close()
+	o.PeerListen = "127.0.0.1:0"
 	if o.Listeners, err = dispatcher.Listen(o); err != nil {
 		return err
+	}
+	if standby {
+		hello(o.Listeners.Addr().String(), o.Listeners.AdminAddr().String())
 	}
 	return dispatcher.RunSlot(ctx, o, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, serve)
 }
@@ -107,6 +112,16 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
+	batches.forwarded, singles.forwarded = true, true
+	forwarded, _, err := run(batches, true)
+	if err != nil {
+		return nil, err
+	}
+	oneForwarded, _, err := run(singles, true)
+	if err != nil {
+		return nil, err
+	}
+	batches.forwarded = false
 	again, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
@@ -128,6 +143,12 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 	add("replicated log, batches of 20, of direct", alone, 0.35)
 	add("the same with a standby", followed, 0.25)
 	add("replicated log, standby, single calls, of direct", one, 0.15)
+	addForwarded := func(name string, all, owned sample) {
+		ratio := (all.cpu + all.standby) / (owned.cpu + owned.standby)
+		rows = append(rows, below(name, ratio, 1.25, fmt.Sprintf("%.2f (%.1f us; %.0f/s)", ratio, all.cpu+all.standby, all.rate), "<= 1.25"))
+	}
+	addForwarded("all batches forwarded, CPU of both, of not forwarded", forwarded, followed)
+	addForwarded("all single calls forwarded, the same", oneForwarded, one)
 	cpu := alone.cpu / volume.cpu
 	return append(rows,
 		below("owner's CPU per message, of the local log", cpu, 1.4, fmt.Sprintf("%.2f (%.1f us)", cpu, alone.cpu), "<= 1.4"),
@@ -137,15 +158,30 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 	), nil
 }
 
-// startStandby runs a process that follows the log of a dispatcher.
-func (b *bench) startStandby(ctx context.Context, owner *dispatcherProcess) (*child, error) {
-	if owner.cmd == nil {
-		return nil, errors.New("the owner does not run")
-	}
+// startStandby runs a process that follows the log of a dispatcher, and returns when it is ready.
+func (b *bench) startStandby(ctx context.Context, owner *dispatcherProcess) (*dispatcherProcess, error) {
 	args := append([]string{}, owner.cmd.Args[1:]...)
 	args[0] += "-standby"
 	args[5] = "standby"
-	return spawn(ctx, "dispatcher", args...)
+	p, err := spawn(ctx, "dispatcher", args...)
+	if err != nil {
+		return nil, err
+	}
+	d := &dispatcherProcess{child: p, sources: owner.sources}
+	if err := json.Unmarshal(p.hello, d); err != nil {
+		return nil, err
+	}
+	return d, wait.Until(func() error {
+		resp, err := http.Get("http://" + d.Admin + "/readyz") //nolint:noctx // a local poll
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("the standby is not ready: %s", resp.Status)
+		}
+		return nil
+	})
 }
 
 // hello prints the line by which the parent process knows the addresses.

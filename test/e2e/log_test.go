@@ -125,7 +125,10 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 			Expect(err).NotTo(HaveOccurred(), out)
 			s.eventually(event)
 		}
-		Expect(kubectl("posthorn", "status", "-n", t.name)).To(ContainSubstring("crm"), "kubectl posthorn status leaves out the standby")
+		Expect(kubectl("posthorn", "status", "-n", t.name)).To(MatchRegexp(`Destinations +1;`), "kubectl posthorn status leaves out the standby")
+
+		slots := kubectl("posthorn", "slots")
+		Expect(slots).To(And(MatchRegexp(`posthorn-dispatcher-%d +owner +true`, first), MatchRegexp(`posthorn-dispatcher-%d +standby +true`, 1-first)))
 
 		By("deleting the owner with its disk")
 		kubectl("-n", system, "delete", fmt.Sprint("pod/posthorn-dispatcher-", first), "--grace-period=0", "--force")

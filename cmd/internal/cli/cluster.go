@@ -139,7 +139,22 @@ func (c *clusterConnector) pods(ctx context.Context) (*rest.Config, kubernetes.I
 	return config, client, running, nil
 }
 
+// connect connects to the dispatchers that can have messages.
 func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error) {
+	targets, stop, err := c.connectAll(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	targets, err = owners(ctx, targets)
+	if err != nil {
+		stop()
+		return nil, nil, err
+	}
+	return targets, stop, nil
+}
+
+// connectAll connects to the running dispatchers.
+func (c *clusterConnector) connectAll(ctx context.Context) ([]target, func(), error) {
 	config, client, pods, err := c.pods(ctx)
 	if err != nil {
 		return nil, nil, err
@@ -158,11 +173,6 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 			return nil, nil, err
 		}
 		targets = append(targets, target{pod.Name, auth.client(port)})
-	}
-	targets, err = owners(ctx, targets)
-	if err != nil {
-		stop()
-		return nil, nil, err
 	}
 	return targets, stop, nil
 }

@@ -42,7 +42,7 @@ rewrites manifests and connects to no cluster.`,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
+	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
 	ofPlugin(cmd)
 	return cmd
 }

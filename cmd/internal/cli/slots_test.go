@@ -1,0 +1,49 @@
+package cli
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+func TestSlots(t *testing.T) {
+	now := time.Now()
+	owner := adminapi.LogState{Pod: "dispatcher-0", Owner: true, Ready: true, MaySend: true, Epoch: 3, Sequence: 120, Bytes: 12e5, MaxBytes: 4e9, Snapshot: now.Add(-5 * time.Minute)}
+	standby := adminapi.LogState{Pod: "dispatcher-1", Ready: true, Sequence: 118, OwnerName: "dispatcher-0 (10.0.0.7:8444)"}
+	with := func(s adminapi.LogState, change func(*adminapi.LogState)) adminapi.LogState {
+		change(&s)
+		return s
+	}
+	var table strings.Builder
+	printSlots(&table, []adminapi.LogState{owner, standby}, now)
+	want := []string{
+		"SLOT PROCESS ROLE READY EPOCH RECORD BEHIND STREAM LAST SNAPSHOT",
+		"0 dispatcher-0 owner true 3 120 0 1.2 MB of 4000.0 MB 5m ago",
+		"0 dispatcher-1 standby true - 118 2 - -",
+	}
+	for i, line := range strings.Split(strings.TrimSpace(table.String()), "\n") {
+		if got := strings.Join(strings.Fields(line), " "); i >= len(want) || got != want[i] {
+			t.Errorf("line %d: got %q, want %q", i, got, want)
+		}
+	}
+	for name, c := range map[string]struct {
+		states []adminapi.LogState
+		asked  int
+		fails  bool
+		text   string
+	}{
+		"owner and standby":   {[]adminapi.LogState{owner, standby}, 2, false, ""},
+		"one standby":         {[]adminapi.LogState{standby}, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
+		"standbys alone":      {[]adminapi.LogState{standby, standby}, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
+		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
+		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 2, true, "dispatcher-1 is not ready: connecting to the log."},
+	} {
+		var out strings.Builder
+		err := slotsProblem(&out, c.states, c.asked)
+		if got := strings.TrimSpace(out.String()); got != c.text || (err != nil) != c.fails {
+			t.Errorf("%s: got %q and error %v, want %q, failed %v", name, got, err, c.text, c.fails)
+		}
+	}
+}

@@ -1,0 +1,52 @@
+package adminapi
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"time"
+)
+
+// LogState is the part of a process in a replicated log, on GET /log.
+type LogState struct {
+	// Pod is the name of the process.
+	Pod string `json:"pod"`
+	// Slot is the number of the slot.
+	Slot int `json:"slot"`
+	// Owner is true for the process that accepts and delivers the messages.
+	Owner bool `json:"owner"`
+	// Ready is true if the process may get calls, and Reason is why it does not.
+	Ready  bool   `json:"ready"`
+	Reason string `json:"reason,omitempty"`
+	// Sequence is the number of the last record that the process has.
+	Sequence uint64 `json:"sequence"`
+	// OwnerName is the owner that a standby knows, with its address; empty for none.
+	OwnerName string `json:"ownerName,omitempty"`
+
+	// Of an owner:
+
+	// Epoch is the number of its claim.
+	Epoch uint64 `json:"epoch,omitempty"`
+	// MaySend is false while the log does not answer: the owner then does not deliver.
+	MaySend bool `json:"maySend,omitempty"`
+	// Bytes in the stream, and its maximum; 0 for none.
+	Bytes    int64 `json:"bytes,omitempty"`
+	MaxBytes int64 `json:"maxBytes,omitempty"`
+	// Snapshot is the time of the last snapshot; zero before the first one.
+	Snapshot time.Time `json:"snapshot,omitzero"`
+}
+
+// Log returns the part of the process in a replicated log; nil if it has none.
+func (c *Client) Log(ctx context.Context) (*LogState, error) {
+	resp, err := c.Get(ctx, "/log", "application/json")
+	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	var s LogState
+	return &s, json.NewDecoder(resp.Body).Decode(&s)
+}
