@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"net/url"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -22,6 +23,7 @@ const (
 	dialTimeout = 2 * time.Second
 	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long.
 	maxIdle     = 256
+	bufferBytes = 4 << 10 // An answer to calls has less than 1 KB.
 	idleTimeout = time.Minute
 )
 
@@ -54,9 +56,24 @@ type Forwarder struct {
 	Refuse func(w http.ResponseWriter, err error)
 	Logger *slog.Logger
 
+	buffers          buffers
 	owner            atomic.Pointer[owner]
 	answered, failed atomic.Int64
 }
+
+// buffers are for the bodies of answers. Without them, each answer allocates 32 KB.
+type buffers struct{ sync.Pool }
+
+// Get implements httputil.BufferPool.
+func (b *buffers) Get() []byte {
+	if p, ok := b.Pool.Get().(*[]byte); ok {
+		return *p
+	}
+	return make([]byte, bufferBytes)
+}
+
+// Put implements httputil.BufferPool.
+func (b *buffers) Put(p []byte) { b.Pool.Put(&p) }
 
 // owner is the present owner as it announced itself.
 type owner struct {
@@ -130,7 +147,8 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 	}
 	target := &url.URL{Scheme: "https", Host: a.Address}
 	o.proxy = &httputil.ReverseProxy{
-		Transport: o.transport,
+		Transport:  o.transport,
+		BufferPool: &f.buffers,
 		Rewrite: func(p *httputil.ProxyRequest) {
 			p.SetURL(target)
 			p.Out.Host = p.In.Host
