@@ -441,8 +441,15 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	case <-time.After(d.options.DrainTimeout + closeGrace):
 		d.log.Warn("drain timeout: closing the store with unsettled deliveries, probably because the disk is full; they will be sent again")
 	}
+	pending := int64(0)
+	for _, name := range d.store.Destinations() {
+		pending += d.store.DestinationStats(name).Ledger.Pending
+	}
 	if closeErr := d.Close(); err == nil {
 		err = closeErr
+	}
+	if err == nil {
+		d.log.Info("stopped; pending messages are stored", "pending", pending)
 	}
 	return err
 }

@@ -19,7 +19,7 @@ func newCompile() *cobra.Command {
 	var allow, secrets []string
 	var ceilings ceilingFlags
 	cmd := &cobra.Command{
-		Use:   "compile -f DIR",
+		Use:   "compile -f DIR|DIR",
 		Short: "Check manifests offline, and print their compiled config",
 		Long: `Validates and compiles a folder (or file) of manifests exactly as the API server and
 the operator would, and prints each problem with file and line, and a summary, to
@@ -31,8 +31,14 @@ has errors.`,
 		Example: `  posthorn compile -f ./webhooks
   posthorn compile -f ./webhooks -o yaml
   posthorn compile -f ./webhooks -o json | jq .problems`,
-		Args: command.ExactArgs(),
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		Args: command.AtMostArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				if dir != "" {
+					return command.Usagef("set the folder of manifests once: -f %s or %s", dir, args[0])
+				}
+				dir = args[0]
+			}
 			if dir == "" {
 				return command.Usagef("the folder of manifests is missing; set -f DIR")
 			}

@@ -48,7 +48,8 @@ to the declared webhooks.
 Without a cluster:   posthorn run --manifests DIR
 In a cluster:        posthorn operator, posthorn dispatcher
 
-Exit codes: 0 success; 1 failure or negative result; 2 usage error.`,
+Exit codes: 0 success; 1 failure or negative result; 2 usage error;
+130 interrupted before the result.`,
 		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}

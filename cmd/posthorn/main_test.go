@@ -37,6 +37,9 @@ func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POD_NAMESPACE", "")
 	for _, c := range []struct{ line, want string }{
 		{"runn", `unknown command "runn"; did you mean run?`},
+		{"run --manifest .", "unknown flag: --manifest; did you mean --manifests?"},
+		{"run -x", "unknown shorthand flag: 'x' in -x"},
+		{"compile a -f b", "set the folder of manifests once: -f b or a"},
 		{"dispatcher", "set --namespace or POD_NAMESPACE"},
 		{"operator", "set --namespace or POD_NAMESPACE"},
 		{"dispatcher --namespace x --trusted-proxies 10.0.0.0/8,nonsense", `--trusted-proxies: "nonsense" is neither a network (10.0.0.0/8, fd00::/8) nor an address`},

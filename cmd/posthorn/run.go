@@ -91,7 +91,7 @@ this machine; 'posthorn get' shows the status, too.`,
 				served.Handle("/{$}", status)
 				served.Handle(page.Prefix, status)
 				resources.set(served)
-				log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+				log.Info("listening", "version", command.BuildVersion(), "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 				group, ctx := errgroup.WithContext(ctx)
 				group.Go(func() error { return d.Run(ctx) })
 				group.Go(func() error { return control.Run(ctx) })

@@ -167,7 +167,7 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeo
 		}
 		select {
 		case <-cmd.Context().Done():
-			return fmt.Errorf("the request %s continues; see 'posthorn get deletions %s'", name, name)
+			return command.Interrupted(fmt.Errorf("the request %s continues; see 'posthorn get deletions %s'", name, name))
 		case <-time.After(200 * time.Millisecond):
 		}
 	}

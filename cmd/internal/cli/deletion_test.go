@@ -1,14 +1,19 @@
 package cli
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"testing"
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 // An interrupt ends the wait, not the request, and the error names the command that shows it.
@@ -25,5 +30,16 @@ func TestInterruptedDeletionContinues(t *testing.T) {
 	err := (&direct{admin: server.URL}).awaitDeletion(cmd, "default", "delete-1", time.Hour)
 	if want := "the request delete-1 continues; see 'posthorn get deletions delete-1'"; err == nil || err.Error() != want {
 		t.Errorf("error: got %v, want %s", err, want)
+	}
+}
+
+// A command that an interrupt ends has the exit code of the shell, and prints its error once.
+func TestExitCodeOfAnInterrupt(t *testing.T) {
+	for want, err := range map[string]error{"": command.Interrupted(command.ErrFailed), "posthorn: the request continues\n": command.Interrupted(errors.New("the request continues"))} {
+		var stderr bytes.Buffer
+		code := command.Run(&cobra.Command{RunE: func(*cobra.Command, []string) error { return err }}, nil, nil, io.Discard, &stderr)
+		if code != command.ExitInterrupted || stderr.String() != want {
+			t.Errorf("got exit code %d and %q, want %d and %q", code, stderr.String(), command.ExitInterrupted, want)
+		}
 	}
 }

@@ -500,7 +500,7 @@ func (i *importer) finish(file string, err error) error {
 			fmt.Fprintf(i.out, "line %d of %s is the last one that was answered; %s\n", s.Line, file, next)
 		}
 		if errors.Is(err, context.Canceled) {
-			return command.ErrFailed
+			return command.Interrupted(command.ErrFailed)
 		}
 		return err
 	}

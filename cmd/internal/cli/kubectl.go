@@ -351,7 +351,7 @@ func awaitRedelivery(cmd *cobra.Command, posthorn *resources, o *v1alpha1.Redeli
 	for before := ""; !v1alpha1.JobEnded(o.Status.JobStatus); {
 		select {
 		case <-cmd.Context().Done():
-			return fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
+			return command.Interrupted(fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name))
 		case <-time.After(500 * time.Millisecond):
 		}
 		if err := posthorn.get(cmd.Context(), "redeliveries", o.Name, o); err != nil && cmd.Context().Err() == nil {

@@ -31,6 +31,8 @@ const (
 	ExitOK      = 0
 	ExitFailure = 1 // the request failed, or its result is negative
 	ExitUsage   = 2 // the command line is invalid
+	// ExitInterrupted is the shell's code for a program that an interrupt ended.
+	ExitInterrupted = 130
 )
 
 // Version is the version of the program; main sets it before Run.
@@ -47,6 +49,13 @@ func UsageError(err error) error { return usageError{err} }
 // Usagef makes an error for a mistake on the command line.
 func Usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
+type interruptedError struct{ error }
+
+func (e interruptedError) Unwrap() error { return e.error }
+
+// Interrupted marks the error of a command that an interrupt ended before its result.
+func Interrupted(err error) error { return interruptedError{err} }
+
 // Run runs one command line of a program's root command and returns its exit code. An interrupt or
 // SIGTERM ends the command's context, a second one the process.
 func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
@@ -57,7 +66,7 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 
 	root.Version = BuildVersion()
 	root.SilenceErrors, root.SilenceUsage = true, true
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return UsageError(explainFlag(err)) })
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return UsageError(explainFlag(cmd, err)) })
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(SafeOnTerminal(stdout))
@@ -69,11 +78,17 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	}
 	cmd, err := root.ExecuteContextC(ctx)
 	var usage usageError
+	_, interrupted := errors.AsType[interruptedError](err)
 	switch {
 	case err == nil:
 		return ExitOK
+	case errors.Is(err, ErrFailed) && interrupted:
+		return ExitInterrupted
 	case errors.Is(err, ErrFailed):
 		return ExitFailure
+	case interrupted:
+		fmt.Fprintf(stderr, "posthorn: %v\n", err)
+		return ExitInterrupted
 	case errors.As(err, &usage):
 		fmt.Fprintf(stderr, "posthorn: %v\nSee '%s --help'.\n", err, cmd.CommandPath())
 		return ExitUsage
@@ -85,8 +100,17 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return ExitFailure
 }
 
-// explainFlag adds the accepted format to a flag's parse error.
-func explainFlag(err error) error {
+// explainFlag adds the accepted format to a flag's parse error, or similar names to that of an unknown one.
+func explainFlag(cmd *cobra.Command, err error) error {
+	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && len(unknown.GetSpecifiedName()) > 1 {
+		var names []string
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			if !f.Hidden {
+				names = append(names, "--"+f.Name)
+			}
+		})
+		return fmt.Errorf("%w%s", err, DidYouMean("--"+unknown.GetSpecifiedName(), names))
+	}
 	invalid, ok := errors.AsType[*pflag.InvalidValueError](err)
 	if !ok {
 		return err
