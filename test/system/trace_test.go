@@ -55,6 +55,10 @@ func TestTrace(t *testing.T) {
 	}
 	trace(0, "--user-id=u", "m1: track")
 	trace(1, "--user-id=v", "no message of user v")
+	for range 101 {
+		p.mustPost("/v1/track", `{"userId":"busy","event":"E"}`)
+	}
+	trace(0, "--user-id=busy", "not complete: the search ended after 1", "accepted at", "with a shorter --since")
 	for _, want := range []string{`"messageId":"m1"`, `"state":"Retrying"`, `"nextAttempt":"20`, `"type":"track"`} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("trace -o json: got\n%s\nwant %q", stdout, want)
