@@ -225,6 +225,9 @@ func New(o Options) (*Dispatcher, error) {
 		Changes: d.changes,
 		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
 	})
+	if err := d.gate.RecoverCounters(d.store); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	d.memberFiles = &holdFS{FS: vfs.Default}
 	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
@@ -402,6 +405,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
 	writers.Go(func() error { return d.forwards.Run(engineCtx) })
 	writers.Go(func() error { return d.notices.Run(engineCtx) })
+	writers.Go(func() error { return d.gate.RunCounters(engineCtx, d.store) })
 	written := make(chan error, 1)
 	go func() { written <- writers.Wait() }()
 	group.Go(func() error {

@@ -574,3 +574,36 @@ func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
 		t.Errorf("with the restored key: %d %s", status, body)
 	}
 }
+
+// The counters of a Source continue after a restart, so that the sums in a status do not decrease.
+func TestCountersSurviveARestart(t *testing.T) {
+	receiver := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	t.Cleanup(receiver.Close)
+	dir, config := t.TempDir(), encoded(t, testConfig(receiver.URL))
+	source := func(d *Dispatcher) adminapi.SourceReport { return d.Report().Namespaces[0].Sources[0] }
+	var before adminapi.SourceReport
+	for run := range 2 {
+		d, stop := started(t, dir)
+		d.Set("shop", config)
+		d.Synced()
+		if run == 1 {
+			if got := source(d); got.Rejected != before.Rejected || got.Duplicates != before.Duplicates || got.Accepted != before.Accepted || got.LastRejection != before.LastRejection ||
+				!got.LastRejected.Equal(before.LastRejected) || !got.LastAccepted.Equal(before.LastAccepted) {
+				t.Errorf("after a restart: got %+v, want %+v", got, before)
+			}
+		}
+		for range 2 { // The second one is a duplicate.
+			if status, body := send(t, d, fmt.Sprint("m", run)); status != http.StatusOK {
+				t.Fatalf("call: got %d %s, want 200", status, body)
+			}
+		}
+		if status, body := send(t, d, strings.Repeat("x", 1000)); status != http.StatusBadRequest {
+			t.Fatalf("call with a long messageId: got %d %s, want 400", status, body)
+		}
+		before = source(d)
+		if n := int64(run) + 1; before.Rejected != n || before.Duplicates != n || before.Accepted != n {
+			t.Errorf("run %d: got %+v, want %d accepted, rejected and duplicate calls", run, before, n)
+		}
+		stop()
+	}
+}

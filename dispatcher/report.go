@@ -142,7 +142,7 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 		}
 		n.Sources = append(n.Sources, adminapi.SourceReport{
 			Name: s.Name, Generation: s.Generation, Revision: s.Revision,
-			Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
+			Accepted: stats.Accepted, Duplicates: counters.Duplicates, Rejected: counters.Rejected,
 			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
 			StoragePressure: counters.StoragePressure, Messages: adminapi.Ledger(stats.Ledger),
 		})

@@ -227,12 +227,13 @@ type SourceReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// Accepted is durable: it counts since the creation of the pod's store. Rejected and Duplicates
-	// count since the start of the pod.
+	// The numbers count since the creation of the pod's store. Accepted is durable. After a crash,
+	// Rejected and Duplicates lack those of the last 10 seconds.
 	Accepted   int64 `json:"accepted"`
 	Rejected   int64 `json:"rejected"`
 	Duplicates int64 `json:"duplicates"`
-	// LastAccepted and LastRejected are zero if there was none since the start.
+	// LastAccepted and LastRejected are zero if there was none. After a restart, LastAccepted can be a
+	// minute too old.
 	LastAccepted time.Time `json:"lastAccepted,omitzero"`
 	LastRejected time.Time `json:"lastRejected,omitzero"`
 	// LastRejection is the reason in words. It excludes calls that were rejected because the Source

@@ -70,7 +70,9 @@ type Gate struct {
 
 	metrics metrics
 	sources sync.Map // key -> *Source
-	current atomic.Pointer[running]
+	// counters has the last counters of Sources that were recovered or forgotten.
+	counters sync.Map // key -> storedCounters
+	current  atomic.Pointer[running]
 }
 
 // New makes a Gate without a config: until Replace it has no view.

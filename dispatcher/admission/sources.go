@@ -42,6 +42,9 @@ func (g *Gate) sourceOf(ref liveconfig.SourceRef) *Source {
 	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(), changed: g.Changes.Object(changes.Sources, namespace, name)}
 	s.acceptedCount = g.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = g.metrics.calls.WithLabelValues(namespace, name, "duplicate")
+	if c, ok := g.counters.Load(key); ok {
+		s.restore(c.(storedCounters))
+	}
 	actual, _ := g.sources.LoadOrStore(key, s)
 	return actual.(*Source)
 }
@@ -58,6 +61,7 @@ func (g *Gate) forgetSources(view *liveconfig.View) {
 	g.sources.Range(func(key, v any) bool {
 		if !exists[key.(string)] {
 			s := v.(*Source)
+			g.counters.Store(key, g.countersOf(s.key))
 			g.sources.Delete(key)
 			g.metrics.forget(s.Namespace, s.Name)
 		}
@@ -107,7 +111,7 @@ func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
 	}
 }
 
-// SourceCounters are a Source's counters since the start of the Gate.
+// SourceCounters are a Source's counters; see RecoverCounters.
 type SourceCounters struct {
 	Rejected, Duplicates       int64
 	LastAccepted, LastRejected time.Time
@@ -123,7 +127,11 @@ type SourceCounters struct {
 // Counters returns a Source's counters; its key is "namespace/name".
 func (g *Gate) Counters(key string) (c SourceCounters) {
 	v, ok := g.sources.Load(key)
-	if !ok {
+	if !ok { // No call since the start.
+		if recovered, ok := g.counters.Load(key); ok {
+			r := recovered.(storedCounters)
+			c = SourceCounters{Rejected: r.Rejected, Duplicates: r.Duplicates, LastAccepted: r.LastAccepted, LastRejected: r.LastRejected, LastRejection: r.LastRejection}
+		}
 		return c
 	}
 	s := v.(*Source)
