@@ -63,6 +63,8 @@ type parsed struct {
 	objects []*object
 	// broken are the invalid objects in the file.
 	broken []id
+	// misspelt are the objects whose kind does not exist: probably objects of another kind.
+	misspelt []id
 	// unreadable is true if a document cannot be read, so that the file may contain unknown
 	// objects.
 	unreadable bool
@@ -168,7 +170,15 @@ func (p *parsed) content(d *document, path string, content map[string]any) {
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
 	case !known && inGroup:
-		problem(kind, fieldErrorf("kind", "%q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
+		var metadata metav1.ObjectMeta
+		object := kind
+		if errs := readMetadata(content, &metadata); len(errs) > 0 {
+			p.unreadable = true
+		} else {
+			named := id{kind, metadata.Namespace, metadata.Name}
+			object, p.misspelt = named.String(), append(p.misspelt, named)
+		}
+		problem(object, fieldErrorf("kind", "%q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
 		return
 	case !known || kind != kindSecret && !inGroup:
 		p.ignored = append(p.ignored, d.problem(path, apiVersion+" "+kind, errors.New("ignored: this is not a kind of posthorn.dev")))

@@ -109,8 +109,17 @@ func (s *store) load(marks []mark, now time.Time) {
 			add(o)
 		}
 		for _, old := range before {
-			if old.file == mark.path && next[old.id] == nil && (f.unreadable || slices.Contains(f.broken, old.id)) {
+			if old.file != mark.path || next[old.id] != nil {
+				continue
+			}
+			misspelt := f.misspells(old.id)
+			if f.unreadable || misspelt != "" || slices.Contains(f.broken, old.id) {
 				add(old.object)
+			}
+			for i := range s.problems {
+				if p := &s.problems[i]; p.File == mark.path && p.Object == misspelt && misspelt != "" {
+					p.Object = old.String()
+				}
 			}
 		}
 	}
@@ -132,6 +141,17 @@ func (s *store) load(marks []mark, now time.Time) {
 		o.setServerFields(old, s.version())
 	}
 	s.files, s.objects = files, next
+}
+
+// misspells returns the text of the object with a kind that does not exist and the name of another one;
+// "" for none.
+func (p *parsed) misspells(other id) string {
+	for _, m := range p.misspelt {
+		if m.namespace == other.namespace && m.name == other.name {
+			return m.String()
+		}
+	}
+	return ""
 }
 
 // seconds returns a time as an API server stores it.

@@ -208,6 +208,10 @@ func TestProblemEffect(t *testing.T) {
 	if again := load(begin.Add(3 * time.Minute))[0]; !again.Since.Equal(begin.Add(2 * time.Minute)) {
 		t.Errorf("since: got %v, want the time of the first load with the problem", again.Since)
 	}
+	unknown := load(begin.Add(210*time.Second), strings.Replace(webDestination, "kind: WebhookDestination", "kind: WebhookDestinaton", 1))[0]
+	if want := "the version of 2026-01-02T03:05:05Z remains in effect"; unknown.Effect != want || unknown.Object != "WebhookDestination default/crm" {
+		t.Errorf("effect of a misspelt kind: got %q of %s, want %q of WebhookDestination default/crm", unknown.Effect, unknown.Object, want)
+	}
 	load(begin.Add(4*time.Minute), webSource+"---\n"+webDestination)
 	p := load(begin.Add(5*time.Minute), "a: [\n")
 	if want := "the last valid versions of its 2 objects remain in effect"; p[0].Effect != want {
