@@ -240,6 +240,9 @@ func objectOf(args []string) (resource, name string, err error) {
 	// A kind may have its group, as in the output of get -o name.
 	kind, _, _ = strings.Cut(kind, ".")
 	resources, err := resourcesOf(kind)
+	if err != nil && name != "" && !strings.Contains(name, "/") && command.DidYouMean(kind, kindNames) == "" {
+		return "", "", command.Usagef("%q is not a kind; for an object of that namespace: %s -n %s", kind, name, kind)
+	}
 	if err != nil {
 		return "", "", err
 	}
