@@ -603,6 +603,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	prints("2 of 5 shown; set --limit to see more", 0, "deadletters", "list", "crm", "--limit", "2")
 	prints("5 dead letters stored; 5 messages became dead letters so far", 1, "why", "crm")
 	prints("--all", 2, "deadletters", "redeliver", "crm")
+	prints("1 of 1 key: no such dead letter of default/crm", 1, "deadletters", "redeliver", "crm", "absent")
 	prints("3 would be redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0", "--dry-run")
 	r.set(nil)
 	prints("3 redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0")

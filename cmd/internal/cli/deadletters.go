@@ -387,6 +387,9 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 	if left := sum.Matched - sum.Redelivered; err == nil && !a.DryRun && left > 0 {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d kept: their Source or endpoint is no longer part of the destination\n", left)
 	}
+	if keys := int64(len(a.Selector.Keys)); err == nil && sum.Matched < keys {
+		return fmt.Errorf("%d of %s: no such dead letter of %s, or another flag excludes it; 'deadletters list' shows the keys", keys-sum.Matched, plural(int(keys), "key"), a.Destination)
+	}
 	return err
 }
 
