@@ -549,7 +549,7 @@ func (e *explainer) endpoints() {
 		case p.State == v1alpha1.EndpointGone:
 			e.add(level, "Endpoint", "correct the URL, or remove the endpoint; a change of the destination triggers a probe", "%q answered 410 (Gone), one probe an hour is sent; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointCircuitOpen:
-			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, only probes are sent; %s%s%s", p.Name, success, failure, elsewhere)
+			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, %s; %s%s%s", p.Name, e.probes(), success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil && !p.LastSuccessTime.Before(&p.LastFailure.Time):
 			e.add(Notice, "Endpoint", "", "%q fails now and then, or recovers; %s%s", p.Name, success, failure)
 		case p.State == v1alpha1.EndpointDegraded:
@@ -568,6 +568,21 @@ func (e *explainer) endpoints() {
 				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the disk space", count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
 		}
 	}
+}
+
+// probes describes what is sent to an endpoint with an open circuit.
+func (e *explainer) probes() string {
+	c, known := e.counts()
+	if known && c.Pending == 0 {
+		return "and no message is pending; the next one is sent as a probe"
+	}
+	text := "only probes are sent"
+	if known && c.NextAttemptTime != nil && !e.paused {
+		if in := c.NextAttemptTime.Sub(e.Now); in > time.Second {
+			text += ", the next one in " + in.Round(time.Second).String() + "; all pending messages follow when it succeeds"
+		}
+	}
+	return text
 }
 
 // firstAttempts returns the number of messages whose first attempt at an endpoint is
@@ -605,7 +620,10 @@ func (e *explainer) backlog() {
 		e.add(Fine, "Backlog", "", "no backlog; %s delivered so far", count(c.Delivered, "message"))
 	} else {
 		text := count(c.Pending, "message") + " pending"
-		if c.Retrying > 0 {
+		switch {
+		case c.Retrying == 1:
+			text += ", 1 of them is a retry"
+		case c.Retrying > 1:
 			text += fmt.Sprintf(", %d of them are retries", c.Retrying)
 		}
 		if c.OldestPendingTime != nil {

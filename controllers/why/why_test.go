@@ -168,7 +168,11 @@ func TestExplain(t *testing.T) {
 			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 1}
 		}), "Filter", "the filter excluded every call so far (1 message)", "integrations", ""},
 		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
-		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, only probes are sent; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, and no message is pending; the next one is sent as a probe; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"circuit open, next probe", func(f *Facts) {
+			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			f.Destinations[0].Status.Delivery = &v1alpha1.DeliveryStatus{Pending: 3, Retrying: 1, NextAttemptTime: at(-40 * time.Second)}
+		}, "Endpoint", `circuit breaker of "primary" is open, only probes are sent, the next one in 40s; all pending messages follow when it succeeds; last success`, "log", "3 messages pending, 1 of them is a retry"},
 		{"gone", failing(v1alpha1.EndpointGone, "Rejected", "answered 410 Gone"), "Endpoint", `"primary" answered 410 (Gone), one probe an hour is sent; last success 3s ago; the last failure was 2s ago: answered 410 Gone (Rejected)`, "correct the URL", ""},
 		{"one endpoint of two", func(f *Facts) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
