@@ -316,6 +316,9 @@ func TestRefusedFlags(t *testing.T) {
 		{"kubectl attempts crm -o wide", `--output "wide": use json`},
 		{"debug lane", "lanes, config or pprof/NAME"},
 		{"get sources -o xml", "use wide, name, yaml, json or jsonpath=TEMPLATE"},
+		{"send identify --event E", "--event is not for identify; it is for track"},
+		{"send track --name N", "--name is not for track; it is for page and screen"},
+		{"sink --listen 9000", `--listen "9000": use HOST:PORT or :PORT`},
 		{"send trak", `"trak" is not one of identify, track`},
 	} {
 		t.Run(c.line, func(t *testing.T) {

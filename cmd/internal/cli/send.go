@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -44,6 +45,11 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			body, err := readJSON(raw, cmd.InOrStdin())
 			if err != nil {
 				return err
+			}
+			for flag, types := range typesOf {
+				if cmd.Flags().Changed(flag) && !slices.Contains(types, args[0]) {
+					return command.Usagef("--%s is not for %s; it is for %s", flag, args[0], strings.Join(types, " and "))
+				}
 			}
 			if raw == "" {
 				if body, err = newCall(fields, key, props); err != nil {
@@ -89,12 +95,15 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{
 		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},
-		"name": {"name", "the page's or screen's name"}, "group": {"groupId", "the group's id (group)"}, "previous": {"previousId", "the previous id (alias)"},
+		"name": {"name", "the page's or screen's name (page, screen)"}, "group": {"groupId", "the group's id (group)"}, "previous": {"previousId", "the previous id (alias)"},
 	} {
 		fields[field[0]] = f.String(flag, "", field[1])
 	}
 	return cmd
 }
+
+// typesOf maps the flags that are not for all types of calls to their types.
+var typesOf = map[string][]string{"event": {"track"}, "name": {"page", "screen"}, "group": {"group"}, "previous": {"alias"}}
 
 // propertiesOf maps the types of calls to the field that -p sets; alias and batch have none.
 var propertiesOf = map[string]string{

@@ -58,6 +58,9 @@ develop, whose status is then the answer.`,
 					return command.UsageError(err)
 				}
 			}
+			if _, _, err := net.SplitHostPort(listen); err != nil {
+				return command.Usagef("--listen %q: use HOST:PORT or :PORT, for example :9000", listen)
+			}
 			listener, err := net.Listen("tcp", listen)
 			if err != nil {
 				return err

@@ -109,6 +109,9 @@ func (o *tail) run(cmd *cobra.Command, targets []target) error {
 	if o.forwardTo != "" && o.output == "" {
 		fmt.Fprintf(cmd.ErrOrStderr(), "sending the attempts on to %s; stop with Ctrl-C\n", o.forwardTo)
 	}
+	if o.forwardTo == "" && o.output == "" {
+		fmt.Fprintln(cmd.ErrOrStderr(), strings.ReplaceAll(attemptHeader, "\t", "  "))
+	}
 	for a := range attempts {
 		if a.Missed > 0 {
 			o.missed += a.Missed
