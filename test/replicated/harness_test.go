@@ -116,7 +116,7 @@ func startPods(t *testing.T, n int, manifests map[string]string, flags ...string
 				t.Fatal(err)
 			}
 		}
-		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", process.FreeAddr()}, flags...)...)
+		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0"}, flags...)...)
 		p.calls, p.Addr, p.Log = p.Addr, "", &p.log
 		p.start()
 		t.Cleanup(func() {
