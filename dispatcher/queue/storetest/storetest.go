@@ -1184,8 +1184,15 @@ func (x *suite) notifyOnRetry() {
 	x.store.Retry(got[0], x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
 	x.store.Retry(got[1], x.Clock.Now().Add(30*time.Millisecond), x.failure("TimedOut"))
 	w.wait(x, lane)
-	x.equal("due", seqs(x.lease(lane, 10)), []uint64{2})
-	x.equal("notifications", w.count(lane), 2)
+	due := x.lease(lane, 10)
+	for len(due) == 0 { // The notification of an append can be later than the first lease.
+		w.wait(x, lane)
+		due = x.lease(lane, 10)
+	}
+	x.equal("due", seqs(due), []uint64{2})
+	if n := w.count(lane); n > 3 {
+		x.Errorf("notifications: got %d, want one of the retry and at most one of each append", n)
+	}
 
 	// The lane is also notified of retries of an earlier run.
 	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
