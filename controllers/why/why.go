@@ -570,7 +570,7 @@ func (e *explainer) endpoints() {
 	}
 }
 
-// probes describes what is sent to an endpoint with an open circuit.
+// probes describes the requests to an endpoint with an open circuit.
 func (e *explainer) probes() string {
 	c, known := e.counts()
 	if known && c.Pending == 0 {
