@@ -57,10 +57,15 @@ func TestControllers(t *testing.T) {
 	RunSpecs(t, "controllers")
 }
 
-var _ = BeforeSuite(func() {
+// init sets the logger, because controller-runtime drops the log of a process that has none after 30
+// seconds. On a busy machine the suite begins later.
+func init() {
 	logger := logr.FromSlogHandler(slog.NewTextHandler(logs, nil))
 	ctrl.SetLogger(logger)
 	klog.SetLogger(logger)
+}
+
+var _ = BeforeSuite(func() {
 	var err error
 	server, err = env.Start()
 	Expect(err).NotTo(HaveOccurred())
