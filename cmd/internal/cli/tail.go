@@ -100,6 +100,9 @@ type tailLine struct {
 }
 
 func (o *tail) run(cmd *cobra.Command, targets []target) error {
+	if o.forwardTo == "" && o.output == "" {
+		fmt.Fprintln(cmd.ErrOrStderr(), strings.ReplaceAll(attemptHeader, "\t", "  "))
+	}
 	attempts := make(chan adminapi.AttemptWithBody)
 	group, ctx := errgroup.WithContext(cmd.Context())
 	for _, t := range targets {
@@ -108,9 +111,6 @@ func (o *tail) run(cmd *cobra.Command, targets []target) error {
 	go func() { _ = group.Wait(); close(attempts) }()
 	if o.forwardTo != "" && o.output == "" {
 		fmt.Fprintf(cmd.ErrOrStderr(), "sending the attempts on to %s; stop with Ctrl-C\n", o.forwardTo)
-	}
-	if o.forwardTo == "" && o.output == "" {
-		fmt.Fprintln(cmd.ErrOrStderr(), strings.ReplaceAll(attemptHeader, "\t", "  "))
 	}
 	for a := range attempts {
 		if a.Missed > 0 {
