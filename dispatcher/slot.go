@@ -185,6 +185,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
 	}
+	t.durability.read, t.durability.logger = t.remote.Durability, o.Logger
 	s.because("standby: another process owns the slot, or did a moment ago")
 	q := o.Queue
 	q.Logger = o.Logger
@@ -267,6 +268,7 @@ func (d *Dispatcher) logState() *adminapi.LogState {
 		Pod: d.options.Pod, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(),
 	}
+	t.durability.describe(state)
 	if err := d.Ready(); err != nil {
 		state.Ready, state.Reason = false, err.Error()
 	}
@@ -376,7 +378,8 @@ type term struct {
 	dir      string
 	logger   *slog.Logger
 	// snapshots is set when the store is open.
-	snapshots atomic.Pointer[slots.Snapshotter]
+	snapshots  atomic.Pointer[slots.Snapshotter]
+	durability durability
 }
 
 // run runs a Dispatcher until ctx is done or the term has ended.
@@ -391,6 +394,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		case <-running.Done():
 		}
 	}()
+	go t.durability.watch(running)
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)
@@ -527,6 +531,7 @@ func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder, sequence f
 	gauge("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", func() float64 { return t.writer.Status().Unacknowledged.Seconds() })
 	gauge("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", func() float64 { return float64(t.writer.Status().Bytes) })
 	gauge("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", func() float64 { return float64(t.writer.Status().MaxBytes) })
+	t.durability.register(r)
 	gauge("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", func() float64 {
 		taken := t.snapshotTaken()
 		if taken.IsZero() {

@@ -35,6 +35,15 @@ type LogState struct {
 	MaxBytes int64 `json:"maxBytes,omitempty"`
 	// Snapshot is the time of the last snapshot; zero before the first one.
 	Snapshot time.Time `json:"snapshot,omitzero"`
+	// Sync is "Always" if a server has confirmed that it syncs each record to its disk, "Periodic" if it
+	// does not, and "Unknown" without an answer of the monitoring port; empty before the first check.
+	Sync string `json:"sync,omitempty"`
+	// Replicas is the number of servers that should have a copy of each record, and CurrentReplicas the
+	// number of those that have all records; 0 before the first check.
+	Replicas        int `json:"replicas,omitempty"`
+	CurrentReplicas int `json:"currentReplicas,omitempty"`
+	// Weak are the settings of the servers with which a loss of servers can lose calls, with their fixes.
+	Weak []string `json:"weak,omitempty"`
 }
 
 // Log returns the part of the process in a replicated log; nil if it has none.

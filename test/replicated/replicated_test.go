@@ -115,6 +115,7 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 	}
 	repeated := checkDelivered(t, all, r)
 	checkMetrics(t, pods)
+	checkCopies(t, s, pods)
 	t.Logf("%d acknowledged calls, %d repeated deliveries; %d of %d takeovers after the loss of the owner within %v; longest time without an acknowledged call %v",
 		len(all.acknowledged), repeated, quick, losses, takeover, longest.Round(10*time.Millisecond))
 	ledger := report(t, pods)
@@ -167,6 +168,30 @@ func checkMetrics(t *testing.T, pods []*pod) {
 			}
 		}
 	}
+}
+
+// checkCopies stops a server: posthorn slots reports the missing copy until the server has all records
+// again.
+func checkCopies(t *testing.T, s *servers, pods []*pod) {
+	t.Helper()
+	slots := func(what string, want string, fails bool) {
+		t.Helper()
+		err := wait.Until(func() error {
+			out, err := exec.Command(binary, "slots", "--admin", owner(t, pods).Admin).CombinedOutput()
+			if got := string(out); !strings.Contains(got, want) || strings.Contains(got, "servers of the log have all records") != fails || (err != nil) != fails {
+				return fmt.Errorf("posthorn slots: got error %w and\n%s\nwant %q, failed %v", err, got, want, fails)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	slots("all servers", "It is not known whether the servers sync each record", false)
+	s.stop(2)
+	slots("without a server", "2 of 3 servers of the log have all records", true)
+	s.start(2)
+	slots("with the server again", "owner", false)
 }
 
 // acknowledge waits for a number of further acknowledged calls.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"text/tabwriter"
 	"time"
 
@@ -33,7 +34,8 @@ func newSlots(flags connectorFlags) *cobra.Command {
 		Short: "Show the owner and the standbys of a replicated log",
 		Long: `Shows which dispatcher owns the messages in a replicated log (--log), and how many
 records the standbys are behind. It exits 1 if there is no owner, if the owner
-cannot deliver, or if a process is not ready.`,
+cannot deliver, if a process is not ready, if a server of the log lacks records, or if
+a setting of the servers can lose calls.`,
 		Example: `  posthorn slots
   posthorn slots -o json`,
 		Args: command.ExactArgs(),
@@ -115,6 +117,10 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, asked int) error {
 			if !s.MaySend {
 				problems = append(problems, name+" owns the slot and cannot deliver: the log does not answer")
 			}
+			problems = append(problems, s.Weak...)
+			if s.CurrentReplicas < s.Replicas {
+				problems = append(problems, fmt.Sprintf("%d of %d servers of the log have all records; start the others, or wait until they have caught up", s.CurrentReplicas, s.Replicas))
+			}
 		}
 		if !s.Ready {
 			problems = append(problems, name+" is not ready: "+s.Reason)
@@ -125,6 +131,9 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, asked int) error {
 		problems = append(problems, "no process owns the slot; a standby takes over within about 15 s")
 	} else if owners == 0 {
 		fmt.Fprintf(w, "\nThe owner is %s.\n", states[0].OwnerName)
+	}
+	if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Sync == "Unknown" }) {
+		fmt.Fprintln(w, "\nIt is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL.")
 	}
 	if len(problems) == 0 {
 		return nil

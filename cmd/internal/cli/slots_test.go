@@ -38,6 +38,9 @@ func TestSlots(t *testing.T) {
 		"one standby":         {[]adminapi.LogState{standby}, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
 		"standbys alone":      {[]adminapi.LogState{standby, standby}, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
 		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
+		"weak settings":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"} })}, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
+		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
+		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
 		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 2, true, "dispatcher-1 is not ready: connecting to the log."},
 	} {
 		var out strings.Builder

@@ -81,7 +81,30 @@ type Remote struct {
 	Log Log
 	// Snapshots has the files of snapshots, and Members those of audiences.
 	Snapshots, Members Objects
+	// Durability reads how safely the servers store the records now. May be nil.
+	Durability func(context.Context) (Durability, error)
 }
+
+// Durability is how safely the servers store the records of a slot.
+type Durability struct {
+	// Sync is whether a server syncs each record to its disk.
+	Sync Sync
+	// Replicas is the number of servers that should have a copy, and Current the number of those
+	// that have all records; the smallest of the stream and the object stores.
+	Replicas, Current int
+	// Weak are the settings with which a loss of servers can lose calls, each with its fix.
+	Weak []string
+}
+
+// Sync is whether a server syncs each record to its disk before it acknowledges it.
+type Sync string
+
+// The values of Sync.
+const (
+	SyncAlways   Sync = "Always"
+	SyncPeriodic Sync = "Periodic"
+	SyncUnknown  Sync = "Unknown"
+)
 
 // ErrSessionEnded reports that another session has claimed the slot, or that the stream is
 // damaged. The store of the session must be closed; its files may have batches that the stream

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net/http"
 	"regexp"
 	"strings"
@@ -132,21 +133,26 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 		return r, err
 	}
 	base := fmt.Sprintf("PH_%s_W%d", c.c.Name, slot)
-	r.Log, err = Open(ctx, c.nc, StreamConfig{
+	log, err := Open(ctx, c.nc, StreamConfig{
 		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes,
 	})
 	if err != nil {
 		return r, explain(err)
 	}
-	r.Snapshots, err = OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base, Replicas: c.c.Replicas, MaxBytes: 3 * c.c.MaxBytes})
+	snapshots, err := OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base, Replicas: c.c.Replicas, MaxBytes: 3 * c.c.MaxBytes})
 	if err != nil {
 		return r, explain(err)
 	}
-	r.Members, err = OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base + "_members", Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes})
+	members, err := OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base + "_members", Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes})
 	if err != nil {
 		return r, explain(err)
 	}
-	return r, nil
+	return slots.Remote{
+		Log: log, Snapshots: snapshots, Members: members,
+		Durability: func(ctx context.Context) (slots.Durability, error) {
+			return c.durability(ctx, log, log.stream, snapshots.stream, members.stream)
+		},
+	}, nil
 }
 
 // check checks the servers.
@@ -168,21 +174,77 @@ func (c *Client) check(ctx context.Context) error {
 	if c.c.Monitoring == "" || c.c.AllowWeak {
 		return nil
 	}
-	return c.checkSync(ctx)
+	switch sync, err := c.readSync(ctx); {
+	case err != nil:
+		return err
+	case sync != slots.SyncAlways:
+		return errors.New(weakSync)
+	}
+	return nil
 }
 
-// checkSync checks that the servers sync each record to their disks.
-func (c *Client) checkSync(ctx context.Context) error {
+// durability reads the present settings and copies of a slot's streams, the first of which is that of
+// log. A change of a stream while it is in use loses no calls by itself, so it is not an error.
+func (c *Client) durability(ctx context.Context, log *Log, streams ...jetstream.Stream) (slots.Durability, error) {
+	d := slots.Durability{Sync: slots.SyncUnknown, Replicas: math.MaxInt, Current: math.MaxInt}
+	for _, s := range streams {
+		info, err := s.Info(ctx)
+		if err != nil {
+			return slots.Durability{}, fmt.Errorf("read the settings of stream %s: %w", s.CachedInfo().Config.Name, err)
+		}
+		d.Replicas, d.Current = min(d.Replicas, info.Config.Replicas), min(d.Current, currentCopies(info))
+		if info.Config.Replicas < MinReplicas {
+			d.Weak = append(d.Weak, fmt.Sprintf("stream %s has num_replicas %d, so the loss of one server can lose calls; set it to %d", info.Config.Name, info.Config.Replicas, MinReplicas))
+		} else if s == log.stream {
+			if err := checkSettings(info.Config, log.want); err != nil {
+				d.Weak = append(d.Weak, fmt.Sprintf("stream %s: %v", info.Config.Name, err))
+			}
+		}
+	}
+	if c.c.Monitoring == "" {
+		return d, nil
+	}
+	// Without an answer of the monitoring port, the value is not known.
+	if sync, err := c.readSync(ctx); err == nil {
+		d.Sync = sync
+	}
+	if d.Sync == slots.SyncPeriodic {
+		d.Weak = append(d.Weak, weakSync)
+	}
+	return d, nil
+}
+
+// currentCopies returns the number of servers that have all records of a stream.
+func currentCopies(info *jetstream.StreamInfo) int {
+	if info.Cluster == nil {
+		return 1 // A single server.
+	}
+	n := 0
+	if info.Cluster.Leader != "" {
+		n++
+	}
+	for _, r := range info.Cluster.Replicas {
+		if r.Current && !r.Offline {
+			n++
+		}
+	}
+	return n
+}
+
+const weakSync = "the NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }"
+
+// readSync asks the monitoring port whether the server syncs each record to its disk.
+func (c *Client) readSync(ctx context.Context) (slots.Sync, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	url := strings.TrimSuffix(c.c.Monitoring, "/") + "/jsz?config=true"
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return fmt.Errorf("check sync_interval: %w", err)
+		return "", fmt.Errorf("check sync_interval: %w", err)
 	}
 	answer, err := http.DefaultClient.Do(r)
 	if err != nil {
-		return fmt.Errorf("check sync_interval: %w", err)
+		return "", fmt.Errorf("check sync_interval: %w", err)
 	}
 	defer func() { _ = answer.Body.Close() }()
 	var found struct {
@@ -191,15 +253,15 @@ func (c *Client) checkSync(ctx context.Context) error {
 		} `json:"config"`
 	}
 	if answer.StatusCode != http.StatusOK {
-		return fmt.Errorf("check sync_interval: %s answered with status %d; set --log-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
+		return "", fmt.Errorf("check sync_interval: %s answered with status %d; set --log-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
 	}
 	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxPayload)).Decode(&found); err != nil {
-		return fmt.Errorf("check sync_interval: %s did not answer with the state of JetStream: %w", url, err)
+		return "", fmt.Errorf("check sync_interval: %s did not answer with the state of JetStream: %w", url, err)
 	}
 	if !found.Config.SyncAlways {
-		return errors.New("the NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }")
+		return slots.SyncPeriodic, nil
 	}
-	return nil
+	return slots.SyncAlways, nil
 }
 
 // explain adds the fix to errors of the servers.

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // config is a valid Config for one server.
@@ -140,11 +142,11 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		}
 		defer client.Close()
 		client.c.AllowWeak, client.c.Monitoring = false, monitor.URL
-		err = client.checkSync(t.Context())
+		err = client.check(t.Context())
 		wantText(t, "no sync of each record", err, "sync_interval: always")
 		for path, want := range map[string]string{"/404": "status 404; set --log-monitoring", "/text": "did not answer with the state of JetStream"} {
 			client.c.Monitoring = other.URL + path
-			err := client.checkSync(t.Context())
+			err := client.check(t.Context())
 			wantText(t, "another server at "+path, err, want)
 			if strings.Contains(err.Error(), "%!") {
 				t.Errorf("another server at %s: got the malformed error %v", path, err)
@@ -152,10 +154,92 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		}
 		client.c.Monitoring = monitor.URL
 		always = true
-		if err := client.checkSync(t.Context()); err != nil {
+		if err := client.check(t.Context()); err != nil {
 			t.Errorf("sync of each record: got error %v, want none", err)
 		}
 	})
+}
+
+// Settings that become weak while a slot is in use are reported with their fixes.
+func TestDurability(t *testing.T) {
+	url := startCluster(t).ClientURL()
+	var always atomic.Bool
+	always.Store(true)
+	monitor := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintf(w, `{"config":{"sync_always":%v}}`, always.Load())
+	}))
+	defer monitor.Close()
+	c := config(url)
+	c.Replicas, c.AllowWeak, c.Monitoring = MinReplicas, false, monitor.URL
+	var remote slots.Remote
+	if err := wait.Until(func() (err error) { // Servers without a leader do not answer.
+		remote, err = openSlot(t, c)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	read := func() slots.Durability {
+		t.Helper()
+		d, err := remote.Durability(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	var d slots.Durability
+	if err := wait.Until(func() error { // A new stream needs a moment for its copies.
+		if d = read(); d.Current < MinReplicas {
+			return fmt.Errorf("got %d current copies, want %d", d.Current, MinReplicas)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if d.Sync != slots.SyncAlways || d.Replicas != MinReplicas || len(d.Weak) > 0 {
+		t.Errorf("safe settings: got %+v", d)
+	}
+	nc, err := Connect(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for stream, change := range map[string]func(*jetstream.StreamConfig){
+		"PH_test_W0":             func(c *jetstream.StreamConfig) { c.MaxAge = time.Hour },
+		"OBJ_PH_test_W0_members": func(c *jetstream.StreamConfig) { c.Replicas = 1 },
+	} {
+		s, err := js.Stream(t.Context(), stream)
+		if err != nil {
+			t.Fatal(err)
+		}
+		settings := s.CachedInfo().Config
+		change(&settings)
+		if _, err := js.UpdateStream(t.Context(), settings); err != nil {
+			t.Fatal(err)
+		}
+	}
+	always.Store(false)
+	d = read()
+	text := strings.Join(d.Weak, "\n")
+	for _, want := range []string{
+		"stream PH_test_W0: the stream has max_age 1h0m0s; set it to 0",
+		"stream OBJ_PH_test_W0_members has num_replicas 1, so the loss of one server can lose calls; set it to 3",
+		"set jetstream { sync_interval: always }",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("weak settings: got %q, want %q", text, want)
+		}
+	}
+	if d.Sync != slots.SyncPeriodic || d.Replicas != 1 || len(d.Weak) != 3 {
+		t.Errorf("weak settings: got %+v", d)
+	}
+	monitor.Close()
+	if d = read(); d.Sync != slots.SyncUnknown || len(d.Weak) != 2 {
+		t.Errorf("without the monitoring port: got %+v", d)
+	}
 }
 
 // A stream that was made by hand is refused if one of its settings can lose records.

@@ -43,6 +43,7 @@ type StreamConfig struct {
 type Log struct {
 	js      jetstream.JetStream
 	stream  jetstream.Stream
+	want    jetstream.StreamConfig
 	name    string
 	subject string
 }
@@ -92,7 +93,7 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 	if err := checkSettings(stream.CachedInfo().Config, want); err != nil {
 		return nil, err
 	}
-	return &Log{js, stream, c.Name, c.Subject}, nil
+	return &Log{js, stream, want, c.Name, c.Subject}, nil
 }
 
 // checkSettings returns an error that names the setting by which a stream cannot keep the records.

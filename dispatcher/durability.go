@@ -1,0 +1,89 @@
+package dispatcher
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// durabilityInterval is the time between two reads of the servers' settings.
+const durabilityInterval = 15 * time.Second
+
+// durability is what the owner of a slot knows about the servers' settings.
+type durability struct {
+	read   func(context.Context) (slots.Durability, error)
+	logger *slog.Logger
+	last   atomic.Pointer[slots.Durability]
+}
+
+// watch reads the settings until ctx is done, and logs changes. While the servers do not answer, it
+// keeps the last settings.
+func (w *durability) watch(ctx context.Context) {
+	if w.read == nil {
+		return
+	}
+	tick := time.NewTicker(durabilityInterval)
+	defer tick.Stop()
+	for {
+		if d, err := w.read(ctx); err == nil {
+			w.note(d)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// note keeps the settings, and logs what has changed.
+func (w *durability) note(d slots.Durability) {
+	before := w.known()
+	w.last.Store(&d)
+	for _, problem := range d.Weak {
+		if !slices.Contains(before.Weak, problem) {
+			w.logger.Error("a setting of the NATS servers can lose calls", "problem", problem)
+		}
+	}
+	if len(d.Weak) == 0 && len(before.Weak) > 0 {
+		w.logger.Info("the settings of the NATS servers are safe again")
+	}
+	switch {
+	case d.Current < d.Replicas && before.Current != d.Current:
+		w.logger.Warn("servers of the log lack records, or do not answer", "copies", d.Current, "replicas", d.Replicas)
+	case d.Current >= d.Replicas && before.Current < before.Replicas:
+		w.logger.Info("all servers of the log have all records again", "replicas", d.Replicas)
+	}
+}
+
+// known returns the last settings; zero before the first read.
+func (w *durability) known() slots.Durability {
+	if d := w.last.Load(); d != nil {
+		return *d
+	}
+	return slots.Durability{}
+}
+
+// describe adds the settings to the state of an owner.
+func (w *durability) describe(s *adminapi.LogState) {
+	d := w.known()
+	s.Sync, s.Replicas, s.CurrentReplicas, s.Weak = string(d.Sync), d.Replicas, d.Current, d.Weak
+}
+
+// register registers the metrics of the settings.
+func (w *durability) register(r prometheus.Registerer) {
+	gauge := func(name, help string, value func(slots.Durability) float64) {
+		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 { return value(w.known()) }))
+	}
+	gauge("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", func(d slots.Durability) float64 { return float64(len(d.Weak)) })
+	gauge("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", func(d slots.Durability) float64 { return number(d.Sync == slots.SyncAlways) })
+	gauge("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", func(d slots.Durability) float64 { return float64(d.Replicas) })
+	gauge("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", func(d slots.Durability) float64 { return float64(d.Current) })
+}
