@@ -57,6 +57,16 @@ type DeadLetterSelector struct {
 	// +optional
 	Reasons []string `json:"reasons,omitempty"`
 
+	// Dead letters whose last response had one of these HTTP status codes, for example 422.
+	// 0 selects dead letters without a response. At most 32.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=32
+	// +kubebuilder:validation:items:Minimum=0
+	// +kubebuilder:validation:items:Maximum=999
+	// +listType=set
+	// +optional
+	StatusCodes []int32 `json:"statusCodes,omitempty"`
+
 	// Dead letters with one of these call types.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7

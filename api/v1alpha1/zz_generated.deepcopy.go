@@ -272,6 +272,11 @@ func (in *DeadLetterSelector) DeepCopyInto(out *DeadLetterSelector) {
 		*out = make([]string, len(*in))
 		copy(*out, *in)
 	}
+	if in.StatusCodes != nil {
+		in, out := &in.StatusCodes, &out.StatusCodes
+		*out = make([]int32, len(*in))
+		copy(*out, *in)
+	}
 	if in.Types != nil {
 		in, out := &in.Types, &out.Types
 		*out = make([]CallType, len(*in))

@@ -20,6 +20,7 @@ func RedeliveryID(namespace string, o *v1alpha1.Redelivery) string {
 	}
 	if s := spec.Selector; s != nil {
 		slices.Sort(s.Reasons)
+		slices.Sort(s.StatusCodes)
 		slices.Sort(s.Types)
 		slices.Sort(s.Events)
 	}

@@ -58,6 +58,9 @@ func (s Snapshot) redelivery(o *v1alpha1.Redelivery, destinations []*v1alpha1.We
 	}
 	if selector := o.Spec.Selector; selector != nil {
 		c.Reasons, c.Events = slices.Sorted(slices.Values(selector.Reasons)), slices.Sorted(slices.Values(selector.Events))
+		for _, code := range slices.Sorted(slices.Values(selector.StatusCodes)) {
+			c.StatusCodes = append(c.StatusCodes, int(code))
+		}
 		for _, t := range selector.Types {
 			c.Types = append(c.Types, string(t))
 		}

@@ -99,12 +99,12 @@ func TestRedeliveryEntry(t *testing.T) {
 	at := func(s int64) *metav1.Time { m := metav1.NewTime(time.Unix(s, 0)); return &m }
 	o := redeliveryOf(1, "crm", started, func(o *v1alpha1.Redelivery) {
 		o.Spec.DryRun = true
-		o.Spec.Selector = &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}}
+		o.Spec.Selector = &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, StatusCodes: []int32{422, 0}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}}
 	})
 	got, _ := compileRedeliveries(t, []string{"crm"}, o)
 	want := liveconfig.Redelivery{
 		Name: "r1", Generation: 3, Revision: got[0].Revision, ID: RedeliveryID("shop", &o), UID: "1", Destination: "crm", Phase: liveconfig.RedeliveryRun, DryRun: true,
-		Rate: 25, Reasons: []string{"Expired", "Rejected"}, Types: []string{"track"}, Events: []string{"E"},
+		Rate: 25, Reasons: []string{"Expired", "Rejected"}, StatusCodes: []int{0, 422}, Types: []string{"track"}, Events: []string{"E"},
 		Since: time.Unix(500, 0).UTC(), Until: redeliveryStart.UTC(), // not beyond the start
 	}
 	if diff := cmp.Diff([]liveconfig.Redelivery{want}, got); diff != "" {

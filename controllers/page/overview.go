@@ -460,7 +460,7 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 			i := id{r.key, d.Reason, d.StatusCode, d.FailedAt.UTC().Truncate(time.Hour)}
 			one := found[i]
 			if one == nil {
-				one = &group{key: r.key, Link: r.Link, Reason: d.Reason, StatusCode: d.StatusCode, Hour: i.hour, Redeliver: p.redeliver(r.key, d.Reason, i.hour)}
+				one = &group{key: r.key, Link: r.Link, Reason: d.Reason, StatusCode: d.StatusCode, Hour: i.hour, Redeliver: p.redeliver(r.key, d.Reason, d.StatusCode, i.hour)}
 				found[i] = one
 			}
 			one.N++
@@ -504,14 +504,14 @@ func (g groups) selected(result string) groups {
 	return g
 }
 
-// redeliver is the command that redelivers the dead letters of one reason and hour. All its words are
-// names of the API, so that a shell needs no quotes.
-func (p *Page) redeliver(k key, reason string, hour time.Time) string {
+// redeliver is the command that redelivers the dead letters of one reason, status code and hour. All
+// its words are names of the API, so that a shell needs no quotes.
+func (p *Page) redeliver(k key, reason string, code int, hour time.Time) string {
 	verb := "deadletters redeliver"
 	if !p.options.Standalone {
 		verb = "redeliver"
 	}
-	return fmt.Sprintf("%s %s %s -n %s --reason %s --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
+	return fmt.Sprintf("%s %s %s -n %s --reason %s --code %d --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason, code, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
 }
 
 // hit is an attempt or a dead letter of a message.

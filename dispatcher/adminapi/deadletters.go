@@ -51,10 +51,11 @@ type DeadLetterAction struct {
 type DeadLetterSelector struct {
 	// Keys of dead letters.
 	Keys []string `json:"keys,omitempty"`
-	// Reasons, types of call, and names of events.
-	Reasons []string `json:"reasons,omitempty"`
-	Types   []string `json:"types,omitempty"`
-	Events  []string `json:"events,omitempty"`
+	// Reasons, status codes (0 without a response), types of call, and names of events.
+	Reasons     []string `json:"reasons,omitempty"`
+	StatusCodes []int    `json:"statusCodes,omitempty"`
+	Types       []string `json:"types,omitempty"`
+	Events      []string `json:"events,omitempty"`
 	// Since and Until bound the time of the last failure; Until is exclusive.
 	Since time.Time `json:"since,omitzero"`
 	Until time.Time `json:"until,omitzero"`

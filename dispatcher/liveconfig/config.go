@@ -140,10 +140,12 @@ type Redelivery struct {
 	DryRun bool `json:"dryRun,omitempty"`
 	// Rate is in dead letters per second and pod.
 	Rate float64 `json:"rate"`
-	// Reasons, Types and Events select dead letters; an empty list selects all.
-	Reasons []string `json:"reasons,omitempty"`
-	Types   []string `json:"types,omitempty"`
-	Events  []string `json:"events,omitempty"`
+	// Reasons, StatusCodes (0 without a response), Types and Events select dead letters; an empty
+	// list selects all.
+	Reasons     []string `json:"reasons,omitempty"`
+	StatusCodes []int    `json:"statusCodes,omitempty"`
+	Types       []string `json:"types,omitempty"`
+	Events      []string `json:"events,omitempty"`
 	// Since and Until bound the time of the last failure; Until is exclusive, and not after
 	// the start of the run. It is zero in the phase RedeliveryBegin.
 	Since time.Time `json:"since,omitzero"`

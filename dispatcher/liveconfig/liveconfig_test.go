@@ -46,7 +46,7 @@ func full() Config {
 		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", UID: "1", Ended: true, DeadlineSeconds: 60, Sources: []string{"web"}, Suppress: true}},
 		Redeliveries: []Redelivery{{
 			Name: "again", Generation: 1, Revision: "r5", ID: "cd34", UID: "2", Destination: "crm", Phase: RedeliveryRun, DryRun: true, Rate: 2.5,
-			Reasons: []string{"Expired"}, Types: []string{"track"}, Events: []string{"E"}, Since: time.Unix(1, 0).UTC(), Until: time.Unix(2, 0).UTC(),
+			Reasons: []string{"Expired"}, StatusCodes: []int{422}, Types: []string{"track"}, Events: []string{"E"}, Since: time.Unix(1, 0).UTC(), Until: time.Unix(2, 0).UTC(),
 		}},
 	}
 }

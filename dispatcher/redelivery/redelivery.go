@@ -22,10 +22,12 @@ const pageSize = 100
 
 // matches reports whether a selector selects a dead letter.
 func matches(s adminapi.DeadLetterSelector, d queue.DeadLetter) bool {
-	in := func(list []string, v string) bool { return len(list) == 0 || slices.Contains(list, v) }
-	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
+	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.StatusCodes, d.Failure.StatusCode) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
 		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
 }
+
+// in reports whether a list selects a value; an empty one selects all.
+func in[T comparable](list []T, v T) bool { return len(list) == 0 || slices.Contains(list, v) }
 
 // Options configure Run and Purge.
 type Options struct {

@@ -123,6 +123,29 @@ func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 	check.NoError(t, "ledger of the lane", s.LaneStats(lane).Balance())
 }
 
+// 0 selects the dead letters without a response.
+func TestStatusCodesSelectDeadLetters(t *testing.T) {
+	s := open(t, 0, lane)
+	for i, code := range []int{422, 400, 0, 422, 0, 422} {
+		if _, err := s.Append(t.Context(), []queue.Message{{Source: src, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Body: []byte(`{}`)}}); err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range lease(t, s, lane) {
+			if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected", StatusCode: code}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, c := range []struct {
+		codes []int
+		want  int64
+	}{{nil, 6}, {[]int{422}, 3}, {[]int{0}, 2}, {[]int{0, 400}, 3}, {[]int{500}, 0}} {
+		p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{StatusCodes: c.codes}, redelivery.Options{DryRun: true})
+		check.NoError(t, fmt.Sprint("dry run of ", c.codes), err)
+		check.Equal(t, fmt.Sprint("Matched of ", c.codes), p.Matched, c.want)
+	}
+}
+
 func TestMessagesOfOneEndpointAreRedeliveredToIt(t *testing.T) {
 	a, b := queue.LaneID{Source: src, Destination: dest, Endpoint: "a"}, queue.LaneID{Source: src, Destination: dest, Endpoint: "b"}
 	s := open(t, 3, a)

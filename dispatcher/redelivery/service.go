@@ -380,5 +380,5 @@ func (w *worker) fail(cause error) error {
 
 func (w *worker) selector() adminapi.DeadLetterSelector {
 	c := w.config
-	return adminapi.DeadLetterSelector{Reasons: c.Reasons, Types: c.Types, Events: c.Events, Since: c.Since, Until: c.Until}
+	return adminapi.DeadLetterSelector{Reasons: c.Reasons, StatusCodes: c.StatusCodes, Types: c.Types, Events: c.Events, Since: c.Since, Until: c.Until}
 }

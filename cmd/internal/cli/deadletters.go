@@ -208,7 +208,7 @@ func newDeadLettersAction(flags connectorFlags, verb, short, done string, reques
 	var chosen selection
 	var yes bool
 	purge := verb == "purge"
-	example := fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --all", verb, verb)
+	example := fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --reason Rejected --code 422\n  posthorn deadletters %s crm --all", verb, verb, verb)
 	long := short + `. Select them by key, by a filter flag, or with --all.
 With --dry-run they are only counted.`
 	if purge {
@@ -262,6 +262,7 @@ func (c *selection) register(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.BoolVar(&c.all, "all", false, "all dead letters of the destination")
 	f.StringSliceVar(&c.Reasons, "reason", nil, "those with this reason, e.g. Expired")
+	f.IntSliceVar(&c.StatusCodes, "code", nil, "those whose last response had this status code, e.g. 422; 0: no response")
 	f.StringSliceVar(&c.Types, "type", nil, "those with this type of call")
 	f.StringSliceVar(&c.Events, "event", nil, "those with this event name")
 	f.StringVar(&c.since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
@@ -301,6 +302,11 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 	if err := cmp.Or(checkValues("--reason", c.Reasons, v1alpha1.DeadLetterReasons), checkValues("--type", c.Types, callTypes)); err != nil {
 		return err
 	}
+	for _, code := range c.StatusCodes {
+		if code < 0 || code > 999 {
+			return command.Usagef("--code %d: use a status code like 422, or 0 for dead letters without a response", code)
+		}
+	}
 	if c.Since, err = moment("--since", c.since); err != nil {
 		return err
 	}
@@ -308,8 +314,8 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 		return err
 	}
 	c.Keys = keys
-	if some := len(keys)+len(c.Reasons)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
-		return command.Usagef("select dead letters %s --reason, --type, --event, --since or --until; or set --all", how)
+	if some := len(keys)+len(c.Reasons)+len(c.StatusCodes)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
+		return command.Usagef("select dead letters %s --reason, --code, --type, --event, --since or --until; or set --all", how)
 	}
 	return nil
 }

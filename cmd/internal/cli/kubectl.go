@@ -333,6 +333,9 @@ func selectorOf(chosen selection) *v1alpha1.DeadLetterSelector {
 		return nil
 	}
 	s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
+	for _, code := range chosen.StatusCodes {
+		s.StatusCodes = append(s.StatusCodes, int32(code)) //nolint:gosec // selection.parse bounds it.
+	}
 	for _, t := range chosen.Types {
 		s.Types = append(s.Types, v1alpha1.CallType(t))
 	}

@@ -308,6 +308,7 @@ func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POSTHORN_WRITE_KEY", "")
 	for _, c := range []struct{ line, want string }{
 		{"kubectl atempts", `unknown command "atempts"; did you mean attempts?`},
+		{"deadletters redeliver crm --code 4222", "--code 4222: use a status code like 422"},
 		{"deadletters redeliver crm --rate x", `--rate "x": use a number`},
 		{"send track", "set --write-key or POSTHORN_WRITE_KEY"},
 		{"tail a b", `unexpected argument "b"`},
@@ -410,8 +411,8 @@ spec:
 	}
 
 	has(call(command.ExitUsage, "redeliver", "crm"), "--all")
-	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--since", "2h", "--rate", "7", "--wait=false"), "created")
-	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons}"); got != `crm 7 ["Rejected"]` {
+	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--code", "422,0", "--since", "2h", "--rate", "7", "--wait=false"), "created")
+	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons} {.items[*].spec.selector.statusCodes}"); got != `crm 7 ["Rejected"] [422,0]` {
 		t.Errorf("the Redelivery: %s", got)
 	}
 	// The command prints the progress and the result.
