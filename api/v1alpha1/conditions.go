@@ -105,16 +105,16 @@ var ReasonsWithDelivery = []string{ReasonInvalidForwardTarget, ReasonDestination
 
 // Reasons of Programmed.
 const (
-	// ReasonProgrammed: every ready dispatcher pod runs this revision.
+	// ReasonProgrammed: every ready dispatcher runs this revision.
 	ReasonProgrammed = "Programmed"
-	// ReasonPending: some ready dispatcher pods have not confirmed this revision yet; with
+	// ReasonPending: some ready dispatchers have not confirmed this revision yet; with
 	// the status Unknown, the operator has not processed the object yet. Action: wait some
-	// seconds; then check the dispatcher pods, or the operator.
+	// seconds; then check the logs of the dispatchers, or of the operator.
 	ReasonPending = "Pending"
-	// ReasonNoDispatcher: the object was changed, and no dispatcher pod is ready. Action:
-	// check the pods of the release's namespace.
+	// ReasonNoDispatcher: the object was changed, and no dispatcher is ready. Action:
+	// check the logs of the dispatchers.
 	ReasonNoDispatcher = "NoDispatcher"
-	// ReasonConfigRefused: a dispatcher pod rejected the config and keeps the previous one.
+	// ReasonConfigRefused: a dispatcher rejected the config and keeps the previous one.
 	// Action: update operator and dispatchers to one version; the message has the cause.
 	ReasonConfigRefused = "ConfigRefused"
 	// ReasonNotAccepted: Accepted is False, so the object has no effect. Action: see the
@@ -172,7 +172,8 @@ const (
 	ReasonDNSFailed = "DNSFailed"
 	// ReasonCertificateRejected: the endpoint's TLS certificate cannot be verified
 	// (self-signed, expired, unknown authority, wrong name). Nothing was sent. Action: use a
-	// certificate of a known authority, or set endpoints[].tls.caSecretKeyRef.
+	// certificate of a known authority, or set endpoints[].tls.caSecretKeyRef to the CA that
+	// issued it; a self-signed certificate is rejected even if it is listed there.
 	ReasonCertificateRejected = "CertificateRejected"
 	// ReasonTLSFailed: the TLS handshake failed for another reason. Action: check that the
 	// receiver accepts TLS at this port, and whether it requires a client certificate.

@@ -144,7 +144,7 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 			f.unknown++
 		}
 		if n := pod.Report.Namespace(namespace); n != nil && n.Refused != nil && f.refused == "" {
-			f.refused = "a dispatcher pod rejected the config and keeps the previous one: " + n.Refused.Error
+			f.refused = "a dispatcher rejected the config and keeps the previous one: " + n.Refused.Error
 		}
 	}
 	return f
@@ -179,7 +179,7 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
 	resolved := f.resolvedRefs()
 	programmed := f.programmed(programmable)
-	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher pod runs this revision"}
+	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher runs this revision"}
 	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The last one takes precedence.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
@@ -239,16 +239,16 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
 		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
 	case f.ready > 0 && f.confirmed == f.ready:
-		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher pod runs this revision"
+		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher runs this revision"
 	case f.keepsProgrammed():
 		before := f.before(v1alpha1.ConditionProgrammed)
 		c.Status, c.Reason, c.Message = before.Status, before.Reason, before.Message
 	case f.ready == 0:
-		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"
+		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher is ready; check the logs of the dispatchers"
 	case f.refused != "":
 		c.Reason, c.Message = v1alpha1.ReasonConfigRefused, f.refused
 	default:
-		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher pod has confirmed this revision yet; if this persists, see the pods of the release's namespace"
+		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher has confirmed this revision yet; if this persists, check the logs of the dispatchers"
 	}
 	return c
 }

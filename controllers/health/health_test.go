@@ -236,7 +236,7 @@ func TestProgrammedMessages(t *testing.T) {
 	}
 	behind := runs("p2")
 	behind.destination().Revision = "r0"
-	pending := "not every ready dispatcher pod has confirmed this revision yet; if this persists, see the pods of the release's namespace"
+	pending := "not every ready dispatcher has confirmed this revision yet; if this persists, check the logs of the dispatchers"
 	if got := message(runs("p1"), behind); got != pending {
 		t.Errorf("a pod is behind: got %q, want %q", got, pending)
 	}
@@ -244,7 +244,7 @@ func TestProgrammedMessages(t *testing.T) {
 		t.Errorf("a pod has no report: got %q, want %q", got, pending)
 	}
 	refusing := Pod{Name: "p2", Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}})}
-	if got := message(runs("p1"), refusing); got != "a dispatcher pod rejected the config and keeps the previous one: because" {
+	if got := message(runs("p1"), refusing); got != "a dispatcher rejected the config and keeps the previous one: because" {
 		t.Error(got)
 	}
 }
@@ -593,7 +593,7 @@ func TestSourceConditions(t *testing.T) {
 		{"only rejected calls for an hour", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
 		{"accepted and rejected calls", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
 		{"rejected calls on one pod, accepted calls on another", accepted(), []Pod{takes("p1", adminapi.SourceReport{LastRejected: at(0)}), takes("p2", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"quota full", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", adminapi.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher pod's storage, or this Source's quota, is full"},
+		{"quota full", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", adminapi.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher's storage, or this Source's quota, is full"},
 		{"disk full", accepted(), []Pod{takes("p1", adminapi.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", ""},
 		{"disabled", disabled(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
 		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},

@@ -86,14 +86,14 @@ func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, po
 		s.StartTime = &f.now
 		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again"}
 	case f.ready == 0:
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "no dispatcher pod is ready"}
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "no dispatcher is ready"}
 	case p.begun < f.ready:
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for every dispatcher pod to record the run"}
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for every dispatcher to record the run"}
 		switch {
 		case f.refused != "":
 			o.Message = f.refused
 		case f.silent:
-			o.Message += "; a pod does not answer, see the pods of the release's namespace"
+			o.Message += "; a dispatcher does not answer; check the logs of the dispatchers"
 		}
 	default:
 		// Rounded up to the precision of the API, so that no dead letter is excluded.

@@ -123,7 +123,7 @@ func (f facts) receiving(t traffic) metav1.Condition {
 		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
 	case t.pressure:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
-			"calls are answered 503 because a dispatcher pod's storage, or this Source's quota, is full; see the pending messages of its destinations")
+			"calls are answered 503 because a dispatcher's storage, or this Source's quota, is full; see the pending messages of its destinations")
 	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
 		message := "all of the latest calls were rejected"
 		if t.lastRejection != "" {

@@ -101,10 +101,10 @@ func (p *Page) newOverview(v view, query string) overview {
 		o.Problems = append(o.Problems, problem{Object: cmp.Or(m.Object, m.Position()), Text: "manifest rejected: " + m.Detail(), Fix: "correct the manifest"})
 	}
 	if v.missing != nil {
-		o.Problems = append(o.Problems, problem{Object: "dispatchers", Text: "some are not connected: " + v.missing.Error(), Fix: "check the pods; their numbers are missing here"})
+		o.Problems = append(o.Problems, problem{Object: "dispatchers", Text: "some are not connected: " + v.missing.Error(), Fix: "check their logs; their numbers are missing here"})
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.silent)) {
-		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check the pod and its log; its last numbers are shown"})
+		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check its log; its last numbers are shown"})
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]

@@ -171,7 +171,7 @@ func (e *explainer) spec() {
 	accepted, refused := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionAccepted), refusals(e.d.Status.Conditions)
 	switch {
 	case accepted == nil || accepted.ObservedGeneration < e.d.Generation:
-		e.add(Problem, "Destination", "check the operator's pod and its log", "the operator has not processed this version of the destination yet")
+		e.add(Problem, "Destination", "check the operator's log", "the operator has not processed this version of the destination yet")
 	case len(refused) > 0:
 		for _, c := range refused {
 			fix, ok := fixes[c.Reason]
@@ -268,9 +268,9 @@ func (e *explainer) config() {
 		e.add(Fine, "Config", "", "every ready dispatcher runs this version")
 		return
 	}
-	fix := "wait some seconds; if the problem remains, check the dispatcher pods"
+	fix := "wait some seconds; if the problem remains, check the logs of the dispatchers"
 	if programmed.Reason == v1alpha1.ReasonNoDispatcher {
-		fix = "contact an administrator: the dispatcher pods are not ready"
+		fix = "contact an administrator: the dispatchers are not ready"
 	}
 	e.add(Problem, "Config", fix, "%s (%s)", programmed.Message, programmed.Reason)
 }
@@ -516,10 +516,10 @@ var hints = map[string]string{
 	v1alpha1.ReasonConnectionRefused:   "check the host and the port, and that the receiver runs",
 	v1alpha1.ReasonConnectionFailed:    "check the network between the dispatchers and the receiver",
 	v1alpha1.ReasonDNSFailed:           "check the host name in the URL",
-	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set the private authority in endpoints[].tls.caSecretKeyRef; self-signed certificates are never accepted",
+	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set spec.endpoints[].tls.caSecretKeyRef to the CA of a private one; a self-signed certificate is rejected even if it is listed there",
 	v1alpha1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
 	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
-	v1alpha1.ReasonProxyFailed:         "this is the release's egress proxy, not the receiver: ask an administrator to check the proxy, its rules and its credentials; messages wait meanwhile",
+	v1alpha1.ReasonProxyFailed:         "this is Posthorn's egress proxy, not the receiver: ask an administrator to check the proxy, its rules and its credentials; messages wait meanwhile",
 	v1alpha1.ReasonTokenFailed:         "check endpoints[].authentication.oauth2: the token URL, the client ID, the secret and the scopes; messages wait until a token can be obtained",
 	v1alpha1.ReasonServerError:         "check the receiver's log",
 	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",

@@ -129,8 +129,8 @@ func TestExplain(t *testing.T) {
 		{"the operator does not run", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's pod", ""},
 		{"created a moment ago", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
 		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
-			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher pod is ready")
-		}), "Config", "no dispatcher pod is ready (NoDispatcher)", "contact an administrator", ""},
+			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher is ready")
+		}), "Config", "no dispatcher is ready (NoDispatcher)", "contact an administrator", ""},
 		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
 		}), "Config", "1 of 2 (Pending)", "wait", ""},

@@ -206,7 +206,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	return TLSFailed, fmt.Sprintf("TLS handshake with %s failed: %s", e.host, clip(err.Error()))
 }
 
-const whySelfSigned = "it is self-signed, which is never accepted; use a certificate of an authority (for a private authority, configure its CA in the tls of the endpoint)"
+const whySelfSigned = "it is self-signed, which is rejected even if tls.caSecretKeyRef lists it; use a certificate that a CA issued, and set tls.caSecretKeyRef to a private CA"
 
 func whyUnverified(leaf *x509.Certificate, err error) string {
 	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
@@ -226,7 +226,7 @@ func whyUnverified(leaf *x509.Certificate, err error) string {
 		return fmt.Sprintf("it is not valid for this host, but for %q", clip(strings.Join(names, ", ")))
 	}
 	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
-		return "the authority that signed it is not trusted; for a private authority, configure its CA in the tls of the endpoint"
+		return "the authority that signed it is not trusted; set tls.caSecretKeyRef to its CA if it is a private one"
 	}
 	return clip(err.Error())
 }
