@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // reasonDiscardAhead is the reason of the Event that announces a discard.
@@ -43,8 +44,8 @@ func (a *discardAnnouncer) announce(ctx context.Context, pods []health.Pod) {
 		}
 		a.announced[key] = true
 		a.events.Eventf(a.object(ctx, key), nil, corev1.EventTypeWarning, reasonDiscardAhead, "Discard",
-			"%d pending messages of Source %q for WebhookDestination %q will be discarded at %s, because one of them, their connection or an endpoint was deleted; create it again to keep them",
-			d.Messages, key.source, key.destination, d.At.UTC().Format(time.RFC3339))
+			"%s of Source %q for WebhookDestination %q will be discarded at %s, because one of them, their connection or an endpoint was deleted; create it again to keep them",
+			plural.Count(d.Messages, "pending message"), key.source, key.destination, d.At.UTC().Format(time.RFC3339))
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 func newBackup() *cobra.Command {
@@ -252,7 +253,7 @@ func restore(ctx context.Context, out io.Writer, from, data string) (err error) 
 			return err
 		}
 	}
-	fmt.Fprintf(out, "Restored the backup of %s: %d lanes, %d dead letters, %d bytes. Start Posthorn with --data %s.\n", index.Time.Format(time.RFC3339), lanes, deadLetters, index.Bytes, data)
+	fmt.Fprintf(out, "Restored the backup of %s: %s, %s, %d bytes. Start Posthorn with --data %s.\n", index.Time.Format(time.RFC3339), plural.Count(lanes, "lane"), plural.Count(deadLetters, "dead letter"), index.Bytes, data)
 	return nil
 }
 

@@ -147,7 +147,7 @@ func TestRestoreAfterKill(t *testing.T) {
 		}
 	}
 	out, code := runMain("restore", whole, "--data", data)
-	if code != command.ExitOK || !strings.Contains(out, "1 lanes") {
+	if code != command.ExitOK || !strings.Contains(out, "1 lane") {
 		t.Errorf("restore: got exit code %d: %s, want %d and one lane", code, out, command.ExitOK)
 	}
 	if got, want := names(data), "queue"; got != want {

@@ -12,6 +12,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 func newCompile() *cobra.Command {
@@ -103,14 +104,20 @@ func printVerdict(w io.Writer, compiled standalone.Compiled) {
 			fmt.Fprintln(w, p)
 		}
 	}
-	counts := []string{fmt.Sprintf("%d valid objects", compiled.Objects)}
-	for _, part := range []struct {
-		n    int
-		what string
-	}{{len(compiled.Problems), "problems"}, {len(compiled.NotAccepted), "not accepted"}, {len(compiled.Ignored), "ignored"}} {
-		if part.n > 0 {
-			counts = append(counts, fmt.Sprintf("%d %s", part.n, part.what))
-		}
+	notAccepted := map[string]bool{} // An object may have both conditions.
+	for _, p := range compiled.NotAccepted {
+		notAccepted[p.Object] = true
+	}
+	valid := plural.Count(compiled.Objects, "valid object")
+	if n := len(notAccepted); n > 0 {
+		valid += fmt.Sprintf(" (%d not accepted)", n)
+	}
+	counts := []string{valid}
+	if n := len(compiled.Problems); n > 0 {
+		counts = append(counts, plural.Count(n, "problem"))
+	}
+	if n := len(compiled.Ignored); n > 0 {
+		counts = append(counts, fmt.Sprintf("%d ignored", n))
 	}
 	fmt.Fprintln(w, strings.Join(counts, ", "))
 }

@@ -84,7 +84,7 @@ func TestPluginName(t *testing.T) {
 	if code := Main([]string{"why", "--help"}, nil, &out, &out); code != command.ExitOK {
 		t.Errorf("exit code: got %d, want 0; output:\n%s", code, out.String())
 	}
-	for _, want := range []string{"kubectl posthorn why [DESTINATION|KIND/NAME] [flags]", "kubectl posthorn why crm -n shop"} {
+	for _, want := range []string{"kubectl posthorn why [DESTINATION|KIND|KIND/NAME] [flags]", "kubectl posthorn why crm -n shop"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("help: got\n%s\nwant a text with %q", out.String(), want)
 		}

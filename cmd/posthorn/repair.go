@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
@@ -49,7 +50,7 @@ twice. The repair needs as much free disk space as the store uses.`,
 			for _, lost := range r.Lost {
 				fmt.Fprintf(out, "lost: %s\n", lost)
 			}
-			fmt.Fprintf(out, "readable: %d messages that are pending or not yet freed, %d dead letters, %d lanes\n", r.Messages, r.DeadLetters, r.Lanes)
+			fmt.Fprintf(out, "readable: %s pending or not yet freed, %s, %s\n", plural.Count(r.Messages, "message"), plural.Count(r.DeadLetters, "dead letter"), plural.Count(r.Lanes, "lane"))
 			switch {
 			case len(r.Damaged)+len(r.Lost) == 0:
 				fmt.Fprintln(out, "No file is damaged; nothing was changed.")

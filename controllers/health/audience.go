@@ -11,6 +11,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // Audiences are the kind Audience.
@@ -74,7 +75,7 @@ func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 	case owner.LastRefused.After(owner.LastSync):
 		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+compile.Truncate(owner.Refusal, maxQuotedBytes))
 	case owner.Unsent > 0: // This includes calls of a sync with another key, kind or Source, which has no numbers.
-		message := fmt.Sprintf("the last sync was accepted; %d of its identify calls are not in the queue yet", owner.Unsent)
+		message := fmt.Sprintf("the last sync was accepted; %s not queued yet", plural.Count(owner.Unsent, "identify call"))
 		if owner.Waits != "" {
 			message += ": " + compile.Truncate(owner.Waits, maxQuotedBytes)
 		}

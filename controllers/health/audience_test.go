@@ -59,7 +59,7 @@ func TestAudience(t *testing.T) {
 			if c.reason == v1alpha1.ReasonSyncRefused && !strings.Contains(synced.Message, "line 7") {
 				t.Errorf("message %q", synced.Message)
 			}
-			if c.reason == v1alpha1.ReasonSending && (!strings.Contains(synced.Message, "2 of its identify calls are not in the queue yet: storage is filling up") || a.Status.LastSync.Pending != 2) {
+			if c.reason == v1alpha1.ReasonSending && (!strings.Contains(synced.Message, "2 identify calls not queued yet: storage is filling up") || a.Status.LastSync.Pending != 2) {
 				t.Errorf("message %q, lastSync %+v", synced.Message, a.Status.LastSync)
 			}
 			if ready := meta.IsStatusConditionTrue(a.Status.Conditions, v1alpha1.ConditionReady); ready != c.ready {

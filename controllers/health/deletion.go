@@ -9,6 +9,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // maxNotifications is the API's bound of status.notifications.
@@ -94,17 +95,17 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 	s.StartTime, s.Total, s.Delivered, s.Pending = optional(owner.Started), &total, &delivered, &pending
 	switch {
 	case owner.DeadlineExceeded:
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %d notifications were not delivered", failed, total)}
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %s not delivered", failed, plural.Count(total, "notification"))}
 	case pending > 0:
-		return Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %d notifications are pending", pending, total)}
+		return Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %s pending", pending, plural.Count(total, "notification"))}
 	case failed > 0:
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %d notifications could not be delivered; see status.notifications and the dead letters", failed, total)}
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %s not delivered; see status.notifications and the dead letters", failed, plural.Count(total, "notification"))}
 	case !owner.Completed:
 		return Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher to record the end"}
 	case total == 0:
 		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: "no affected Source has an enabled WebhookDestination"}
 	}
-	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %d notifications were delivered, filters exclude the others", delivered, total)}
+	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %s delivered, filters exclude the others", delivered, plural.Count(total, "notification"))}
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{

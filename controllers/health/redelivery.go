@@ -11,6 +11,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 const (
@@ -167,12 +168,12 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 		d.UnavailableSince = &since
 	}
 	if p.left > 0 {
-		p.problem = fmt.Sprintf("%d dead letters belong to a Source or an endpoint that was removed from the destination", p.left)
+		p.problem = plural.Count(p.left, "dead letter") + " kept, because the Source or the endpoint was removed from the destination"
 	}
 	if missing > 0 {
 		p.problem = cmp.Or(p.problem, "a dispatcher is not ready or does not answer")
 	}
-	counts := fmt.Sprintf("%d of %d dead letters redelivered", s.Redelivered, s.Matched)
+	counts := fmt.Sprintf("%d of %s redelivered", s.Redelivered, plural.Count(s.Matched, "dead letter"))
 	problem := ""
 	if p.problem != "" {
 		problem = "; " + compile.Truncate(p.problem, maxQuotedBytes)
@@ -180,9 +181,9 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 	running := Outcome{Reason: v1alpha1.ReasonRunning, Message: counts + " so far" + problem}
 	if p.completed > 0 { // Then all parts were done, so other pods are not waited for.
 		if spec.DryRun {
-			return Outcome{Complete: true, Reason: v1alpha1.ReasonCounted, Message: fmt.Sprintf("%d dead letters would be redelivered", s.Matched)}
+			return Outcome{Complete: true, Reason: v1alpha1.ReasonCounted, Message: plural.Count(s.Matched, "dead letter") + " would be redelivered"}
 		}
-		return Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: fmt.Sprintf("%d dead letters redelivered", s.Redelivered)}
+		return Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: plural.Count(s.Redelivered, "dead letter") + " redelivered"}
 	}
 	if limit := spec.ActiveDeadlineSeconds; limit != nil && now.Sub(s.StartTime.Time) >= time.Duration(*limit)*time.Second {
 		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: "the run did not end within spec.activeDeadlineSeconds; " + counts}

@@ -33,6 +33,9 @@ type Problem struct {
 // Problems is the answer of posthorn run to GET /problems.
 type Problems struct {
 	Problems []Problem `json:"problems"`
+	// NotAccepted are the valid objects that do not work: of the spec, or of what it refers to, such as
+	// a missing Secret.
+	NotAccepted []Problem `json:"notAccepted"`
 	// Ignored are the objects of other kinds.
 	Ignored []Problem `json:"ignored"`
 }

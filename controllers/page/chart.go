@@ -87,7 +87,7 @@ func attemptChart(newestFirst []adminapi.Attempt) template.HTML {
 		most = max(most, a.Duration)
 	}
 	var out strings.Builder
-	fmt.Fprintf(&out, `<svg class="bars" viewBox="0 0 %d %d" role="img" aria-label="time of the last %d attempts, at most %s">`, width, height+14, len(newestFirst), span(most))
+	fmt.Fprintf(&out, `<svg class="bars" viewBox="0 0 %d %d" role="img" aria-label="time of the last %s, at most %s">`, width, height+14, count(int64(len(newestFirst)), "attempt"), span(most))
 	fmt.Fprintf(&out, `<line class="grid" x1="0" x2="%d" y1="1" y2="1"/><line class="grid" x1="0" x2="%d" y1="%d" y2="%[3]d"/><text x="2" y="13">%s</text>`, width, width, height, span(most))
 	for i, a := range newestFirst {
 		x, y := width-step*(i+1)+1, float64(height)

@@ -78,15 +78,17 @@ func (s *store) notAccepted(namespace string, verdicts compile.Verdicts) (list [
 		if o.resource == nil || o.namespace != namespace || !ok {
 			continue
 		}
-		add := func(message, reason string) {
-			list = append(list, manifest.Problem{File: o.file, Line: o.line, Object: o.String(), Message: fmt.Sprintf("%s (%s)", message, reason)})
-		}
 		if !v.Accepted {
-			add(v.Message, v.Reason)
+			list = append(list, o.problem(v.Message, v.Reason))
 		}
 		if v.Unresolved != nil {
-			add(v.Unresolved.Message, v.Unresolved.Reason)
+			list = append(list, o.problem(v.Unresolved.Message, v.Unresolved.Reason))
 		}
 	}
 	return list
+}
+
+// problem returns a condition of the object as a problem at its position.
+func (o *stored) problem(message, reason string) manifest.Problem {
+	return manifest.Problem{File: o.file, Line: o.line, Object: o.String(), Message: fmt.Sprintf("%s (%s)", message, reason)}
 }

@@ -3,7 +3,6 @@ package standalone
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -22,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // Prefix is the path of the kinds of posthorn.dev in Handler.
@@ -48,9 +48,10 @@ func (c *Control) Handler() http.Handler {
 			Groups:   []metav1.APIGroup{{Name: v1alpha1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version}, PreferredVersion: version}},
 		})
 	})
-	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, _ *http.Request) {
+	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, r *http.Request) {
+		c.refresh(r.Context())
 		problems, ignored := c.Problems()
-		write(w, http.StatusOK, manifest.Problems{Problems: problems, Ignored: ignored})
+		write(w, http.StatusOK, manifest.Problems{Problems: problems, NotAccepted: c.notAccepted(), Ignored: ignored})
 	})
 	return mux
 }
@@ -147,7 +148,7 @@ func (c *Control) warn(w http.ResponseWriter, kind kinds.Kind, namespace string)
 	problems, _ := c.Problems()
 	for i, p := range problems {
 		if i == maxWarnings {
-			addWarning(w, fmt.Sprintf("%d more problems; posthorn problems lists all", len(problems)-i))
+			addWarning(w, plural.Count(len(problems)-i, "more problem")+"; posthorn problems lists all")
 			break
 		}
 		addWarning(w, p.Detail())

@@ -188,7 +188,10 @@ items:
 
 func TestSyntaxErrorLines(t *testing.T) {
 	for _, tc := range []struct{ name, text, want string }{
-		{"tab", "a: b\n---\na:\n\tb: c\n", "a.yaml:4: not YAML: found character that cannot start any token"},
+		{"tab", "a: b\n---\na:\n\tb: c\n", "a.yaml:4: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
+		{"tab in a list", "a:\n  - b\n\t- c\n", "a.yaml:3: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
+		{"tab in the first line", "\ta: b\n", "a.yaml:1: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
+		{"tab elsewhere", "a: `b`\nc: |\n  \td\n", "a.yaml:1: not YAML: found character that cannot start any token"},
 		{"key twice", "a: b\n---\na: b\na: c\n", `a.yaml:4: not YAML: key "a" already set in map`},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

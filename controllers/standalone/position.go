@@ -69,7 +69,18 @@ var syntaxErrorLine = regexp.MustCompile(`(?s)^(?:error converting YAML to JSON:
 func (d *document) syntaxProblem(err error) manifest.Problem {
 	m := syntaxErrorLine.FindStringSubmatch(err.Error())
 	line, _ := strconv.Atoi(m[1]) // 0 if the parser gives no line.
-	return manifest.Problem{File: d.file, Line: d.before + max(1, line), Document: d.number, Message: "not YAML: " + m[2]}
+	line = max(1, line)
+	message := m[2]
+	if d.indentedWithTab(line) {
+		message = "the line is indented with a tab; tabs are not allowed there, use spaces"
+	}
+	return manifest.Problem{File: d.file, Line: d.before + line, Document: d.number, Message: "not YAML: " + message}
+}
+
+// indentedWithTab reports whether a line of the document, from 1, has a tab in its indentation.
+func (d *document) indentedWithTab(line int) bool {
+	lines := bytes.SplitN(d.text, newline, line+1)
+	return line <= len(lines) && bytes.HasPrefix(bytes.TrimLeft(lines[line-1], " "), []byte("\t"))
 }
 
 // line returns the line in the file of the field at a path, or of its nearest parent that exists.

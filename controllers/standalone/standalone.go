@@ -569,6 +569,25 @@ func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.O
 	return list
 }
 
+// notAccepted returns a problem for each condition Accepted or ResolvedRefs of an object that is False.
+func (c *Control) notAccepted() []manifest.Problem {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	found := []manifest.Problem{}
+	for _, o := range c.store.sorted() {
+		if o.resource == nil {
+			continue
+		}
+		_, conditions := o.of.Health.Status(o.resource)
+		for _, condition := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs} {
+			if no := meta.FindStatusCondition(*conditions, condition); no != nil && no.Status == metav1.ConditionFalse {
+				found = append(found, o.problem(no.Message, no.Reason))
+			}
+		}
+	}
+	return found
+}
+
 // Problems returns the present problems of the manifests, and the ignored objects of
 // other kinds.
 func (c *Control) Problems() (problems, ignored []manifest.Problem) {

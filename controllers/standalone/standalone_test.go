@@ -590,7 +590,30 @@ func TestHandler(t *testing.T) {
 		t.Errorf("%+v", groups)
 	}
 	problems := map[string][]manifest.Problem{}
-	if get("/problems", "", &problems); problems["problems"] == nil || len(problems["problems"]) != 0 {
+	if get("/problems", "", &problems); problems["problems"] == nil || len(problems["problems"]) != 0 || len(problems["notAccepted"]) != 1 {
 		t.Errorf("%+v", problems)
 	}
+}
+
+// GET /problems lists an object whose Secret is missing, with its position.
+func TestProblemsOfReferences(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, "all.yaml", "# the Source\n"+webSource)
+	f := start(t, dir, "")
+	answer := func() manifest.Problems {
+		r := httptest.NewRecorder()
+		f.control.Handler().ServeHTTP(r, httptest.NewRequest(http.MethodGet, "/problems", nil))
+		var p manifest.Problems
+		if err := json.Unmarshal(r.Body.Bytes(), &p); err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	f.until("the missing Secret is a problem", func() bool { return len(answer().NotAccepted) == 1 })
+	p := answer()
+	if got := p.NotAccepted[0]; len(p.Problems) != 0 || filepath.Base(got.Position()) != "all.yaml:2" || !strings.HasSuffix(got.Message, "(SecretNotFound)") {
+		t.Errorf("got %+v, want SecretNotFound at all.yaml:2 and no rejected manifest", p)
+	}
+	put(t, dir, "secret.yaml", secret)
+	f.until("no problem remains", func() bool { return len(answer().NotAccepted) == 0 })
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // store is the replacement of an API server: it keeps the last valid form of each
@@ -257,9 +258,9 @@ func (s *store) incomplete(path string, f *file, present map[id]bool) string {
 	case missing == 0:
 		return ""
 	case f.blank:
-		return fmt.Sprintf("the file is empty and its %d objects are kept; to delete them, remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
+		return fmt.Sprintf("the file is empty, and the last valid version of %s is kept; to delete, remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", plural.Count(missing, "object"))
 	case cutInDocument(f.good, f.text):
-		return fmt.Sprintf("the file ends within a document of its last valid form, which is kept, because %d objects after that are missing; write the complete file, or end it after a document", missing)
+		return fmt.Sprintf("the file ends within a document of its last valid form, which is kept; missing after that: %s; write the complete file, or end it after a document", plural.Count(missing, "object"))
 	}
 	return ""
 }

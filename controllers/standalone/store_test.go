@@ -22,7 +22,7 @@ func TestIncompleteFiles(t *testing.T) {
 	const (
 		source = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
 		good   = secret + "---\n" + source + "---\n" + webDestination
-		empty  = "the file is empty and its 3 objects are kept"
+		empty  = "the file is empty, and the last valid version of 3 objects is kept"
 		within = "the file ends within a document of its last valid form"
 	)
 	key, web, crm := "Secret default/web-key", "Source default/web", "WebhookDestination default/crm"

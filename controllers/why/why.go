@@ -19,6 +19,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // Level is the severity of a finding.
@@ -227,7 +228,7 @@ func (e *explainer) kept() {
 	for _, source := range slices.Sorted(maps.Keys(discards)) {
 		d := discards[source]
 		e.add(Notice, "Backlog", "to keep them, create what was deleted again before that time",
-			"%s of Source %q will be discarded at %s, because the Source, the destination or its endpoint was deleted or disconnected", count(d.Messages, "pending message"), source, d.At.UTC().Format(time.RFC3339))
+			"%s of Source %q will be discarded at %s, because the Source, the destination or its endpoint was deleted or disconnected", plural.Count(d.Messages, "pending message"), source, d.At.UTC().Format(time.RFC3339))
 	}
 }
 
@@ -240,7 +241,7 @@ func DiscardsAhead(configs []adminapi.ConfigReport, namespace string, now time.T
 				continue
 			}
 			texts = append(texts, fmt.Sprintf("%s of Source %q for WebhookDestination %q in namespace %s will be discarded in %s, at %s; to keep them, create what was deleted again before that time",
-				count(d.Messages, "pending message"), d.Source, d.Destination, c.Namespace, max(0, d.At.Sub(now)).Round(time.Second), d.At.UTC().Format(time.RFC3339)))
+				plural.Count(d.Messages, "pending message"), d.Source, d.Destination, c.Namespace, max(0, d.At.Sub(now)).Round(time.Second), d.At.UTC().Format(time.RFC3339)))
 		}
 	}
 	return texts
@@ -257,7 +258,7 @@ func (e *explainer) config() {
 		if r.Storage.Pressure {
 			e.add(Problem, "Config", "contact an administrator: the disk is full", "dispatcher %s does not accept calls: its disk is full", r.Pod)
 		} else if days := r.Storage.DaysLeft; days > 0 {
-			e.add(Notice, "Config", "", "the disk of dispatcher %s is full in at most %s at the present rate; then calls are answered 503", r.Pod, count(int64(days), "day"))
+			e.add(Notice, "Config", "", "the disk of dispatcher %s is full in at most %s at the present rate; then calls are answered 503", r.Pod, plural.Count(days, "day"))
 		}
 	}
 	programmed := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionProgrammed)
@@ -347,9 +348,9 @@ func (e *explainer) sources() {
 			e.add(Problem, "Source", "check the sender's address and write key: requests with a wrong key get 401 and are not counted for this Source", "no call has ever been accepted for Source %q", s.Name)
 			e.found[len(e.found)-1].Idle = true
 		case last == nil:
-			e.add(Fine, "Source", "", "Source %q has accepted %s, none since the dispatchers started", s.Name, count(calls.Accepted, "call"))
+			e.add(Fine, "Source", "", "Source %q has accepted %s, none since the dispatchers started", s.Name, plural.Count(calls.Accepted, "call"))
 		default:
-			e.add(Fine, "Source", "", "Source %q has accepted %s, the last one %s", s.Name, count(calls.Accepted, "call"), ago(e.Now, last.Time))
+			e.add(Fine, "Source", "", "Source %q has accepted %s, the last one %s", s.Name, plural.Count(calls.Accepted, "call"), ago(e.Now, last.Time))
 		}
 	}
 }
@@ -383,7 +384,7 @@ func UnknownKeys(keys []adminapi.UnknownKey, now time.Time) string {
 	if len(keys) > most {
 		senders = append(senders, "…")
 	}
-	return fmt.Sprintf("%s with an unknown write key since %s, the last one %s: %s", count(total, "request"), first.UTC().Format(time.TimeOnly+"Z"), ago(now, last), strings.Join(senders, ", "))
+	return fmt.Sprintf("%s with an unknown write key since %s, the last one %s: %s", plural.Count(total, "request"), first.UTC().Format(time.TimeOnly+"Z"), ago(now, last), strings.Join(senders, ", "))
 }
 
 func (e *explainer) unknownKeys() {
@@ -457,9 +458,9 @@ func (e *explainer) filter() {
 		case e.d.Spec.Filter.Expression != "":
 			fix += "; spec.filter.expression excludes every call for which it is not true, also if a field is missing or has another type"
 		}
-		e.add(Problem, "Filter", fix, "the filter excluded every call so far (%s)", count(c.Filtered, "message"))
+		e.add(Problem, "Filter", fix, "the filter excluded every call so far (%s)", plural.Count(c.Filtered, "message"))
 	default:
-		e.add(Notice, "Filter", "", "%s so far did not pass the filter or the calls' integrations", count(c.Filtered, "message"))
+		e.add(Notice, "Filter", "", "%s so far did not pass the filter or the calls' integrations", plural.Count(c.Filtered, "message"))
 	}
 }
 
@@ -561,11 +562,11 @@ func (e *explainer) endpoints() {
 		}
 		pending, skipped := e.firstAttempts(p)
 		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
-			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
+			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", plural.Count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
 		}
 		if skipped > 0 {
 			e.add(Notice, "Endpoint", "make it answer faster or more reliably, or remove it; with successPolicy: EveryEndpoint such messages become dead letters",
-				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the disk space", count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
+				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the disk space", plural.Count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
 		}
 	}
 }
@@ -617,9 +618,9 @@ func (e *explainer) backlog() {
 		return
 	}
 	if c.Pending == 0 {
-		e.add(Fine, "Backlog", "", "no backlog; %s delivered so far", count(c.Delivered, "message"))
+		e.add(Fine, "Backlog", "", "no backlog; %s delivered so far", plural.Count(c.Delivered, "message"))
 	} else {
-		text := count(c.Pending, "message") + " pending"
+		text := plural.Count(c.Pending, "message") + " pending"
 		switch {
 		case c.Retrying == 1:
 			text += ", 1 of them is a retry"
@@ -634,21 +635,14 @@ func (e *explainer) backlog() {
 				text += ", the next attempt is in " + in.Round(time.Second).String()
 			}
 		}
-		e.add(Notice, "Backlog", "", "%s; %s delivered so far", text, count(c.Delivered, "message"))
+		e.add(Notice, "Backlog", "", "%s; %s delivered so far", text, plural.Count(c.Delivered, "message"))
 	}
 	switch {
 	case c.DeadLettersStored > 0:
-		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s stored; %s became dead letters so far", count(c.DeadLettersStored, "dead letter"), count(c.DeadLettered, "message"))
+		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s stored; %s became dead letters so far", plural.Count(c.DeadLettersStored, "dead letter"), plural.Count(c.DeadLettered, "message"))
 	case c.DeadLettered > 0:
-		e.add(Fine, "DeadLetters", "", "none stored; %s became dead letters so far", count(c.DeadLettered, "message"))
+		e.add(Fine, "DeadLetters", "", "none stored; %s became dead letters so far", plural.Count(c.DeadLettered, "message"))
 	}
-}
-
-func count(n int64, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
 
 func ago(now, t time.Time) string {
@@ -657,7 +651,7 @@ func ago(now, t time.Time) string {
 		return "just now"
 	}
 	if d > 48*time.Hour {
-		return fmt.Sprintf("%d days ago", int(d.Hours()/24))
+		return plural.Count(int(d.Hours()/24), "day") + " ago"
 	}
 	return d.Round(time.Second).String() + " ago"
 }

@@ -126,7 +126,7 @@ func TestExplain(t *testing.T) {
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"an unknown reason", refused("Novelty", "some text"), "Destination", "some text (Novelty)", "", ""},
-		{"the operator does not run", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's pod", ""},
+		{"the operator does not run", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's log", ""},
 		{"created a moment ago", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
 		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher is ready")

@@ -38,7 +38,7 @@ spec:
 	if code != 1 { // One notification was not delivered.
 		t.Errorf("delete-user: got exit code %d, want 1: %s %s", code, out, errs)
 	}
-	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Filtered", "1 of 3 notifications could not be delivered"} {
+	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Filtered", "1 of 3 notifications not delivered"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant one with %q", out, want)
 		}

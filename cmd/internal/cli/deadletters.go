@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
@@ -51,11 +52,18 @@ func destination(r connector, arg string) (string, error) {
 // unknown fails with a similar name if no dispatcher has a destination ("namespace/name"). It is nil
 // for "", and if a dispatcher does not answer.
 func unknown(ctx context.Context, targets []target, destination string) error {
+	return unknownEndpoint(ctx, targets, destination, "")
+}
+
+// unknownEndpoint also fails, with the known endpoints, if the destination has no such endpoint. Without
+// a destination, all have to be without it.
+func unknownEndpoint(ctx context.Context, targets []target, destination, endpoint string) error {
 	namespace, name, _ := strings.Cut(destination, "/")
-	if destination == "" {
+	if destination == "" && endpoint == "" {
 		return nil
 	}
-	var names []string
+	var names, endpoints []string
+	found := destination == ""
 	for _, t := range targets {
 		report, err := t.Report(ctx, "")
 		if err != nil {
@@ -63,19 +71,42 @@ func unknown(ctx context.Context, targets []target, destination string) error {
 		}
 		for _, n := range report.Namespaces {
 			for _, d := range n.Destinations {
-				if n.Namespace != namespace {
+				if destination != "" && n.Namespace != namespace {
 					continue
 				}
-				if d.Name == name {
+				if destination != "" && d.Name != name {
+					if !slices.Contains(names, d.Name) {
+						names = append(names, d.Name)
+					}
+					continue
+				}
+				found = true
+				if endpoint == "" {
 					return nil
 				}
-				if !slices.Contains(names, d.Name) {
-					names = append(names, d.Name)
+				for _, e := range d.Endpoints {
+					endpoints = append(endpoints, e.Name)
 				}
 			}
 		}
 	}
+	if slices.Contains(endpoints, endpoint) {
+		return nil
+	}
+	if found {
+		slices.Sort(endpoints)
+		return fmt.Errorf("no endpoint %q of %s; use one of %s", endpoint, cmp.Or(destination, "any destination"), shortList(slices.Compact(endpoints)))
+	}
 	return fmt.Errorf("no dispatcher has a destination %q in namespace %q%s", name, namespace, command.DidYouMean(name, names))
+}
+
+// shortList joins names, at most ten of them.
+func shortList(names []string) string {
+	const most = 10
+	if len(names) > most {
+		return strings.Join(names[:most], ", ") + fmt.Sprintf(", … (%d)", len(names))
+	}
+	return cmp.Or(strings.Join(names, ", "), "none: there are no endpoints")
 }
 
 // maxListed is the highest limit of a list of dead letters.
@@ -100,7 +131,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
-			return list(cmd, r, name, output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
+			return list(cmd, r, name, "", output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -340,11 +371,11 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 			n += p.Matched
 			until[i] = p.AsOf // Dead letters that are stored during the question are not confirmed.
 		}
-		question := fmt.Sprintf("Remove %s of %s permanently?", plural(int(n), "dead letter"), a.Destination)
+		question := fmt.Sprintf("Remove %s of %s permanently?", plural.Count(n, "dead letter"), a.Destination)
 		if n == 0 {
 			a.DryRun = true // A dead letter that is stored from now on is not confirmed.
 		} else {
-			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %s of %s permanently", plural(int(n), "dead letter"), a.Destination)); err != nil {
+			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %s of %s permanently", plural.Count(n, "dead letter"), a.Destination)); err != nil {
 				return err
 			}
 		}
@@ -394,7 +425,7 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d kept: their Source or endpoint is no longer part of the destination\n", left)
 	}
 	if keys := int64(len(a.Selector.Keys)); err == nil && sum.Matched < keys {
-		return fmt.Errorf("%d of %s: no such dead letter of %s, or another flag excludes it; 'deadletters list' shows the keys", keys-sum.Matched, plural(int(keys), "key"), a.Destination)
+		return fmt.Errorf("%d of %s: no such dead letter of %s, or another flag excludes it; 'deadletters list' shows the keys", keys-sum.Matched, plural.Count(keys, "key"), a.Destination)
 	}
 	return err
 }
@@ -430,7 +461,7 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 			if endpoint != "" {
 				none = strings.TrimSuffix(none, ".") + fmt.Sprintf(", at endpoint %q.", endpoint)
 			}
-			return list(cmd, r, name, output, none, pick, func([]target, int) string {
+			return list(cmd, r, name, endpoint, output, none, pick, func([]target, int) string {
 				if output == "json" {
 					return ""
 				}
@@ -456,7 +487,7 @@ func pickAttempts(all []adminapi.Attempt, failedOnly bool, limit int) ([]adminap
 			failures++
 		}
 	}
-	text := fmt.Sprintf("%d attempts, %d failed", len(all), failures)
+	text := fmt.Sprintf("%s, %d failed", plural.Count(len(all), "attempt"), failures)
 	if failedOnly {
 		all = slices.DeleteFunc(all, func(a adminapi.Attempt) bool { return a.Reason == "" })
 	}
@@ -484,8 +515,8 @@ func attemptLine(a adminapi.Attempt) string {
 
 // list prints the items that request returns of every dispatcher and pick, unless nil, chooses, as a
 // table or as lines of JSON, and then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
-// items of the others. Without any item it fails if there is no such destination.
-func list[T any](cmd *cobra.Command, r connector, destination, output, none string, pick func([]T) []T, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+// items of the others. Without any item it fails if there is no such destination, or no such endpoint of it ("" for all).
+func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output, none string, pick func([]T) []T, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
@@ -502,7 +533,7 @@ func list[T any](cmd *cobra.Command, r connector, destination, output, none stri
 		}
 	}
 	if len(items) == 0 && err == nil {
-		if err := unknown(cmd.Context(), targets, destination); err != nil {
+		if err := unknownEndpoint(cmd.Context(), targets, destination, endpoint); err != nil {
 			return err
 		}
 	}

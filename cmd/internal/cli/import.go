@@ -25,6 +25,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 const (
@@ -476,7 +477,7 @@ func (i *importer) reject(line importLine, text []byte, code, message string) er
 }
 
 func (i *importer) progress(file *memberFile) string {
-	line := fmt.Sprintf("%s; %d calls, %.0f/s", sentLine(file.sent.Load(), file.size, false), i.sent.Load(), float64(i.sent.Load())/time.Since(i.began).Seconds())
+	line := fmt.Sprintf("%s; %s, %.0f/s", sentLine(file.sent.Load(), file.size, false), plural.Count(i.sent.Load(), "call"), float64(i.sent.Load())/time.Since(i.began).Seconds())
 	if why := i.waiting.Load(); why != nil {
 		line += "; " + *why
 	}
@@ -486,9 +487,9 @@ func (i *importer) progress(file *memberFile) string {
 // finish prints the result, and where an interrupted import continues.
 func (i *importer) finish(file string, err error) error {
 	s, took := i.state, time.Since(i.began)
-	fmt.Fprintf(i.out, "%d calls accepted, %d lines rejected, in %s (%.0f/s)\n", s.Accepted, s.Rejected, took.Round(time.Millisecond), float64(i.sent.Load())/took.Seconds())
+	fmt.Fprintf(i.out, "%s accepted, %s rejected, in %s (%.0f/s)\n", plural.Count(s.Accepted, "call"), plural.Count(s.Rejected, "line"), took.Round(time.Millisecond), float64(i.sent.Load())/took.Seconds())
 	if s.Undated > 0 {
-		fmt.Fprintf(i.out, "%d calls had no timestamp: they have the time of the import\n", s.Undated)
+		fmt.Fprintf(i.out, "%s without a timestamp: the time of the import is used\n", plural.Count(s.Undated, "call"))
 	}
 	if err != nil {
 		if s.Line > 0 {

@@ -99,7 +99,7 @@ func TestImport(t *testing.T) {
 	if len(own) == 2 && (!strings.HasPrefix(own[0], "import-") || !strings.HasPrefix(own[1], "import-") || own[0] == own[1]) {
 		t.Errorf("messageIds of lines without one: got %q, want two different ones", own)
 	}
-	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls had no timestamp"} {
+	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls without a timestamp"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant %q in it", out, want)
 		}
@@ -137,7 +137,7 @@ func TestImportRepeats(t *testing.T) {
 	if want := slices.Concat(ids(1, 4), ids(6, 9)); code != command.ExitFailure || !slices.Equal(h.accepted, want) {
 		t.Errorf("exit %d, accepted %v, want %d and %v", code, h.accepted, command.ExitFailure, want)
 	}
-	for _, want := range []string{"the server answered 503; next request in 500ms", "line 5 rejected: answer 400 (c400)", "8 calls accepted, 1 lines rejected"} {
+	for _, want := range []string{"the server answered 503; next request in 500ms", "line 5 rejected: answer 400 (c400)", "8 calls accepted, 1 line rejected"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant %q in it", out, want)
 		}

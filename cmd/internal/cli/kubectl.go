@@ -58,28 +58,28 @@ func ofPlugin(cmd *cobra.Command) {
 
 const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
 Secrets, its Sources, its filter or its endpoints, and the backlog. Without a name
-it prints the first problem of every object that has one, of all kinds. Exits 1 if
-there is a problem.`
+it prints the first problem of every object that has one, of all kinds; with a kind
+alone, such as sources, all objects of the kind. Exits 1 if there is a problem.`
 
 func newWhy() *cobra.Command {
 	var d direct
 	var output string
 	var all bool
 	cmd := &cobra.Command{
-		Use:     "why [DESTINATION|KIND/NAME]",
+		Use:     "why [DESTINATION|KIND|KIND/NAME]",
 		Short:   "Diagnose a destination (standalone)",
 		Long:    whyLong,
-		Example: "  posthorn why\n  posthorn why -A\n  posthorn why crm\n  posthorn why source/web",
+		Example: "  posthorn why\n  posthorn why -A\n  posthorn why crm\n  posthorn why source/web\n  posthorn why deletions",
 		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			resource, name, err := objectOf(args)
+			resource, name, err := explained(args)
 			if err == nil {
 				err = allWithoutName(cmd, all, name)
 			}
 			if err != nil {
 				return err
 			}
-			if resource != "webhookdestinations" {
+			if resource != "webhookdestinations" || name == "" {
 				namespace := d.ns
 				if all {
 					namespace = ""
@@ -165,20 +165,20 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	var output string
 	var live, all bool
 	cmd := &cobra.Command{
-		Use:     "why [DESTINATION|KIND/NAME]",
+		Use:     "why [DESTINATION|KIND|KIND/NAME]",
 		Short:   "Diagnose a destination",
 		Long:    whyLong,
-		Example: "  kubectl posthorn why -n shop\n  kubectl posthorn why crm -n shop\n  kubectl posthorn why source/web -n shop",
+		Example: "  kubectl posthorn why -n shop\n  kubectl posthorn why crm -n shop\n  kubectl posthorn why source/web -n shop\n  kubectl posthorn why deletions -n shop",
 		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			resource, name, err := objectOf(args)
+			resource, name, err := explained(args)
 			if err == nil {
 				err = allWithoutName(cmd, all, name)
 			}
 			if err != nil {
 				return err
 			}
-			if resource != "webhookdestinations" {
+			if resource != "webhookdestinations" || name == "" {
 				v, namespace, err := cluster.inventory(cmd.Context(), all, live)
 				if err != nil {
 					return err

@@ -99,7 +99,7 @@ func pod(t *testing.T, name string, letters int) target {
 func idle(t *testing.T) target {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
+		_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm", Endpoints: []adminapi.EndpointReport{{Name: "primary"}, {Name: "backup"}}}}}}})
 	})
 	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, _ *http.Request) {
 		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterProgress{Done: true})
@@ -167,6 +167,10 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		{"purge, an unknown destination", newDeadLetters(flags(other)), []string{"purge", "cr", "--all", "--yes"}, nil, `no dispatcher has a destination "cr"`},
 		{"attempts, an unknown destination", newAttempts(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
 		{"tail, an unknown destination", newTail(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
+		{"attempts, an unknown endpoint", newAttempts(flags(other)), []string{"crm", "--endpoint", "main"}, nil, `no endpoint "main" of shop/crm; use one of backup, primary`},
+		{"attempts, an endpoint without attempts", newAttempts(flags(other, other)), []string{"crm", "--endpoint", "backup"}, []string{`No attempts to shop/crm since the dispatchers started, at endpoint "backup".`}, ""},
+		{"tail, an unknown endpoint", newTail(flags(other)), []string{"crm", "--endpoint", "main"}, nil, `no endpoint "main" of shop/crm; use one of backup, primary`},
+		{"tail, an unknown endpoint of any destination", newTail(flags(other)), []string{"--endpoint", "main"}, nil, `no endpoint "main" of any destination; use one of backup, primary`},
 		{"attempts", newAttempts(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"tail", newTail(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"a pod that does not answer", newTail(flags(a, down)), nil, nil, "pod down: "},
@@ -394,11 +398,11 @@ spec:
 		}
 	}
 	has(call(command.ExitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
-	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's pod")
+	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's log")
 	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
 	has(call(command.ExitFailure, "why", "crm", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why"), "WebhookDestination shop/crm: the operator has not processed this version of the destination yet.")
-	has(call(command.ExitFailure, "why"), "1 of 1 objects have a problem.")
+	has(call(command.ExitFailure, "why"), "1 of 1 object has a problem.")
 	has(call(command.ExitFailure, "why", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why", "source/web"), `there is no Source "web" in namespace "shop"`)
 	has(call(command.ExitUsage, "why", "-A"), "set either --namespace or --all-namespaces")

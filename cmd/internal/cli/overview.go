@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 // inventory is what why and status read: the objects of some namespaces, and the state of the
@@ -197,18 +199,19 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 		}
 	}
 	if more := len(found) - shown; more > 0 {
-		fmt.Fprintf(w, "… and %d more problems; 'why -A' prints all.\n", more)
+		fmt.Fprintf(w, "… and %s; 'why -A' prints all.\n", plural.Count(more, "more problem"))
 	}
 	for _, text := range notices[:shownNotices] {
 		fmt.Fprintln(w, command.Paint(w, command.Yellow, "Notice:"), sentence(text))
 	}
 	if more := len(notices) - shownNotices; more > 0 {
-		fmt.Fprintf(w, "… and %d more notices.\n", more)
+		fmt.Fprintf(w, "… and %s.\n", plural.Count(more, "more notice"))
 	}
 }
 
-// explainAll is why without a name: it prints all troubles, and fails if there is one.
-func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string) error {
+// explainAll is why without a name: it prints all troubles, and fails if there is one. With each, it
+// also prints the objects without a problem.
+func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, each bool) error {
 	found, idle := v.troubles()
 	if output == "json" {
 		out := json.NewEncoder(cmd.OutOrStdout())
@@ -218,13 +221,37 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string) err
 			}
 		}
 	} else {
-		printTroubles(cmd.OutOrStdout(), found, v.notices(idle, namespace), 0)
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %d objects have a problem.\n", withObject(found), len(v.destinations)+len(v.others))
+		printTroubles(cmd.OutOrStdout(), found, nil, 0)
+		if each {
+			v.printHealthy(cmd.OutOrStdout(), found)
+		} else {
+			printTroubles(cmd.OutOrStdout(), nil, v.notices(idle, namespace), 0)
+		}
+		n, all, verb := withObject(found), len(v.destinations)+len(v.others), "have"
+		if n == 1 || all == 1 {
+			verb = "has"
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s %s a problem.\n", n, plural.Count(all, "object"), verb)
 	}
 	if len(found) > 0 {
 		return command.ErrFailed
 	}
 	return nil
+}
+
+// printHealthy prints a line for each object that is not in troubles.
+func (v *inventory) printHealthy(w io.Writer, found []trouble) {
+	healthy := func(kind, namespace, name string) {
+		if !slices.ContainsFunc(found, func(t trouble) bool { return t.Kind == kind && t.Namespace == namespace && t.Name == name }) {
+			fmt.Fprintf(w, "%s %s/%s: no problem found.\n", kind, namespace, name)
+		}
+	}
+	for _, d := range v.destinations {
+		healthy("WebhookDestination", d.Namespace, d.Name)
+	}
+	for _, o := range v.others {
+		healthy(o.kind, o.Metadata.Namespace, o.Metadata.Name)
+	}
 }
 
 // objectOf returns the resource and the name of an argument NAME, which is a destination, or
@@ -252,10 +279,37 @@ func objectOf(args []string) (resource, name string, err error) {
 	return resources[0], name, nil
 }
 
-// explain explains an object that is no destination, or all objects without a name.
+// explained returns the resource and the name of the argument of why: as objectOf, and of a kind alone
+// its resource without a name.
+func explained(args []string) (resource, name string, err error) {
+	if len(args) == 1 {
+		if resource := resourceNames[strings.ToLower(args[0])]; resource != "" {
+			return resource, "", nil
+		}
+	}
+	return objectOf(args)
+}
+
+// only removes the objects of other kinds; "" keeps all.
+func (v *inventory) only(resource string) {
+	if resource == "" {
+		return
+	}
+	kind := "WebhookDestination"
+	if resource != "webhookdestinations" {
+		v.destinations = nil
+		i := slices.IndexFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.resource == resource })
+		kind = otherKinds[i].kind
+	}
+	v.others = slices.DeleteFunc(v.others, func(o conditioned) bool { return o.kind != kind })
+	v.manifests = slices.DeleteFunc(v.manifests, func(p manifest.Problem) bool { return !strings.HasPrefix(p.Object, kind+" ") })
+}
+
+// explain explains an object that is no destination, or without a name all objects, or those of a kind.
 func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, name string) error {
 	if name == "" {
-		return v.explainAll(cmd, output, namespace)
+		v.only(resource)
+		return v.explainAll(cmd, output, namespace, resource != "")
 	}
 	var names []string
 	for _, k := range otherKinds {
@@ -492,10 +546,11 @@ func (s *state) print(w io.Writer) {
 	fmt.Fprintf(w, "Accepts calls   %s\n", ready)
 	fmt.Fprintf(w, "Storage         %d MiB used, %d MiB free of %d MiB", s.Storage.UsedBytes/mib, s.Storage.FreeBytes/mib, s.Storage.TotalBytes/mib)
 	if s.Storage.DaysLeft > 0 {
-		fmt.Fprintf(w, ", full in %d days at the present rate", s.Storage.DaysLeft)
+		fmt.Fprintf(w, ", full in %s at the present rate", plural.Count(s.Storage.DaysLeft, "day"))
 	}
-	fmt.Fprintf(w, "\nSources         %d; %d calls accepted, %d rejected\n", s.Sources, s.Accepted, s.Rejected)
-	fmt.Fprintf(w, "Destinations    %d; %d messages delivered, %d pending (%d are retries), %d dead letters stored\n", s.Destinations, s.Delivered, s.Pending, s.Retrying, s.DeadLetters)
+	fmt.Fprintf(w, "\nSources         %d; %s accepted, %d rejected\n", s.Sources, plural.Count(s.Accepted, "call"), s.Rejected)
+	fmt.Fprintf(w, "Destinations    %d; %s delivered, %d pending (%s), %s stored\n", s.Destinations,
+		plural.Count(s.Delivered, "message"), s.Pending, plural.Count(s.Retrying, "retry"), plural.Count(s.DeadLetters, "dead letter"))
 	fmt.Fprintf(w, "Problems        %d\n", len(s.Problems))
 	if len(s.Problems)+len(s.Notices) > 0 {
 		fmt.Fprintln(w)

@@ -61,13 +61,13 @@ func TestStatus(t *testing.T) {
 		{"healthy, one namespace", "status -n default", healthy, "[]", report, command.ExitOK, `Accepts calls   yes
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 7 calls accepted, 2 rejected
-Destinations    0; 4 messages delivered, 2 pending (1 are retries), 3 dead letters stored
+Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
 Problems        0
 `},
 		{"a missing Secret, all namespaces", "status", refused, "[]", report, command.ExitFailure, `Accepts calls   yes
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 107 calls accepted, 2 rejected
-Destinations    0; 4 messages delivered, 2 pending (1 are retries), 3 dead letters stored
+Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
 Problems        1
 
 Source default/web: Secret "gone" does not exist.
@@ -94,12 +94,19 @@ OK        Accepted    the spec is valid
 PROBLEM   Receiving   all of the latest calls were rejected: no userId
 `},
 		{"why, a Source whose calls are rejected", "why -A", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
-1 of 2 objects have a problem.
+1 of 2 objects has a problem.
 `},
 		{"why, a manifest of another namespace, all", "why -A", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
   To do: correct the manifest.
 0 of 2 objects have a problem.
 `},
+		{"why of a kind", "why sources", healthy, "[]", report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object has a problem.\n"},
+		{"why of a kind with a problem", "why psrc", rejecting, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"},{"file":"a.yaml","line":9,"object":"Audience default/all","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
+  To do: correct the manifest.
+Source default/web: all of the latest calls were rejected: no userId.
+1 of 1 object has a problem.
+`},
+		{"why of a kind without objects", "why -A deletions", healthy, "[]", report, command.ExitOK, "0 of 0 objects have a problem.\n"},
 		{"why, all and a name", "why -A source/web", healthy, "[]", report, command.ExitUsage, "posthorn: -A prints the problems of all objects; leave out -A or the name \"web\"\nSee 'posthorn why --help'.\n"},
 		{"why, all and a namespace", "why -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn why --help'.\n"},
 		{"status, all and a namespace", "status -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn status --help'.\n"},

@@ -18,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
@@ -62,7 +63,7 @@ posthorn-bodies-user. The dispatcher's log names the reader.`,
 				return err
 			}
 			defer closeAll()
-			if err := unknown(cmd.Context(), targets, o.destination); err != nil {
+			if err := unknownEndpoint(cmd.Context(), targets, o.destination, o.endpoint); err != nil {
 				return err
 			}
 			return o.run(cmd, targets)
@@ -115,7 +116,7 @@ func (o *tail) run(cmd *cobra.Command, targets []target) error {
 	for a := range attempts {
 		if a.Missed > 0 {
 			o.missed += a.Missed
-			fmt.Fprintf(cmd.ErrOrStderr(), "%s missed: this command is slower than the deliveries\n", plural(int(a.Missed), "attempt"))
+			fmt.Fprintf(cmd.ErrOrStderr(), "%s missed: this command is slower than the deliveries\n", plural.Count(a.Missed, "attempt"))
 		}
 		if o.failed && a.Reason == "" {
 			continue

@@ -15,6 +15,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 func newTrace(flags connectorFlags) *cobra.Command {
@@ -185,7 +186,7 @@ func printTrace(out io.Writer, from target, t *adminapi.MessageTrace, now time.T
 	for _, d := range t.DeadLetters {
 		_, name, _ := strings.Cut(d.Destination, "/")
 		namespace := strings.TrimSuffix(d.Destination, "/"+name)
-		fmt.Fprintf(out, "\nDead letter of %s%s since %s: %s after %s. %s\nTo do: %s deadletters show %s %s -n %s\n", d.Destination, letterID(t, &d), d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), plural(d.Attempts, "attempt"), d.Message, program, name, d.Key, namespace)
+		fmt.Fprintf(out, "\nDead letter of %s%s since %s: %s after %s. %s\nTo do: %s deadletters show %s %s -n %s\n", d.Destination, letterID(t, &d), d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), plural.Count(d.Attempts, "attempt"), d.Message, program, name, d.Key, namespace)
 	}
 	return nil
 }
@@ -216,9 +217,9 @@ func stateDetail(d adminapi.MessageAtEndpoint, id string, t *adminapi.MessageTra
 	switch d.State {
 	case adminapi.MessageRetrying:
 		if wait := d.NextAttempt.Sub(now).Round(time.Second); wait > 0 {
-			return fmt.Sprintf("%s, the next one in %s", plural(d.FailedAttempts, "failed attempt"), wait)
+			return fmt.Sprintf("%s, the next one in %s", plural.Count(d.FailedAttempts, "failed attempt"), wait)
 		}
-		return plural(d.FailedAttempts, "failed attempt") + ", the next one is due"
+		return plural.Count(d.FailedAttempts, "failed attempt") + ", the next one is due"
 	case adminapi.MessageWaiting:
 		return "waits for its first attempt; 'posthorn why' shows what is in front of it"
 	case adminapi.MessageInFlight:
@@ -237,12 +238,4 @@ func stateDetail(d adminapi.MessageAtEndpoint, id string, t *adminapi.MessageTra
 		return "delivered or discarded; its attempts are no longer in memory"
 	}
 	return ""
-}
-
-// plural returns a number with its noun.
-func plural(n int, noun string) string {
-	if n != 1 {
-		noun += "s"
-	}
-	return fmt.Sprintf("%d %s", n, noun)
 }
