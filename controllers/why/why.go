@@ -612,6 +612,14 @@ func (e *explainer) firstAttempts(p v1alpha1.EndpointStatus) (pending, skipped i
 	return pending, skipped
 }
 
+// nothingIsSent reports whether the destination is paused, or its endpoints get at most probes. Then a
+// lane does not advance, so its pending messages include those that the filter excludes.
+func (e *explainer) nothingIsSent() bool {
+	return e.paused || len(e.d.Status.Endpoints) > 0 && !slices.ContainsFunc(e.d.Status.Endpoints, func(p v1alpha1.EndpointStatus) bool {
+		return p.State != v1alpha1.EndpointCircuitOpen && p.State != v1alpha1.EndpointGone
+	})
+}
+
 func (e *explainer) backlog() {
 	c, known := e.counts()
 	if !known {
@@ -634,6 +642,9 @@ func (e *explainer) backlog() {
 			if in := c.NextAttemptTime.Sub(e.Now); in > time.Second {
 				text += ", the next attempt is in " + in.Round(time.Second).String()
 			}
+		}
+		if e.d.Spec.Filter != nil && e.nothingIsSent() {
+			text += ", including messages that the filter will exclude"
 		}
 		e.add(Notice, "Backlog", "", "%s; %s delivered so far", text, plural.Count(c.Delivered, "message"))
 	}

@@ -173,6 +173,14 @@ func TestExplain(t *testing.T) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
 			f.Destinations[0].Status.Delivery = &v1alpha1.DeliveryStatus{Pending: 3, Retrying: 1, NextAttemptTime: at(-40 * time.Second)}
 		}, "Endpoint", `circuit breaker of "primary" is open, only probes are sent, the next one in 40s; all pending messages follow when it succeeds; last success`, "log", "3 messages pending, 1 of them is a retry"},
+		{"circuit open, with a filter", func(f *Facts) {
+			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			f.Destinations[0].Spec.Filter = &v1alpha1.Filter{}
+			f.Destinations[0].Status.Delivery = &v1alpha1.DeliveryStatus{Pending: 3}
+		}, "Endpoint", "circuit breaker", "log", "NOTICE Backlog 3 messages pending, including messages that the filter will exclude; 0 messages delivered so far"},
+		{"a backlog, with a filter", d(func(d *v1alpha1.WebhookDestination) {
+			d.Spec.Filter, d.Status.Delivery.Pending = &v1alpha1.Filter{}, 3
+		}), "", "", "", "NOTICE Backlog 3 messages pending; 120 messages delivered so far"},
 		{"gone", failing(v1alpha1.EndpointGone, "Rejected", "answered 410 Gone"), "Endpoint", `"primary" answered 410 (Gone), one probe an hour is sent; last success 3s ago; the last failure was 2s ago: answered 410 Gone (Rejected)`, "correct the URL", ""},
 		{"one endpoint of two", func(f *Facts) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)

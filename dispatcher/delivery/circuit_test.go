@@ -14,6 +14,31 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
+// While the circuit is open, pending counts messages that the filter excludes; then they are filtered.
+func TestFilteredMessagesOfAnOpenCircuit(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 500}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 20)
+		w.sleep(time.Minute)
+		for i := range 5 {
+			if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: fmt.Sprint("f", i), AcceptedAt: time.Now(), Skip: []string{"ns/crm"}}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.sleep(time.Second)
+		if r := w.report("crm"); r.Endpoints[0].State != adminapi.EndpointCircuitOpen || r.Pending != 25 || r.Filtered != 0 {
+			t.Errorf("circuit open: got state %s, %d pending, %d filtered; want CircuitOpen, 25, 0", r.Endpoints[0].State, r.Pending, r.Filtered)
+		}
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Pending != 0 || r.Delivered != 20 || r.Filtered != 5 {
+			t.Errorf("after recovery: got %d pending, %d delivered, %d filtered; want 0, 20, 5", r.Pending, r.Delivered, r.Filtered)
+		}
+		w.end()
+	})
+}
+
 // While an endpoint is down it gets one probe at a time at growing intervals. After an outage
 // of an hour with 100,000 pending messages its load increases gradually.
 func TestOutage(t *testing.T) {

@@ -277,6 +277,25 @@ func TestHalfOpen(t *testing.T) {
 	check.Equal(t, "interval after a recovery", d.ProbeAt().Sub(d.now), time.Second)
 }
 
+// After a recovery three tenths of the answers are enough, until halfOpenFor successes.
+func TestPermanentAnswersOpenAHalfOpenCircuit(t *testing.T) {
+	for status, limits := range map[int][2]int{401: {3, 10}, 404: {3, 10}, 400: {30, 100}, 422: {30, 100}, 410: {1, 1}} {
+		for successes, want := range map[int]int{0: limits[0], halfOpenFor - 1: limits[0], halfOpenFor: limits[1]} {
+			d := drive(64)
+			d.fail(openAfter)
+			d.probe(Succeeded)
+			d.succeed(successes)
+			opened := 0
+			for n := 1; n <= 200 && opened == 0; n++ {
+				if d.reject(status).Opened {
+					opened = n
+				}
+			}
+			check.Equal(t, fmt.Sprintf("answers %d until the circuit opens again after %d successes", status, successes), opened, want)
+		}
+	}
+}
+
 // fill succeeds with a full window for a number of round trips and returns the windows.
 func (d *driver) fill(rounds int) (windows []int) {
 	for range rounds {
