@@ -107,6 +107,10 @@ type Options struct {
 	Queue pebblestore.Options
 	// Repair repairs a damaged store at the start instead of refusing to start.
 	Repair bool
+	// Drain delivers what the store has, and adds nothing: no listener for calls, no notices, and of
+	// the DeletionRequests only those that this store has begun. The admin listener is optional.
+	// Nothing is discarded: OrphanGrace has no end, and all retry windows begin again. Backlog returns the rest.
+	Drain bool
 	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
 	term *term
 	// identity and forwarder are set by RunSlot if standbys forward calls.
@@ -175,6 +179,10 @@ func New(o Options) (*Dispatcher, error) {
 	if o.DrainTimeout <= 0 {
 		o.DrainTimeout = defaultDrain
 	}
+	var windowsSince time.Time
+	if o.Drain {
+		o.OrphanGrace, windowsSince = keepOrphans, time.Now()
+	}
 	d := &Dispatcher{options: o, log: o.Logger, metrics: newRegistry(), stopping: make(chan struct{})}
 
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
@@ -233,7 +241,7 @@ func New(o Options) (*Dispatcher, error) {
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
+		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(),
 		Changes: d.changes,
 	})
@@ -266,7 +274,7 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	if d.forget, err = deletion.New(deletion.Options{
 		OldDir: filepath.Join(o.DataDir, oldDeletions), Gate: d.gate, Store: tracker, Records: records,
-		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
+		Passive: o.AudienceOwner != "", BegunOnly: o.Drain, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -284,7 +292,7 @@ func (d *Dispatcher) apply(view *liveconfig.View) error {
 // warnOfOpenAccess logs settings that let other users read or change stored data, and how to
 // prevent it.
 func (d *Dispatcher) warnOfOpenAccess() {
-	if a, ok := d.listeners.admin.Addr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
+	if a, ok := d.AdminAddr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
 		d.log.Warn("the admin address has no authentication and is open to the network: every client can read and purge dead letters; set --admin-listen to a loopback address, or protect it by a firewall or a NetworkPolicy", "admin", a.String())
 	}
 	// Files and folders inside have modes 0600 and 0700, so only write permission matters.
@@ -318,27 +326,17 @@ func openStore(dir string, o pebblestore.Options, repairDamage bool) (*pebblesto
 	return pebblestore.Open(dir, o)
 }
 
-// Addr returns the address of the tracking API.
-func (d *Dispatcher) Addr() net.Addr { return d.listeners.calls.Addr() }
+// Addr returns the address of the tracking API, or nil.
+func (d *Dispatcher) Addr() net.Addr { return addr(d.listeners.calls) }
 
 // TLSAddr returns the address of the tracking API over TLS, or nil.
-func (d *Dispatcher) TLSAddr() net.Addr {
-	if d.listeners.callsTLS == nil {
-		return nil
-	}
-	return d.listeners.callsTLS.Addr()
-}
+func (d *Dispatcher) TLSAddr() net.Addr { return addr(d.listeners.callsTLS) }
 
 // ProbeAddr returns the address of the listener for probes, or nil.
-func (d *Dispatcher) ProbeAddr() net.Addr {
-	if d.listeners.probes == nil {
-		return nil
-	}
-	return d.listeners.probes.Addr()
-}
+func (d *Dispatcher) ProbeAddr() net.Addr { return addr(d.listeners.probes) }
 
-// AdminAddr returns the address of the admin listener.
-func (d *Dispatcher) AdminAddr() net.Addr { return d.listeners.admin.Addr() }
+// AdminAddr returns the address of the admin listener, or nil.
+func (d *Dispatcher) AdminAddr() net.Addr { return addr(d.listeners.admin) }
 
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
@@ -373,7 +371,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)
-	group.Go(func() error { return serve(d.listeners.calls, main.Serve) })
+	if d.listeners.calls != nil {
+		group.Go(func() error { return serve(d.listeners.calls, main.Serve) })
+	}
 	if d.listeners.callsTLS != nil {
 		group.Go(func() error {
 			return serve(d.listeners.callsTLS, func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) })
@@ -383,7 +383,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.options.AdminTLS != nil {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
-	group.Go(func() error { return serve(d.listeners.admin, serveAdmin) })
+	if d.listeners.admin != nil {
+		group.Go(func() error { return serve(d.listeners.admin, serveAdmin) })
+	}
 	probeServer := listen.New(admin.NewProbeServer(d.Ready), maxAdminConns, d.log)
 	probeServer.ErrorLog = main.ErrorLog
 	if d.listeners.probes != nil {
@@ -404,7 +406,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	writers.Go(func() error { return d.forget.Run(engineCtx) })
 	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
 	writers.Go(func() error { return d.forwards.Run(engineCtx) })
-	writers.Go(func() error { return d.notices.Run(engineCtx) })
+	if !d.options.Drain {
+		writers.Go(func() error { return d.notices.Run(engineCtx) })
+	}
 	writers.Go(func() error { return d.gate.RunCounters(engineCtx, d.store) })
 	written := make(chan error, 1)
 	go func() { written <- writers.Wait() }()

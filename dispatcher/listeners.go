@@ -10,7 +10,7 @@ import (
 
 // Listeners are the open listeners of a process.
 type Listeners struct {
-	calls, admin net.Listener
+	calls, admin net.Listener // nil: not in Drain
 	callsTLS     net.Listener // nil: no TLS listener
 	probes       net.Listener // nil: no listener for probes
 	peers        net.Listener // nil: standbys do not forward
@@ -23,12 +23,16 @@ func Listen(o Options) (*Listeners, error) {
 	if o.TLSListen != "" && o.TLS == nil {
 		return nil, errors.New("dispatcher: no certificate for calls over TLS; set --tls-cert and --tls-key")
 	}
+	calls, requests := cmp.Or(o.Listen, ":8080"), cmp.Or(o.AdminListen, "127.0.0.1:8081")
+	if o.Drain {
+		calls, requests, o.TLSListen, o.ProbeListen, o.PeerListen = "", o.AdminListen, "", "", ""
+	}
 	for _, a := range []struct {
 		to            *net.Listener
 		purpose, addr string
 	}{
-		{&l.calls, "calls", cmp.Or(o.Listen, ":8080")},
-		{&l.admin, "admin requests", cmp.Or(o.AdminListen, "127.0.0.1:8081")},
+		{&l.calls, "calls", calls},
+		{&l.admin, "admin requests", requests},
 		{&l.callsTLS, "calls over TLS", o.TLSListen},
 		{&l.probes, "probes", o.ProbeListen},
 		{&l.peers, "other processes", o.PeerListen},
@@ -92,4 +96,12 @@ func (l *Listeners) Close() {
 			_ = (*opened).Close()
 		}
 	}
+}
+
+// addr returns the address of a listener, or nil.
+func addr(l net.Listener) net.Addr {
+	if l == nil {
+		return nil
+	}
+	return l.Addr()
 }

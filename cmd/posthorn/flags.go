@@ -39,29 +39,36 @@ type dataFlags struct {
 }
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
+	d.registerDelivery(cmd, data, admin)
 	d.log.register(cmd)
 	f := cmd.Flags()
-	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
 	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
 	f.StringVar(&d.options.PeerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. The default of HOST is the environment variable POD_IP. Empty: a standby refuses calls, and is not ready")
 	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
+	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
+	f.StringVar(&d.options.PublicHost, "public-host", "", "host of the tracking API, with an optional port, in the settings that browser and mobile libraries load; empty: the Host header of their request")
+	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
+	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
+	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
+	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
+}
+
+// registerDelivery registers the flags of a process that delivers messages, whether it receives calls
+// or not.
+func (d *dataFlags) registerDelivery(cmd *cobra.Command, data, admin string) {
+	f := cmd.Flags()
+	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "non-public addresses that deliveries may use: CIDRs, addresses or host names (also *.example); !CIDR denies. Metadata addresses must be named exactly")
 	f.StringVar(&d.proxyURL, "egress-proxy", "", "HTTP proxy of deliveries and token requests, http://HOST:PORT. The proxy resolves host names, so its rules must deny private addresses")
 	f.StringSliceVar(&d.noProxy, "egress-no-proxy", nil, "hosts that are reached without --egress-proxy, as in NO_PROXY: names (with the names below them), .DOMAIN, addresses, CIDRs, each with an optional :PORT. Loopback addresses never use the proxy")
 	f.StringVar(&d.proxyCredentials, "egress-proxy-credentials", "", "folder with the files username and password for --egress-proxy, read again when they change")
-	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
-	f.StringVar(&d.options.PublicHost, "public-host", "", "host of the tracking API, with an optional port, in the settings that browser and mobile libraries load; empty: the Host header of their request")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress; posthorn run raises it to the longest delivery timeout and 5s")
-	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
-	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
 	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
-	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
-	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
 	f.BoolVar(&d.options.DetailedMetrics, "detailed-metrics", false, "add histograms, failure reasons and lanes to the metrics of each destination, about 50 series per destination instead of 12")
-	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
 }
 
 // parse validates the flags and converts them to options.

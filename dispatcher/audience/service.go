@@ -972,6 +972,27 @@ func (a *audience) progress(c liveconfig.Audience) (p adminapi.SyncProgress) {
 	return p
 }
 
+// Unfinished returns the audiences with a decided sync whose changes are not all in the queue,
+// "namespace/name", and the reason why the rest waits, or "".
+func (s *Service) Unfinished() map[string]string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	names := map[string]string{}
+	for id, a := range s.audiences {
+		if a.pending == nil {
+			continue
+		}
+		reason := ""
+		if a.broken != nil {
+			reason = a.broken.Error()
+		} else if waits := a.waits.Load(); waits != nil {
+			reason = *waits
+		}
+		names[id.namespace+"/"+id.name] = reason
+	}
+	return names
+}
+
 // Report returns the state of a namespace's audiences.
 func (s *Service) Report(config liveconfig.Config) []adminapi.AudienceReport {
 	list := make([]adminapi.AudienceReport, 0, len(config.Audiences))

@@ -52,6 +52,8 @@ type Options struct {
 	Records *jobs.Records
 	// Passive is true if another pod sends the notifications.
 	Passive bool
+	// BegunOnly is true if no request begins that has no record.
+	BegunOnly bool
 	// OrphanGrace is the time for which the record of a deleted request is kept. Default 10 min.
 	OrphanGrace time.Duration
 	// Changes is marked when the report of a request changes; nil marks nothing.
@@ -245,7 +247,7 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 	r := s.records[d.ID]
 	s.mu.Unlock()
 	switch {
-	case r == nil && s.Records.Completed(d.ID, d.UID), r != nil && r.Completed,
+	case r == nil && (s.BegunOnly || s.Records.Completed(d.ID, d.UID)), r != nil && r.Completed,
 		r != nil && r.UID == d.UID && r.ended() && r.failed() && !r.cancelled():
 		return nil
 	case r != nil && r.UID != d.UID && r.ended():

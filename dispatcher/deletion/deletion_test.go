@@ -382,6 +382,30 @@ func TestPassivePodSendsNothing(t *testing.T) {
 	check.Equal(t, "messages", r.messages(), 0)
 }
 
+// With BegunOnly, a request without a record does not begin, and one with a record continues.
+func TestBegunOnly(t *testing.T) {
+	r := newRig(t)
+	r.BegunOnly = true
+	r.step()
+	check.Same(t, "records of a request that had not begun", r.stored(), nil)
+	check.Equal(t, "messages of a request that had not begun", r.messages(), 0)
+	r.BegunOnly = false
+	r.step()
+	sent := r.messages()
+	check.Equal(t, "records of a begun request", len(r.stored()), 1)
+	r.start()
+	r.BegunOnly = true
+	for _, d := range r.lease("web", "crm") {
+		r.Store.Ack(d)
+	}
+	before := r.states()
+	r.step()
+	if cmp.Equal(r.states(), before) {
+		t.Errorf("states of a begun request: got %v as before, want the outcome of a notification", before)
+	}
+	check.Equal(t, "messages of a begun request", r.messages(), sent)
+}
+
 // Every URL must accept a notification, even if one URL is enough for other messages.
 func TestEveryURLMustAcceptADeletion(t *testing.T) {
 	r := newRig(t)

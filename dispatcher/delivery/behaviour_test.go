@@ -326,6 +326,30 @@ func TestWindowEndsWhileParked(t *testing.T) {
 	}
 }
 
+// With WindowsSince, messages that were accepted long before are sent again, and expire a whole window
+// later.
+func TestWindowsBeginAgain(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 502}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 10)
+		w.sleep(time.Hour)
+		w.restartAfter(8*24*time.Hour, func(o *Options) { o.WindowsSince = time.Now() })
+		w.rev = 0
+		before := len(w.client.requests(""))
+		w.apply(dest("crm", urlA))
+		w.sleep(4*time.Hour - time.Minute)
+		check.Equal(t, "dead letters before the new window ended", len(w.dead("crm")), 0)
+		check.Equal(t, "pending messages before the new window ended", w.report("crm").Pending, int64(10))
+		if after := len(w.client.requests("")); after == before {
+			t.Error("requests in the new window: got none, want probes")
+		}
+		w.sleep(2 * time.Minute)
+		check.Equal(t, "dead letters after the new window", len(w.dead("crm")), 10)
+		w.end()
+	})
+}
+
 func TestDisabledKeepsAndResumes(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))

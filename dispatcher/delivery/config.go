@@ -446,7 +446,10 @@ func (e *Engine) orphan(l *lane, v *liveconfig.View, now time.Time) {
 	if lost := !lostAt.IsZero(); l.dropAt.IsZero() || l.lost && !lost {
 		l.lost, l.removedAt, l.dropAt = lost, now, now.Add(e.o.OrphanGrace)
 		if lost {
-			l.removedAt, l.dropAt = lostAt, lostAt.Add(liveconfig.ParkingTime)
+			l.removedAt = lostAt
+			if parked := lostAt.Add(liveconfig.ParkingTime); parked.After(l.dropAt) {
+				l.dropAt = parked
+			}
 		}
 		e.log.With(l.id.LogArgs()...).Warn("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt, "certain", !lost)
 	}

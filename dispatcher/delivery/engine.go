@@ -66,6 +66,8 @@ type Options struct {
 	// OrphanGrace is how long the messages of a destination that is missing in the config are kept,
 	// in case it is restored. Default DefaultOrphanGrace.
 	OrphanGrace time.Duration
+	// WindowsSince is the start of the retry windows of all messages that were accepted before it.
+	WindowsSince time.Time
 	// DeadLetterBytes bounds the dead letters of all destinations together; above it the oldest of
 	// the largest destination are removed. nil: only each destination's own limit applies.
 	DeadLetterBytes func() int64

@@ -113,7 +113,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 		// A message that is accepted right after this pass is due one window later.
 		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
-			due = oldest.Add(window).Sub(now)
+			due = e.windowStart(oldest).Add(window).Sub(now)
 		}
 		if due <= 0 {
 			e.mu.Lock()

@@ -192,7 +192,7 @@ func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bo
 // unsendable makes a dead letter of a leased message that is older than its window. The lock is
 // held, but released while the store is called.
 func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
-	if now.Sub(d.AcceptedAt) < l.set.policy.Window {
+	if now.Sub(e.windowStart(d.AcceptedAt)) < l.set.policy.Window {
 		return false
 	}
 	l.leased--
@@ -207,6 +207,14 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 		l.destination.countDead(f.Reason, 1)
 	}
 	return true
+}
+
+// windowStart returns the start of a message's retry window.
+func (e *Engine) windowStart(accepted time.Time) time.Time {
+	if accepted.Before(e.o.WindowsSince) {
+		return e.o.WindowsSince
+	}
+	return accepted
 }
 
 // expiry is the failure of messages that were not delivered in time. It includes the last failure
@@ -349,7 +357,7 @@ func (e *Engine) settle(p *post, r *ended, o retry.Outcome) outcome {
 		e.o.Store.Release(p.message)
 		return released
 	}
-	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
+	decision := retry.Decide(o, p.set.policy, p.message.Attempt, e.windowStart(p.message.AcceptedAt), r.at, rand.Float64)
 	if decision.Action == retry.Ack {
 		if !e.o.Store.Ack(p.message) {
 			return deliveredAgain

@@ -337,6 +337,23 @@ func (s *Service) Forwarded(namespace, name string) int64 {
 	return s.positions[namespace+"/"+name].Forwarded
 }
 
+// Unfinished lists the destinations whose dead letters are not all forwarded, "namespace/name".
+func (s *Service) Unfinished(view *liveconfig.View) (names []string, err error) {
+	for _, l := range wantedBy(view) {
+		mark, err := s.Store.DeadLetterMark(l.key())
+		if err != nil {
+			return nil, err
+		}
+		s.mu.Lock()
+		p, known := s.positions[l.key()]
+		s.mu.Unlock()
+		if known && p.After < mark {
+			names = append(names, l.key())
+		}
+	}
+	return names, nil
+}
+
 // Details is the field deadLetter of a forwarded message.
 type Details struct {
 	// Destination, Endpoint and Source are the names of the objects; Endpoint is empty if the

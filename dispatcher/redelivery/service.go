@@ -156,6 +156,24 @@ func (s *Service) enter(ctx context.Context, namespace string, r liveconfig.Rede
 	return nil
 }
 
+// Unfinished lists the Redeliveries of the live config that may redeliver further dead letters of
+// this dispatcher, "namespace/name".
+func (s *Service) Unfinished(view *liveconfig.View) (names []string) {
+	for _, namespace := range view.Namespaces() {
+		config, _ := view.Namespace(namespace)
+		for _, r := range config.Redeliveries {
+			record, p, err := s.load(r.ID)
+			mine := record.UID == r.UID
+			begins := r.Phase == liveconfig.RedeliveryBegin && (!mine || !p.Done)
+			runs := r.Phase == liveconfig.RedeliveryRun && mine && !p.Done
+			if record.Completed.IsZero() && (err != nil || begins || runs) {
+				names = append(names, namespace+"/"+r.Name)
+			}
+		}
+	}
+	return names
+}
+
 func (s *Service) load(id string) (jobs.Record, progress, error) {
 	var p progress
 	record, ok := s.Records.Get(id)
