@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -25,6 +26,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/need"
@@ -421,6 +423,75 @@ func TestSelectors(t *testing.T) {
 	}
 }
 
+// drainJob returns the Job in docs/drain.md.
+func drainJob(t *testing.T) *unstructured.Unstructured {
+	t.Helper()
+	blocks, err := docs.Blocks("../..", "docs/drain.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range blocks {
+		if b.Language == "yaml" {
+			return objects(t, b.Text)[0]
+		}
+	}
+	t.Fatal("docs/drain.md: got no Job, want one")
+	return nil
+}
+
+// The Job of a drain uses the account, the volume and the security settings of a dispatcher, and
+// nothing of the chart selects its pod.
+func TestDrainJob(t *testing.T) {
+	var job batchv1.Job
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(drainJob(t).Object, &job); err != nil {
+		t.Fatal(err)
+	}
+	drained := job.Spec.Template
+	selectors := 0
+	for _, o := range objects(t, mustRender(t, "--set", "networkPolicy.enabled=true,dispatcher.podDisruptionBudget.enabled=true,monitoring.podMonitor.enabled=true")) {
+		for _, path := range [][]string{{"spec", "selector"}, {"spec", "selector", "matchLabels"}, {"spec", "podSelector", "matchLabels"}} {
+			selector, found, err := unstructured.NestedStringMap(o.Object, path...)
+			if !found || err != nil {
+				continue
+			}
+			selectors++
+			if labels.SelectorFromSet(selector).Matches(labels.Set(drained.Labels)) {
+				t.Errorf("%s %s selects the pod of the Job", o.GetKind(), o.GetName())
+			}
+		}
+		switch o.GetKind() {
+		case "StatefulSet":
+			var set appsv1.StatefulSet
+			if err := runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, &set); err != nil {
+				t.Fatal(err)
+			}
+			pod, container := set.Spec.Template.Spec, set.Spec.Template.Spec.Containers[0]
+			check.Equal(t, "account", drained.Spec.ServiceAccountName, pod.ServiceAccountName)
+			check.Same(t, "security context of the pod", drained.Spec.SecurityContext, pod.SecurityContext)
+			check.Same(t, "security context of the container", drained.Spec.Containers[0].SecurityContext, container.SecurityContext)
+			check.Same(t, "volume mounts", drained.Spec.Containers[0].VolumeMounts, container.VolumeMounts)
+			claim := set.Spec.VolumeClaimTemplates[0].Name + "-" + set.Name + "-2"
+			check.Equal(t, "claim", drained.Spec.Volumes[0].PersistentVolumeClaim.ClaimName, claim)
+		case "Deployment":
+			containers, _, _ := unstructured.NestedSlice(o.Object, "spec", "template", "spec", "containers")
+			args, _, _ := unstructured.NestedStringSlice(containers[0].(map[string]any), "args")
+			for _, arg := range args {
+				if text, ok := strings.CutPrefix(arg, "--dispatcher-selector="); ok {
+					selector, err := labels.Parse(text)
+					if err != nil {
+						t.Fatal(err)
+					}
+					selectors++
+					check.Equal(t, "operator selects the pod of the Job as a dispatcher", selector.Matches(labels.Set(drained.Labels)), false)
+				}
+			}
+		}
+	}
+	if selectors < 8 {
+		t.Errorf("selectors of the chart: got %d, want at least 8", selectors)
+	}
+}
+
 // An API server accepts all objects and fields, in a namespace that enforces the
 // restricted Pod Security Standard.
 func TestAPIServerAccepts(t *testing.T) {
@@ -461,7 +532,7 @@ func TestAPIServerAccepts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, o := range objects(t, text) {
+		for _, o := range append(objects(t, text), drainJob(t)) {
 			if _, ok := foreign[o.GroupVersionKind().Group]; ok {
 				continue // The API server does not have these kinds; see TestForeignKindsAccept.
 			}
