@@ -500,6 +500,10 @@ func TestTraceAsksEveryPod(t *testing.T) {
 		return target{name, &adminapi.Client{URL: server.URL}}
 	}
 	found := answers("a", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended", Accepted: []adminapi.AcceptedMessage{{Source: "shop/web"}, {Source: "shop/app", Stored: true, Type: "page"}}})
+	bounded := answers("d", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended after 7 messages"})
+	if _, err := run(newTrace(func(*cobra.Command) connector { return pods{[]target{bounded}} }), "m1"); err == nil || err.Error() != "the message may exist, because not all messages were searched" {
+		t.Errorf("an incomplete search without a result: got error %v, want one that does not deny the message", err)
+	}
 	none, fails := answers("b", http.StatusOK, adminapi.MessageTrace{MessageID: "m1"}), answers("c", http.StatusInternalServerError, adminapi.MessageTrace{})
 	for name, c := range map[string]struct {
 		pods []target

@@ -72,7 +72,7 @@ Exits 1 if no message is found.`,
 				return err
 			}
 			defer closeAll()
-			out, found := cmd.OutOrStdout(), false
+			out, found, whole := cmd.OutOrStdout(), false, true
 			var failed error
 			for _, t := range targets {
 				m, err := search(t)
@@ -81,6 +81,7 @@ Exits 1 if no message is found.`,
 					continue
 				}
 				if m.Incomplete != "" {
+					whole = false
 					fmt.Fprintf(cmd.ErrOrStderr(), "%snot complete: %s\n", of(t), m.Incomplete)
 				}
 				if !m.Found() {
@@ -102,6 +103,8 @@ Exits 1 if no message is found.`,
 			switch {
 			case found:
 				return nil
+			case !whole:
+				return errors.New("the message may exist, because not all messages were searched")
 			case userID != "":
 				return fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
 			case since > 0:

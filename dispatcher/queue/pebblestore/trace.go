@@ -51,11 +51,13 @@ func (s *Store) Search(ctx context.Context, match func(body []byte) bool, since 
 		return result, err
 	}
 	defer s.leave()
-	for _, log := range s.allLogs() {
+	logs := s.allLogs()
+	for i, log := range logs {
 		if err := s.searchIn(ctx, log, match, since, max, &result); err != nil {
 			return result, s.explain(err)
 		}
 		if ctx.Err() != nil || len(result.Traces) >= max {
+			result.Complete = result.Complete && i == len(logs)-1
 			break
 		}
 	}

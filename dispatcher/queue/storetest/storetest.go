@@ -1480,4 +1480,14 @@ func (x *suite) trace() {
 	if len(removed.Traces) != 1 || removed.Traces[0].Seq != 0 || len(removed.Traces[0].Lanes) != 0 || removed.Traces[0].AcceptedAt.Before(from) {
 		x.Errorf("a removed message: got %+v, want its Source and time alone", removed)
 	}
+
+	// The bound is reached at the end of one Source's log, and another one was not read.
+	second := queue.LaneID{Source: source + "2", Destination: mail}
+	x.open(second)
+	x.append(x.message(), x.message(func(m *queue.Message) { m.Source = second.Source }))
+	for max, whole := range map[int]bool{1: false, 2: true, 3: true} {
+		ids, complete := search(context.Background(), time.Time{}, max)
+		x.equal(fmt.Sprintf("messages of two Sources, search for %d", max), len(ids), min(max, 2))
+		x.equal(fmt.Sprintf("messages of two Sources, search for %d: complete", max), complete, whole)
+	}
 }
