@@ -83,6 +83,8 @@ type Options struct {
 	// tombstoneGrace is how long a tombstone is kept at least, and followInterval how often a live
 	// config is compared with the pods' reports.
 	tombstoneGrace, followInterval time.Duration
+	// backlogInterval is how often the backlogs of the pods are recorded.
+	backlogInterval time.Duration
 	// confirmGrace is the time that the pods have to confirm a change before the status
 	// shows it as pending, so that a change causes one write instead of one for each pod.
 	// During this time the pods are polled more often. Default 2 s.
@@ -144,6 +146,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.numbersInterval = cmp.Or(o.numbersInterval, 30*time.Second)
 	o.tombstoneGrace = cmp.Or(o.tombstoneGrace, compile.TombstoneGrace)
 	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
+	o.backlogInterval = cmp.Or(o.backlogInterval, time.Minute)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.limit = cmp.Or(o.limit, compile.DefaultLimit)
 	o.configBurst, o.configRate = cmp.Or(o.configBurst, configBurst), cmp.Or(o.configRate, configsPerSecond)
@@ -277,6 +280,9 @@ func setup(mgr manager.Manager, o Options) error {
 	}
 	if err := mgr.Add(reports); err != nil {
 		return fmt.Errorf("set up the prober: %w", err)
+	}
+	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr), pods: o.Pods, interval: o.backlogInterval, last: reports.backlogs}); err != nil {
+		return fmt.Errorf("set up the record of backlogs: %w", err)
 	}
 	return errors.Join(
 		mgr.AddHealthzCheck("ping", healthz.Ping),

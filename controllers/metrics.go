@@ -22,6 +22,12 @@ var (
 		Name: "posthorn_operator_report_failures_total",
 		Help: "Failed requests for the report of a ready dispatcher pod.",
 	})
+	orphanedPending = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "posthorn_operator_orphaned_pending_messages",
+		Help: "Pending messages on the volume of a dispatcher pod that does not exist any more, by its last report.",
+	}, []string{"dispatcher"})
 )
 
-func init() { metrics.Registry.MustRegister(compiles, statusWrites, dispatchers, reportFailures) }
+func init() {
+	metrics.Registry.MustRegister(compiles, statusWrites, dispatchers, reportFailures, orphanedPending)
+}

@@ -164,7 +164,7 @@ var _ = Describe("The operator", func() {
 		}
 	})
 
-	It("reads only the Secrets that objects refer to, and watches only metadata", func() {
+	It("reads only the Secrets that objects refer to and its own, and watches only metadata", func() {
 		seen := &secretRequests{read: map[string]int{}}
 		w := newWorld(func(w *world) { w.configure = seen.configure })
 		namespace := w.newNamespace()
@@ -191,7 +191,7 @@ var _ = Describe("The operator", func() {
 		seen.mu.Lock()
 		defer seen.mu.Unlock()
 		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
-		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key", release+"/"+liveconfig.SecretName(namespace)))
+		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key", release+"/"+liveconfig.SecretName(namespace), release+"/"+backlogSecret))
 	})
 })
 

@@ -102,7 +102,7 @@ func newWorld(change ...func(*world)) *world {
 	w.pods = pods(w.dispatcher.pod())
 	w.options = Options{
 		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
-		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
+		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, backlogInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
 		Policy: compile.Policy{CheckHost: func(host string) error {
 			if host == "169.254.169.254" {
 				return fmt.Errorf("%s is denied", host)

@@ -1,0 +1,173 @@
+package controllers
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+)
+
+const (
+	// backlogSecret is the Secret of the release's namespace with the backlogs of the dispatcher pods:
+	// a key for each pod. It is a Secret because the operator may write these.
+	backlogSecret = "posthorn-backlog"
+	// backlogAge is the age from which a pending message belongs to a backlog. A pod that ends delivers
+	// younger ones, whose receivers work.
+	backlogAge = time.Minute
+)
+
+// backlogs are numbers of pending messages, by dispatcher pod. A pod without a backlog is missing.
+type backlogs map[string]int64
+
+// backlogKeeper records the backlogs of the dispatcher pods, so that those of pods that do not exist
+// any more are known, also to the next operator: their volumes have messages that nothing delivers.
+// A user removes the record of such a pod by its key in the Secret.
+type backlogKeeper struct {
+	client   client.Client
+	direct   client.Reader
+	release  string
+	owner    secretOwner
+	pods     Pods
+	interval time.Duration
+	// last returns the backlogs in the last reports of all pods that reported to this operator.
+	last func() backlogs
+	// seen are the pods that existed at the last pass.
+	seen map[string]bool
+}
+
+// Start records the backlogs until ctx is done. It implements manager.Runnable.
+func (k *backlogKeeper) Start(ctx context.Context) error {
+	defer orphanedPending.Reset() // Another operator reports them.
+	tick := time.NewTicker(k.interval)
+	defer tick.Stop()
+	for {
+		if err := k.pass(ctx); err != nil && ctx.Err() == nil {
+			log.FromContext(ctx).Error(err, "recording the backlogs of the dispatcher pods failed; it is retried")
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// pass updates the record and the metric.
+func (k *backlogKeeper) pass(ctx context.Context) error {
+	pods, err := k.pods.List(ctx)
+	if err != nil {
+		return err
+	}
+	existing := map[string]bool{}
+	for _, pod := range pods {
+		existing[pod.Name] = true
+	}
+	stored, err := k.read(ctx)
+	if err != nil {
+		return err
+	}
+	next := nextBacklogs(stored, k.last(), k.seen, existing)
+	if !maps.Equal(next, stored) {
+		if err := k.write(ctx, next); err != nil {
+			return err
+		}
+	}
+	k.seen = existing
+	orphanedPending.Reset()
+	for name, pending := range next {
+		if !existing[name] {
+			orphanedPending.WithLabelValues(name).Set(float64(pending))
+		}
+	}
+	return nil
+}
+
+// nextBacklogs returns the record after a pass. The numbers of a pod that exists are recorded when
+// they have changed by half, to limit the writes. Those of a pod that has ended since the last pass
+// are its last ones, and later they do not change.
+func nextBacklogs(stored, last backlogs, seen, existing map[string]bool) backlogs {
+	next := maps.Clone(stored)
+	if next == nil {
+		next = backlogs{}
+	}
+	for name, reported := range last {
+		switch recorded := stored[name]; {
+		case !existing[name] && !seen[name]:
+		case existing[name] && reported > 0 && recorded > 0 && reported <= 2*recorded && recorded <= 2*reported:
+		case reported > 0:
+			next[name] = reported
+		default:
+			delete(next, name)
+		}
+	}
+	return next
+}
+
+// read returns the record.
+func (k *backlogKeeper) read(ctx context.Context) (backlogs, error) {
+	var secret corev1.Secret
+	key := types.NamespacedName{Namespace: k.release, Name: backlogSecret}
+	if err := k.direct.Get(ctx, key, &secret); apierrors.IsNotFound(err) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("read Secret %s: %w", key, err)
+	}
+	stored := backlogs{}
+	for name, text := range secret.Data {
+		// A value that a user has broken is written again, or belongs to no pod.
+		if pending, err := strconv.ParseInt(string(text), 10, 64); err == nil && pending > 0 {
+			stored[name] = pending
+		}
+	}
+	return stored, nil
+}
+
+// write replaces the record.
+func (k *backlogKeeper) write(ctx context.Context, next backlogs) error {
+	owners, err := k.owner.references(ctx)
+	if err != nil {
+		return err
+	}
+	data := map[string][]byte{}
+	for name, pending := range next {
+		data[name] = strconv.AppendInt(nil, pending, 10)
+	}
+	wanted := corev1ac.Secret(backlogSecret, k.release).WithOwnerReferences(owners...).WithData(data).WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy})
+	if err := k.client.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
+		return fmt.Errorf("apply Secret %s/%s: %w", k.release, backlogSecret, err)
+	}
+	log.FromContext(ctx).V(1).Info("backlogs recorded", "pods", slices.Sorted(maps.Keys(next)))
+	return nil
+}
+
+// backlogs returns the backlogs in the last reports of all pods. A replicated log has none: each of
+// its pods can deliver its messages.
+func (p *prober) backlogs() backlogs {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all := backlogs{}
+	for name, last := range p.last {
+		if name == logStore || last.report == nil {
+			continue
+		}
+		pending := int64(0)
+		for _, namespace := range last.report.Namespaces() {
+			for _, d := range namespace.Destinations {
+				if !d.OldestPending.IsZero() && last.answered.Sub(d.OldestPending) >= backlogAge {
+					pending += d.Pending
+				}
+			}
+		}
+		all[name] = pending
+	}
+	return all
+}
