@@ -37,8 +37,7 @@ type OpenSlot func(ctx context.Context) (slots.Remote, error)
 const (
 	// slotRetry is the wait after an error of the log.
 	slotRetry = 2 * time.Second
-	// claimPause is the wait after a Dispatcher could not be made. It is longer than the time after
-	// which a standby claims the slot.
+	// claimPause is the wait after a Dispatcher could not be made, in which a standby claims the slot.
 	claimPause = 15 * time.Second
 	// releaseTimeout bounds the orderly end of a session.
 	releaseTimeout = 5 * time.Second
@@ -102,8 +101,7 @@ func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatc
 	stop()
 	if err := <-served; err != nil {
 		if t != nil {
-			t.writer.Close()
-			err = errors.Join(err, d.Close())
+			err = errors.Join(err, t.release(ctx), d.Close())
 		}
 		return nil, nil, err
 	}
@@ -162,9 +160,8 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 			if d, err = New(o); err == nil {
 				return t, d
 			}
-			// Another process can claim the slot meanwhile, and may have what this one lacks.
-			t.writer.Close()
-			pause, err = claimPause, fmt.Errorf("open the store of the slot: %w", err)
+			// Another process claims the released slot immediately, and may have what this one lacks.
+			pause, err = claimPause, fmt.Errorf("open the store of the slot: %w", errors.Join(err, t.release(ctx)))
 		}
 		if ctx.Err() != nil {
 			break
@@ -414,9 +411,14 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		}
 		return err
 	}
-	releasing, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	return errors.Join(err, t.release(ctx))
+}
+
+// release ends the term in order, also when ctx is done.
+func (t *term) release(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
-	return errors.Join(err, t.writer.Release(releasing))
+	return t.writer.Release(ctx)
 }
 
 // maySend is the condition for each request; nil for none.

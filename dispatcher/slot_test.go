@@ -3,6 +3,7 @@ package dispatcher
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -93,6 +94,37 @@ func TestStoreThatCannotBeOpened(t *testing.T) {
 		return slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
 	})
 	wantStandby(t, l, "open the store of the slot: audiences:")
+}
+
+// A process that cannot open the store of its slot releases the slot, so that a standby need not wait
+// until the session counts as lost.
+func TestStoreThatCannotBeOpenedIsReleased(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	stream := slotstest.NewStream(1 << 30)
+	runSlot(t, dir, func(context.Context) (slots.Remote, error) {
+		return slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
+	})
+	if err := wait.Until(func() error {
+		if s, err := slotstest.NewLog(stream).State(t.Context()); err != nil || s.Last == 0 {
+			return fmt.Errorf("the slot has no claim: %w", err)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	released := false
+	o := slots.Options{Logger: slog.New(slog.DiscardHandler), Announced: func(announcement []byte) { released = released || announcement == nil }}
+	w, err := slots.Slot{Log: slotstest.NewLog(stream), Dir: filepath.Join(t.TempDir(), "copy"), Options: o}.Follow(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	if !released || w.Epoch() != 2 {
+		t.Errorf("end of the first term: released %v, next epoch %d, want true and 2", released, w.Epoch())
+	}
 }
 
 // A standby whose listener fails ends with the error.
