@@ -306,8 +306,9 @@ func (p *prober) store(pod Pod, probe *probe) (name string, owned bool) {
 	if probe.state == nil || probe.state.Log == nil {
 		return pod.Name, true
 	}
-	log, last := probe.state.Log, p.last[logStore].report
-	return logStore, !log.Standby && (last == nil || log.Epoch >= last.Log.Epoch)
+	log, last := probe.state.Log, p.last[logStore]
+	// The epochs of a log that was created again begin with 1.
+	return logStore, !log.Standby && (last.report == nil || last.outdated || log.Epoch >= last.report.Log.Epoch)
 }
 
 // like returns the state of another pod, or nil. The mutex is held.
@@ -344,13 +345,14 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	defer p.mu.Unlock()
 	pods = make([]health.Pod, 0, len(p.last))
 	complete = p.listed
-	ready, unready, standbys := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
+	// sharing are the pods whose store has another name.
+	ready, unready, sharing := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
 		name, owned := p.store(pod, probe)
 		last := p.last[name]
+		sharing[pod.Name] = sharing[pod.Name] || name != pod.Name
 		switch {
 		case !owned:
-			standbys[pod.Name] = true
 		case !pod.Unready:
 			ready[name] = true
 			complete = complete && (probe.requested || last.report != nil)
@@ -361,7 +363,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	}
 	absent := slices.Collect(maps.Keys(p.last))
 	for _, name := range p.notReady {
-		if p.last[name].report == nil && !standbys[name] {
+		if p.last[name].report == nil && !sharing[name] {
 			absent = append(absent, name)
 		}
 	}

@@ -231,3 +231,52 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 		}
 	}
 }
+
+// An owner that is not ready is the one store of the log, not another dispatcher without a report: with
+// one, the operator cannot know which configs the dispatchers have.
+func TestOwnerOfALogThatIsNotReady(t *testing.T) {
+	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p.listed = true
+	pod := Pod{Name: "dispatcher-0", URL: "a"}
+	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
+	first := newProbe(p, pod, false)
+	p.record(t.Context(), pod, first, ready, nil)
+	delete(p.probes, pod)
+	pod.Unready, p.notReady = true, []string{pod.Name}
+	unready := &adminapi.Report{Log: &adminapi.LogReport{Epoch: 1}}
+	p.record(t.Context(), pod, newProbe(p, pod, false), unready, nil)
+	got, complete := p.reports()
+	want := []health.Pod{{Name: logStore, Report: adminapi.NewIndex(*ready), Configs: adminapi.NewIndex(*unready), Absent: true}}
+	if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+		t.Errorf("complete %v, pods (-want +got):\n%s", complete, diff)
+	}
+}
+
+// The epochs of a log that was created again begin with 1. Its owner counts when the owner of the
+// former log has not reported for outdatedAfter.
+func TestLogThatWasCreatedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+		p.listed = true
+		pod := Pod{Name: "dispatcher-0", URL: "a"}
+		probe := newProbe(p, pod, false)
+		report := func(epoch uint64) *adminapi.Report {
+			return &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: epoch}}
+		}
+		expect := func(step string, want *adminapi.Report) {
+			t.Helper()
+			got, _ := p.reports()
+			if len(got) != 1 || got[0].Report.Log.Epoch != want.Log.Epoch {
+				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Log.Epoch)
+			}
+		}
+		p.record(t.Context(), pod, probe, report(7), nil)
+		expect("before", report(7))
+		p.record(t.Context(), pod, probe, report(1), nil)
+		expect("a lower epoch", report(7))
+		time.Sleep(outdatedAfter + time.Second)
+		p.expire(time.Now())
+		p.record(t.Context(), pod, probe, report(1), nil)
+		expect("a lower epoch for a long time", report(1))
+	})
+}
