@@ -10,6 +10,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
@@ -138,7 +139,7 @@ func reasonPending(view *liveconfig.View, key string, reports []adminapi.Destina
 	var reasons []string
 	for _, d := range discards {
 		if d.Destination == name && d.Messages > 0 {
-			reasons = append(reasons, fmt.Sprintf("%d messages of Source %s: the destination does not receive calls of this Source, or their endpoint was removed", d.Messages, d.Source))
+			reasons = append(reasons, fmt.Sprintf("%s of Source %s: the destination does not receive calls of this Source, or their endpoint was removed", plural.Count(d.Messages, "message"), d.Source))
 		}
 	}
 	for _, e := range reports[r].Endpoints {

@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -214,19 +215,17 @@ func (r *drain) run(ctx context.Context) error {
 	group, running := errgroup.WithContext(running)
 	group.Go(func() error { return r.d.Run(running) })
 	group.Go(func() error { return r.feed(running, r.d) })
-	redelivered := make(chan struct{})
-	group.Go(func() error {
-		defer close(redelivered)
-		if !r.redeliver {
+	redelivered := make(chan int64, 1)
+	if r.redeliver {
+		group.Go(func() error {
+			n, err := r.d.RedeliverAll(running)
+			if err != nil && running.Err() == nil {
+				return fmt.Errorf("redeliver dead letters: %w", err)
+			}
+			redelivered <- n
 			return nil
-		}
-		n, err := r.d.RedeliverAll(running)
-		fmt.Fprintf(r.out, "redelivering %d dead letters\n", n)
-		if err != nil && running.Err() == nil {
-			return fmt.Errorf("redeliver dead letters: %w", err)
-		}
-		return nil
-	})
+		})
+	}
 	drained := false
 	group.Go(func() (err error) {
 		defer stop()
@@ -246,9 +245,9 @@ func (r *drain) run(ctx context.Context) error {
 	return fmt.Errorf("drain not complete after --timeout %v: %s; they are kept in %s: remove the reasons above and run the command again", r.timeout, r.left(), r.dir)
 }
 
-// watch prints the progress until redelivered is closed and nothing is left, the timeout ends or ctx
-// is done.
-func (r *drain) watch(ctx context.Context, redelivered <-chan struct{}) (drained bool, err error) {
+// watch prints the progress until nothing is left, the timeout ends or ctx is done. redelivered gets
+// the number of redelivered dead letters, if they are redelivered.
+func (r *drain) watch(ctx context.Context, redelivered <-chan int64) (drained bool, err error) {
 	var deadline <-chan time.Time
 	if r.timeout > 0 {
 		deadline = time.After(r.timeout)
@@ -256,13 +255,17 @@ func (r *drain) watch(ctx context.Context, redelivered <-chan struct{}) (drained
 	poll, progress := time.NewTicker(drainPoll), time.NewTicker(drainProgress)
 	defer poll.Stop()
 	defer progress.Stop()
-	emptySince := time.Time{}
+	redelivering, emptySince := r.redeliver, time.Time{}
 	for {
 		select {
 		case <-ctx.Done():
 			return false, nil
 		case <-deadline:
 			return false, nil
+		case n := <-redelivered:
+			redelivering = false
+			fmt.Fprintf(r.out, "redelivering %s\n", plural.Count(n, "dead letter"))
+			continue
 		case <-progress.C:
 			r.progress()
 			r.list(drainListed)
@@ -272,14 +275,8 @@ func (r *drain) watch(ctx context.Context, redelivered <-chan struct{}) (drained
 		if r.last, err = r.d.Backlog(); err != nil {
 			return false, err
 		}
-		busy := !r.last.Empty()
-		select {
-		case <-redelivered:
-		default:
-			busy = true
-		}
 		switch {
-		case busy:
+		case redelivering || !r.last.Empty():
 			emptySince = time.Time{}
 		case emptySince.IsZero():
 			emptySince = time.Now()
@@ -291,9 +288,9 @@ func (r *drain) watch(ctx context.Context, redelivered <-chan struct{}) (drained
 
 // left describes the rest.
 func (r *drain) left() string {
-	text := fmt.Sprintf("%d pending messages of %d destinations", r.last.Ledger.Pending, len(r.last.Destinations))
+	text := plural.Count(r.last.Ledger.Pending, "pending message") + " of " + plural.Count(len(r.last.Destinations), "destination")
 	if n := len(r.last.Jobs); n > 0 {
-		text += fmt.Sprintf(", %d unfinished jobs", n)
+		text += ", " + plural.Count(n, "unfinished job")
 	}
 	return text
 }
@@ -310,7 +307,7 @@ func (r *drain) list(most int) {
 	}
 	for i, d := range r.last.Destinations {
 		if i == most {
-			fmt.Fprintf(r.out, "  and %d other destinations\n", len(r.last.Destinations)-most)
+			fmt.Fprintf(r.out, "  and %s\n", plural.Count(len(r.last.Destinations)-most, "other destination"))
 			break
 		}
 		fmt.Fprintf(r.out, "  %s: %d pending: %s\n", d.Name, d.Pending, d.Reason)
@@ -325,7 +322,7 @@ func (r *drain) report() error {
 	done := r.last.Ledger.Minus(r.first.Ledger)
 	fmt.Fprintf(r.out, "drained: nothing is pending; delivered %d, filtered %d, dead letters %d, discarded %d\n", done.Delivered, done.Filtered, done.DeadLettered, done.Discarded)
 	if n := r.last.DeadLetters; n > 0 {
-		fmt.Fprintf(r.out, "%d dead letters remain in %s; before you remove it, see the section Dead letters in docs/drain.md\n", n, r.dir)
+		fmt.Fprintf(r.out, "%s in %s; before you remove it, see the section Dead letters in docs/drain.md\n", plural.Count(n, "dead letter"), r.dir)
 	}
 	return r.last.Ledger.Balance()
 }

@@ -43,7 +43,7 @@ func (p *posthorn) expectTimeout(pending int, reason string) {
 	if want := fmt.Sprintf("  default/crm: %d pending: ", pending); !strings.Contains(stdout, want) || !strings.Contains(stdout, reason) {
 		p.t.Errorf("output: got %s, want %q with %q", stdout, want, reason)
 	}
-	if want := fmt.Sprintf("drain not complete after --timeout 4s: %d pending messages of 1 destinations", pending); !strings.Contains(stderr, want) {
+	if want := fmt.Sprintf("drain not complete after --timeout 4s: %d pending messages of 1 destination", pending); !strings.Contains(stderr, want) {
 		p.t.Errorf("error: got %s, want %q", stderr, want)
 	}
 }
@@ -203,16 +203,16 @@ func TestDrainOfDeadLetters(t *testing.T) {
 	p.ledger("crm")
 	p.kill(syscall.SIGTERM)
 	stdout, stderr, code := p.drain()
-	if code != 0 || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 0, discarded 0\n1 dead letters remain in "+p.data) {
+	if code != 0 || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 0, discarded 0\n1 dead letter in "+p.data) {
 		t.Fatalf("drain: got exit code %d, output %s%s, want 1 dead letter", code, stdout, stderr)
 	}
 	stdout, stderr, code = p.drain("--redeliver")
-	if code != 0 || !strings.Contains(stdout, "redelivering 1 dead letters\n") || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 1, discarded 0\n1 dead letters remain") {
+	if code != 0 || !strings.Contains(stdout, "redelivering 1 dead letter\n") || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 1, discarded 0\n1 dead letter in ") {
 		t.Fatalf("drain --redeliver of a message that is rejected again: got exit code %d, output %s%s, want 1 dead letter", code, stdout, stderr)
 	}
 	r.set(nil)
 	stdout, stderr, code = p.drain("--redeliver")
-	if code != 0 || !strings.Contains(stdout, "delivered 1, ") || strings.Contains(stdout, "dead letters remain") {
+	if code != 0 || !strings.Contains(stdout, "delivered 1, ") || strings.Contains(stdout, "dead letter in ") {
 		t.Fatalf("drain --redeliver: got exit code %d, output %s%s, want no dead letters", code, stdout, stderr)
 	}
 	expectOnce(t, r, 1)
@@ -230,7 +230,7 @@ metadata: {name: again}
 spec: {destinationRef: {name: crm}}
 `)
 	stdout, stderr, code = p.drain()
-	if code != 0 || !strings.Contains(stdout, "drained: ") || strings.Contains(stdout, "dead letters remain") {
+	if code != 0 || !strings.Contains(stdout, "drained: ") || strings.Contains(stdout, "dead letter in ") {
 		t.Fatalf("drain with a Redelivery: got exit code %d, output %s%s, want no dead letters", code, stdout, stderr)
 	}
 	expectOnce(t, r, 2)
