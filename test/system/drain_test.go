@@ -316,3 +316,46 @@ func TestDrainRefuses(t *testing.T) {
 	}
 	p.run()
 }
+
+// A sync of an audience that the process has decided before its end continues: the drain adds the rest
+// of its calls and delivers them.
+func TestDrainContinuesASync(t *testing.T) {
+	const users = 20_000
+	r := newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
+	p.eventually("the key of the audience", func() error {
+		if p.audience("vip").Status.Key != "vip" {
+			return fmt.Errorf("not yet")
+		}
+		return nil
+	})
+	list := make([]string, users)
+	for i := range list {
+		list[i] = fmt.Sprintf("user-%05d", i)
+	}
+	synced := make(chan struct{})
+	go func() {
+		defer close(synced)
+		_, _, _ = p.syncMembers("vip", list) // The kill may prevent the answer.
+	}()
+	p.arrive(r, 1)
+	p.kill(syscall.SIGKILL)
+	<-synced
+	t.Logf("%d of %d calls were delivered before the kill", len(r.got()), users)
+	stdout, stderr, code := p.drain()
+	if code != 0 || !strings.Contains(stdout, "drained: nothing is pending") {
+		t.Fatalf("drain: got exit code %d, output %s%s, want 0", code, stdout, stderr)
+	}
+	t.Log(stdout)
+	received := map[string]bool{}
+	for _, q := range r.got() {
+		var m struct{ UserID string }
+		if err := json.Unmarshal([]byte(q.body), &m); err != nil {
+			t.Fatal(err)
+		}
+		received[m.UserID] = true
+	}
+	check.Equal(t, "users with a call", len(received), users)
+	p.run()
+	check.Equal(t, "members after the drain", *p.audience("vip").Status.Members, users)
+}
