@@ -21,6 +21,9 @@ import (
 const (
 	// dialTimeout bounds the connection to the owner.
 	dialTimeout = 2 * time.Second
+	// maxForwards bounds the requests in progress, each with a connection and about 100 KB. It is that of
+	// the connections of a server, so only the streams of HTTP/2 can exceed it.
+	maxForwards = 4096
 	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long.
 	maxIdle     = 256
 	bufferBytes = 4 << 10 // An answer to calls has less than 1 KB.
@@ -29,6 +32,9 @@ const (
 
 // ErrNoOwner reports that no owner is known, or that the process no longer owns the slot.
 var ErrNoOwner = errors.New("no owner of the slot is known")
+
+// ErrBusy reports that too many requests wait for the owner.
+var ErrBusy = errors.New("too many requests wait for the owner of the slot")
 
 // BodyError is an error of the connection to the client, as opposed to that to the owner.
 type BodyError struct{ Err error }
@@ -57,6 +63,7 @@ type Forwarder struct {
 	Logger *slog.Logger
 
 	buffers          buffers
+	forwards         atomic.Int64
 	owner            atomic.Pointer[owner]
 	answered, failed atomic.Int64
 }
@@ -187,10 +194,16 @@ func (l proxyLog) Write(line []byte) (int, error) {
 
 // ServeHTTP sends a request to the owner, and its answer to the client.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	defer f.forwards.Add(-1)
+	busy := f.forwards.Add(1) > maxForwards
 	o := f.owner.Load()
-	if o == nil {
+	if o == nil || busy {
 		f.failed.Add(1)
-		f.Refuse(w, ErrNoOwner)
+		err := ErrNoOwner
+		if busy {
+			err = ErrBusy
+		}
+		f.Refuse(w, err)
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())

@@ -11,6 +11,8 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/posthorn/posthorn/test/wait"
@@ -163,6 +165,45 @@ func TestNewOwnerEndsTheRequestsToTheFormerOne(t *testing.T) {
 	}
 	if status, text := post(t, s.URL, "", nil); status != http.StatusOK || text != "next" {
 		t.Errorf("request after the change: got %d %q, want 200 of the next owner", status, text)
+	}
+}
+
+// A slow owner does not make a standby keep requests without bound: the streams of HTTP/2 are more
+// than the connections.
+func TestRequestsInProgressAreBounded(t *testing.T) {
+	var arrived atomic.Int64
+	i := serveOwner(t, func(_ http.ResponseWriter, r *http.Request) {
+		arrived.Add(1)
+		<-r.Context().Done()
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(i.Announce())
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	f.forwards.Store(maxForwards - 2)
+	var refused atomic.Int64
+	var group sync.WaitGroup
+	for range 10 {
+		group.Go(func() {
+			w := httptest.NewRecorder()
+			f.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodPost, "/", http.NoBody))
+			if ctx.Err() == nil && strings.Contains(w.Body.String(), ErrBusy.Error()) {
+				refused.Add(1)
+			}
+		})
+	}
+	if err := wait.Until(func() error {
+		if arrived.Load() != 2 || refused.Load() != 8 {
+			return fmt.Errorf("got %d requests at the owner and %d refused, want 2 and 8", arrived.Load(), refused.Load())
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	group.Wait()
+	if got := f.forwards.Load(); got != maxForwards-2 {
+		t.Errorf("requests in progress afterwards: got %d, want %d", got, maxForwards-2)
 	}
 }
 
