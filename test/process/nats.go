@@ -19,7 +19,8 @@ func BuildNATS(dir string) (string, error) {
 }
 
 // NATSServers returns the processes of a cluster of NATS servers that sync each record, with their
-// files in a directory, and the URL for clients. They are not started.
+// files in a directory, and the URL for clients, which do not learn the addresses otherwise. They are not
+// started.
 func NATSServers(binary, dir string, n int) (nodes []*Posthorn, url string, err error) {
 	var clients, routes []string
 	for range n {
@@ -27,7 +28,7 @@ func NATSServers(binary, dir string, n int) (nodes []*Posthorn, url string, err 
 	}
 	for i := range n {
 		config := filepath.Join(dir, fmt.Sprintf("nats-%d.conf", i))
-		text := fmt.Sprintf("server_name: n%d\nlisten: %q\njetstream { store_dir: %q, sync_interval: always, max_file_store: 200GB }\ncluster { name: test, listen: %q, routes: [%s] }\n",
+		text := fmt.Sprintf("server_name: n%d\nlisten: %q\njetstream { store_dir: %q, sync_interval: always, max_file_store: 200GB }\ncluster { name: test, listen: %q, no_advertise: true, routes: [%s] }\n",
 			i, clients[i], filepath.Join(dir, fmt.Sprint("nats-", i)), routes[i], "nats://"+strings.Join(routes, ", nats://"))
 		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 			return nil, "", err
