@@ -5,7 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
+	"io/fs"
 	"strings"
 	"time"
 
@@ -64,7 +64,7 @@ func (s *Service) copyFiles(a *audience, r stored) error {
 	return nil
 }
 
-// fetchFiles writes the files of a state that this disk does not have.
+// fetchFiles writes the files of a state that this disk does not have, or has damaged.
 func (s *Service) fetchFiles(a *audience, r stored) error {
 	if s.Copies == nil {
 		return nil
@@ -77,11 +77,14 @@ func (s *Service) fetchFiles(a *audience, r stored) error {
 	fetched := false
 	for file := range r.files() {
 		path := s.FS.PathJoin(a.dir, file)
-		if _, err := s.FS.Stat(path); !errors.Is(err, os.ErrNotExist) {
-			if err != nil {
-				return err
-			}
+		err := verifyFile(s.FS, path, func() error { return ctx.Err() })
+		switch {
+		case err == nil:
 			continue
+		case ctx.Err() != nil:
+			return err
+		case !errors.Is(err, fs.ErrNotExist):
+			s.Logger.Warn("a file of an audience is damaged; reading it from the log again", "error", err)
 		}
 		if err := s.fetch(ctx, copyName(a.folder(), file), path); err != nil {
 			return fmt.Errorf("read the members from the log: %w", err)

@@ -80,6 +80,39 @@ func TestAnotherProcessHasTheMembers(t *testing.T) {
 	check.Equal(t, "removed", answer.Removed, 1)
 }
 
+// Files that are damaged on the disk are read from the copies again at the next start.
+func TestDamagedMembersAreReadFromTheCopies(t *testing.T) {
+	for name, damage := range map[string]func([]byte) []byte{
+		"one bit":   func(b []byte) []byte { b[len(b)/2] ^= 1; return b },
+		"truncated": func(b []byte) []byte { return b[:len(b)-1] },
+		"empty":     func([]byte) []byte { return nil },
+	} {
+		d, c := memory(), &copies{files: map[string][]byte{}}
+		with := func(o *Options) { o.Copies = c }
+		r := newRig(t, d, newLog(), with)
+		r.do(http.MethodPut, spent, "web-key", ids("a=1", "b=2")).want(t, name+": first sync", http.StatusOK, "")
+		r.end()
+		damaged := 0
+		for file, data := range c.files {
+			f, err := d.fs.Create(d.fs.PathJoin(r.Dir, file), vfs.WriteCategoryUnspecified)
+			if err == nil {
+				_, err = f.Write(damage(bytes.Clone(data)))
+				err = errors.Join(err, f.Close())
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			damaged++
+		}
+		check.Equal(t, name+": damaged files", damaged, 1)
+		r = newRig(t, d, newLog(), with)
+		answer := r.do(http.MethodPut, spent, "web-key", ids("a=1", "c=3"))
+		answer.want(t, name+": sync after the damage", http.StatusOK, "")
+		check.Equal(t, name+": members before", answer.Before, 2)
+		r.end()
+	}
+}
+
 // A sync whose members cannot be copied is refused, and changes nothing.
 func TestSyncWithoutCopiesIsRefused(t *testing.T) {
 	c := &copies{files: map[string][]byte{}, refuses: errors.New("refused")}
