@@ -92,7 +92,7 @@ func (d *dataFlags) parse() (err error) {
 			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}
 	}
-	if err := d.checkPeerListen(); err != nil {
+	if err := d.checkPeerListen(net.ResolveTCPAddr); err != nil {
 		return err
 	}
 	for _, t := range []struct {
@@ -127,7 +127,7 @@ func (d *dataFlags) parse() (err error) {
 }
 
 // checkPeerListen checks that the other processes can connect to the address.
-func (d *dataFlags) checkPeerListen() error {
+func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.TCPAddr, error)) error {
 	if d.options.PeerListen == "" {
 		return nil
 	}
@@ -139,8 +139,16 @@ func (d *dataFlags) checkPeerListen() error {
 		host = os.Getenv("POD_IP")
 		d.options.PeerListen = net.JoinHostPort(host, port)
 	}
-	if ip, err := netip.ParseAddr(host); host == "" || err == nil && ip.IsUnspecified() {
+	ip, err := netip.ParseAddr(host)
+	if host == "" || err == nil && ip.IsUnspecified() {
 		return command.Usagef("--peer-listen %q: name the host at which the other processes reach this one, for example 10.0.0.7:8444", d.options.PeerListen)
+	}
+	if err == nil || host == "localhost" {
+		return nil
+	}
+	// Many systems name themselves as 127.0.1.1 in /etc/hosts. The others would connect to themselves.
+	if to, err := resolve("tcp", d.options.PeerListen); err == nil && to.IP.IsLoopback() {
+		return command.Usagef("--peer-listen %q: %s is %s on this machine, where other machines cannot connect; use the machine's address, for example 10.0.0.7:8444, or correct /etc/hosts", d.options.PeerListen, host, to.IP)
 	}
 	return nil
 }

@@ -12,6 +12,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"math/big"
+	"net"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -34,11 +35,20 @@ func TestPeerListen(t *testing.T) {
 		{":8444", "nats://a:4222", "", "", "name the host"},
 		{"0.0.0.0:8444", "nats://a:4222", "", "", "name the host"},
 		{"[::]:8444", "nats://a:4222", "", "", "name the host"},
+		{"debian:8444", "nats://a:4222", "", "", "debian is 127.0.1.1 on this machine"},
+		{"localhost:8444", "nats://a:4222", "", "localhost:8444", ""},
+		{"127.0.0.1:8444", "nats://a:4222", "", "127.0.0.1:8444", ""},
 	} {
 		t.Setenv("POD_IP", c.podIP)
 		d := dataFlags{}
 		d.options.PeerListen, d.log.config.URL = c.listen, c.log
-		err := d.checkPeerListen()
+		err := d.checkPeerListen(func(_, address string) (*net.TCPAddr, error) {
+			ip := net.IPv4(10, 0, 0, 7)
+			if address == "debian:8444" {
+				ip = net.IPv4(127, 0, 1, 1)
+			}
+			return &net.TCPAddr{IP: ip}, nil
+		})
 		switch {
 		case c.want == "" && (err != nil || d.options.PeerListen != c.got):
 			t.Errorf("%+v: got %q and error %v, want none", c, d.options.PeerListen, err)
