@@ -105,13 +105,14 @@ func getAll(ctx context.Context, objects Objects, name string) (data []byte, err
 	return data, err
 }
 
-// objectName returns the name of a file of a session, which begins with the epoch of its claim. Tables
-// never change in a session; all other files belong to one snapshot.
-func objectName(w *Writer, batch uint64, name string, isTable bool) string {
+// objectName returns the name of a file of a snapshot in a session, which begins with the epoch of its
+// claim. Tables never change in a session; all other files belong to one snapshot. Two snapshots can have
+// the same last batch and different files, so the batch does not identify a snapshot.
+func objectName(w *Writer, snapshot, name string, isTable bool) string {
 	if isTable {
 		return fmt.Sprintf("%d-%x/%s", w.Epoch(), w.Session(), name)
 	}
-	return fmt.Sprintf("%d-%x/%d/%s", w.Epoch(), w.Session(), batch, name)
+	return fmt.Sprintf("%d-%x/%s/%s", w.Epoch(), w.Session(), snapshot, name)
 }
 
 // epochOf returns the epoch of the session that stored an object; not for the rest of an upload.

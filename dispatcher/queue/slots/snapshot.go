@@ -3,6 +3,7 @@ package slots
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -177,7 +178,8 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if err := s.Writer.Wait(position.Batch); err != nil {
 		return m, err
 	}
-	if m.Files, err = s.putFiles(ctx, position.Batch, unlimited); err != nil {
+	name := fmt.Sprintf("%d-%s", position.Batch, rand.Text())
+	if m.Files, err = s.putFiles(ctx, name, unlimited); err != nil {
 		return m, err
 	}
 	m.Batch = position.Batch
@@ -185,7 +187,7 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if err != nil {
 		return m, err
 	}
-	m.object = objectName(s.Writer, position.Batch, "snapshot.json", false)
+	m.object = objectName(s.Writer, name, "snapshot.json", false)
 	if err := s.Objects.Put(ctx, m.object, bytes.NewReader(encoded)); err != nil {
 		return m, fmt.Errorf("store object %s: %w", m.object, err)
 	}
@@ -198,7 +200,7 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 
 // putFiles stores the files of the checkpoint that are no object yet. An object that was deleted by
 // another program is stored again.
-func (s *Snapshotter) putFiles(ctx context.Context, batch uint64, unlimited bool) (files []file, err error) {
+func (s *Snapshotter) putFiles(ctx context.Context, snapshot string, unlimited bool) (files []file, err error) {
 	names, err := s.FS.List(s.Dir)
 	if err != nil {
 		return nil, err
@@ -215,7 +217,7 @@ func (s *Snapshotter) putFiles(ctx context.Context, batch uint64, unlimited bool
 	used := make(map[string]file, len(names))
 	for _, name := range names {
 		isTable := strings.HasSuffix(name, ".sst") || strings.HasSuffix(name, ".blob")
-		object := objectName(s.Writer, batch, name, isTable)
+		object := objectName(s.Writer, snapshot, name, isTable)
 		f, ok := s.uploaded[object]
 		if !ok || !exists[object] {
 			if f, err = s.putFile(ctx, name, object, unlimited); err != nil {

@@ -125,6 +125,33 @@ func TestSnapshotAndRestore(t *testing.T) {
 	s.open(t, vfs.NewMem()).wantAccepted(t, 400)
 }
 
+// onlyNew is an object store in which no object is replaced.
+type onlyNew struct {
+	slots.Objects
+	t    *testing.T
+	puts map[string]bool
+}
+
+func (o *onlyNew) Put(ctx context.Context, name string, data io.Reader) error {
+	if o.puts[name] {
+		o.t.Errorf("object %s is replaced: earlier snapshots may need it", name)
+	}
+	o.puts[name] = true
+	return o.Objects.Put(ctx, name, data)
+}
+
+// Snapshots with the same last batch have no object in common that can differ: a compaction changes the
+// files, and a snapshot that is stored without its record must not damage the last two.
+func TestSnapshotsOfTheSameBatch(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.Objects = &onlyNew{s.objects, t, map[string]bool{}}
+	owner.accept(t, 300)
+	for range 3 {
+		owner.take(t)
+	}
+}
+
 // Files of a copy that ends before the stream begins are replaced by a snapshot. Without one they
 // are kept, and the error names the cause.
 func TestTrimmedCopy(t *testing.T) {

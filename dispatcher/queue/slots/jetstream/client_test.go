@@ -272,7 +272,11 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 			Storage: jetstream.FileStorage, Duplicates: time.Hour, DenyDelete: true,
 		}
 		change(&c)
-		if _, err := js.CreateStream(t.Context(), c); err != nil {
+		// The server may still remove the files of the last stream.
+		if err := wait.Until(func() error {
+			_, err := js.CreateStream(t.Context(), c)
+			return err
+		}); err != nil {
 			t.Fatalf("%s: %v", setting, err)
 		}
 		_, err := openSlot(t, config(s.ClientURL()))
