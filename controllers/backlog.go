@@ -14,6 +14,8 @@ import (
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -159,9 +161,10 @@ func (p *prober) backlogs() backlogs {
 		if name == logStore || last.report == nil {
 			continue
 		}
-		pending := int64(0)
+		pending, d := int64(0), adminapi.DestinationReport{}
 		for _, namespace := range last.report.Namespaces() {
-			for _, d := range namespace.Destinations {
+			for name := range namespace.DestinationNames() {
+				namespace.ReadDestination(name, &d)
 				if !d.OldestPending.IsZero() && last.answered.Sub(d.OldestPending) >= backlogAge {
 					pending += d.Pending
 				}

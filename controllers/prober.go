@@ -19,8 +19,9 @@ import (
 
 const (
 	reportTimeout = 2 * time.Second
-	// maxReportsAtOnce bounds the number of encoded reports in memory.
-	maxReportsAtOnce = 16
+	// maxReportsAtOnce bounds the number of encoded reports in memory. A full report with 10,000
+	// destinations has 4 MB.
+	maxReportsAtOnce = 4
 	// answerGrace is the time without an answer after which a ready pod counts as silent.
 	answerGrace = 10 * time.Second
 	// startGrace is the time that a pod has, after it became ready, to load the newest
@@ -85,7 +86,6 @@ func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, c
 		pods: pods, interval: interval, changed: changed, silenced: silenced,
 		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
 		client: &http.Client{
-			Timeout:       reportTimeout,
 			Transport:     transport,
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
@@ -223,9 +223,7 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 
 // fetch returns the changes since a pod's last report, or nil if there are none.
 func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Report, error) {
-	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
-	defer cancel()
-	client := adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.slots}
+	client := adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.slots, ReportTimeout: reportTimeout}
 	cursor := ""
 	if probe.state != nil {
 		cursor = probe.state.Cursor

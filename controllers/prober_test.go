@@ -3,6 +3,7 @@ package controllers
 import (
 	"context"
 	"errors"
+	"reflect"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,6 +15,9 @@ import (
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
+
+// everyField compares unexported fields, too.
+var everyField = cmp.Exporter(func(reflect.Type) bool { return true })
 
 // newProbe adds a pod without a goroutine to a prober.
 func newProbe(p *prober, pod Pod, starting bool) *probe {
@@ -68,7 +72,7 @@ func TestSilentPod(t *testing.T) {
 			p.expire(time.Now())
 			got, event := state()
 			step.want.Name = "dispatcher-0"
-			if diff := cmp.Diff(step.want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" {
+			if diff := cmp.Diff(step.want, got, everyField); diff != "" {
 				t.Errorf("%s: pod (-want +got):\n%s", step.name, diff)
 			}
 			if event != step.event {
@@ -112,7 +116,7 @@ func TestUnreadyPod(t *testing.T) {
 		p.record(ctx, pod, probe, step.report, step.err)
 		got, complete := p.reports()
 		want := []health.Pod{{Name: "dispatcher-0", Report: ready, Configs: step.want, Absent: true}}
-		if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+		if diff := cmp.Diff(want, got, everyField); diff != "" || !complete {
 			t.Errorf("%s: complete %v, pods (-want +got):\n%s", step.name, complete, diff)
 		}
 	}
@@ -155,7 +159,7 @@ func TestReplacedPod(t *testing.T) {
 			t.Helper()
 			want.Name = "dispatcher-0"
 			got, complete := p.reports()
-			if diff := cmp.Diff([]health.Pod{want}, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+			if diff := cmp.Diff([]health.Pod{want}, got, everyField); diff != "" || !complete {
 				t.Errorf("%s: complete %v, pods (-want +got):\n%s", step, complete, diff)
 			}
 		}
@@ -226,7 +230,7 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 		}
 		got, complete := p.reports()
 		step.want.Name = logStore
-		if diff := cmp.Diff([]health.Pod{step.want}, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+		if diff := cmp.Diff([]health.Pod{step.want}, got, everyField); diff != "" || !complete {
 			t.Errorf("%s: complete %v, pods (-want +got):\n%s", step.name, complete, diff)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"reflect"
 	"testing"
 	"time"
 
@@ -76,14 +77,15 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 			reader.poll(d)
 		}
 	}
-	options := []cmp.Option{cmp.AllowUnexported(adminapi.Index{}), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(adminapi.Index{}, "Cursor", "Storage")}
+	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(adminapi.Index{}, "Cursor", "Storage")}
 	var diff string
 	eventually(t, "the merged changes equal the report: "+diff, func() bool {
 		reader.poll(d)
 		diff = cmp.Diff(adminapi.NewIndex(d.Report()), reader.Index, options...)
 		return diff == ""
 	})
-	if r := reader.Namespace("shop").Destinations["d1"]; r == nil || r.Accepted == 0 {
+	var r adminapi.DestinationReport
+	if !reader.Namespace("shop").ReadDestination("d1", &r) || r.Accepted == 0 {
 		t.Errorf("report of a destination with traffic: got %+v", r)
 	}
 	eventually(t, "no changes of an idle dispatcher", func() bool { return !reader.poll(d) })

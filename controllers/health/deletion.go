@@ -109,7 +109,9 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{
-	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions },
+	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.DeletionReport) *adminapi.DeletionReport {
+		return n.Deletions[name]
+	},
 	running: func(r *adminapi.DeletionReport) (string, int64) { return r.Revision, r.Generation },
 }
 

@@ -219,11 +219,11 @@ func TestReportsInAnyOrder(t *testing.T) {
 		}
 		pod := Pod{Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{namespace}})}
 		for _, name := range names {
-			if r := deletionReports.find(pod, "shop", name); r == nil || r.Name != name {
+			if r := deletionReports.of(pod, "shop", name, nil); r == nil || r.Name != name {
 				t.Errorf("%v: the report about %s is %+v", names, name, r)
 			}
 		}
-		if r := deletionReports.find(pod, "shop", "bb"); r != nil {
+		if r := deletionReports.of(pod, "shop", "bb", nil); r != nil {
 			t.Errorf("%v: found %+v", names, r)
 		}
 	}

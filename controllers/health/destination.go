@@ -127,7 +127,12 @@ func counters(before *v1alpha1.DeliveryStatus, now v1alpha1.DeliveryStatus) [][2
 }
 
 var destinationReports = reports[adminapi.DestinationReport]{
-	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.DestinationReport { return n.Destinations },
+	find: func(n *adminapi.NamespaceIndex, name string, scratch *adminapi.DestinationReport) *adminapi.DestinationReport {
+		if !n.ReadDestination(name, scratch) {
+			return nil
+		}
+		return scratch
+	},
 	running: func(r *adminapi.DestinationReport) (string, int64) { return r.Revision, r.Generation },
 }
 

@@ -58,18 +58,20 @@ const maxMessageBytes = 2048
 
 // reports reads the reports about one kind of object.
 type reports[R any] struct {
-	byName func(*adminapi.NamespaceIndex) map[string]*R
+	// find returns the report about an object, or nil. It may write the report to scratch.
+	find func(n *adminapi.NamespaceIndex, name string, scratch *R) *R
 	// running returns the revision and generation that the pod runs.
 	running func(*R) (revision string, generation int64)
 }
 
-// find returns a pod's report about one object, or nil.
-func (p reports[R]) find(pod Pod, namespace, name string) *R {
+// of returns a pod's report about one object, or nil. The next call with the same scratch can replace
+// it.
+func (p reports[R]) of(pod Pod, namespace, name string, scratch *R) *R {
 	n := pod.Report.Namespace(namespace)
 	if n == nil {
 		return nil
 	}
-	return p.byName(n)[name]
+	return p.find(n, name, scratch)
 }
 
 // coverage is how many of the pods have a report about an object.
@@ -92,11 +94,11 @@ func (c coverage) counts(counters ...[2]int64) bool {
 	return c == full || c == partial && !slices.ContainsFunc(counters, func(c [2]int64) bool { return c[1] < c[0] })
 }
 
-// each calls f with each pod's last report about one object.
+// each calls f with each pod's last report about one object. The report is valid until f returns.
 func (p reports[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) coverage {
-	reported, known := none, full
+	reported, known, scratch := none, full, new(R)
 	for _, pod := range inOrder(pods) {
-		r := p.find(pod, namespace, name)
+		r := p.of(pod, namespace, name, scratch)
 		if r == nil {
 			known = partial
 			continue
@@ -127,14 +129,14 @@ type facts struct {
 
 // gather counts the pods that confirm an object's revision.
 func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
-	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now)}
+	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now)}, new(R)
 	for _, pod := range inOrder(pods) {
 		if pod.Absent {
 			continue
 		}
 		f.ready++
 		f.silent = f.silent || !pod.answers()
-		if r := p.find(pod, namespace, object.Name); r != nil {
+		if r := p.of(pod, namespace, object.Name, scratch); r != nil {
 			if revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue

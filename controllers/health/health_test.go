@@ -65,8 +65,16 @@ func runs(name string, endpoints ...adminapi.EndpointReport) Pod {
 	}})}
 }
 
-func (p Pod) destination() *adminapi.DestinationReport {
-	return p.Report.Namespace(namespace).Destinations["crm"]
+// change changes the pod's report about the destination.
+func (p Pod) change(f func(d *adminapi.DestinationReport)) {
+	var d adminapi.DestinationReport
+	n := p.Report.Namespace(namespace)
+	n.ReadDestination("crm", &d)
+	f(&d)
+	next, _ := p.Report.Merge(adminapi.Report{Pod: p.Name, Ready: p.Report.Ready, Delta: true, Namespaces: []adminapi.NamespaceReport{
+		{Namespace: namespace, Revision: n.Revision, Refused: n.Refused, Destinations: []adminapi.DestinationReport{d}},
+	}}, nil)
+	*p.Report = *next
 }
 
 func idle(name string) adminapi.EndpointReport {
@@ -147,13 +155,13 @@ func TestDestinationConditions(t *testing.T) {
 	both := unresolved(v1alpha1.ReasonSecretNotFound)
 	both.Accepted, both.Reason, both.Message = false, v1alpha1.ReasonInvalidURL, "not a URL"
 	behind := runs("p2", healthy("a"))
-	behind.destination().Revision = "r0"
+	behind.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	older := runs("p2", healthy("a"))
-	older.destination().Generation = 3
+	older.change(func(d *adminapi.DestinationReport) { d.Generation = 3 })
 	newer := runs("p1", healthy("a"))
-	newer.destination().Generation = 5
+	newer.change(func(d *adminapi.DestinationReport) { d.Generation = 5 })
 	refusing := runs("p2", healthy("a"))
-	refusing.destination().Revision = "r0"
+	refusing.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	refusing.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	refusingOther := runs("p2", healthy("a"))
 	refusingOther.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
@@ -235,7 +243,7 @@ func TestProgrammedMessages(t *testing.T) {
 		return meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionProgrammed).Message
 	}
 	behind := runs("p2")
-	behind.destination().Revision = "r0"
+	behind.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	pending := "not every ready dispatcher has confirmed this revision yet; if this persists, check the logs of the dispatchers"
 	if got := message(runs("p1"), behind); got != pending {
 		t.Errorf("a pod is behind: got %q, want %q", got, pending)
@@ -255,7 +263,7 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	fails := open("b", "TimedOut")
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
-	idlePod.destination().Ledger, idlePod.destination().Retrying = adminapi.Ledger{}, 0
+	idlePod.change(func(d *adminapi.DestinationReport) { d.Ledger, d.Retrying = adminapi.Ledger{}, 0 })
 	many := pacedDestination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
 	if diff := cmp.Diff(one.Status, many); diff != "" {
 		t.Errorf("another pod changed the status: %s", diff)
@@ -271,7 +279,7 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 func TestPodsComeAndGo(t *testing.T) {
 	fails := failing("a", "TimedOut", 0)
 	behind := runs("p2", fails)
-	behind.destination().Revision = "r0"
+	behind.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	with := func(p Pod, change func(*Pod)) Pod { change(&p); return p }
 	silent := func(p *Pod) { p.Silent = true }
 	absent := func(p *Pod) { p.Absent = true }
@@ -347,10 +355,18 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 
 func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
-	*p1.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
-	*p2.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
-	p1.destination().Endpoints[0].FirstAttemptsPending, p1.destination().Endpoints[0].FirstAttemptsSkipped = 3, 5
-	p2.destination().Endpoints[0].FirstAttemptsPending, p2.destination().Endpoints[0].FirstAttemptsSkipped = 30, 50
+	p1.change(func(d *adminapi.DestinationReport) {
+		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: d.Endpoints}
+	})
+	p2.change(func(d *adminapi.DestinationReport) {
+		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: d.Endpoints}
+	})
+	p1.change(func(d *adminapi.DestinationReport) {
+		d.Endpoints[0].FirstAttemptsPending, d.Endpoints[0].FirstAttemptsSkipped = 3, 5
+	})
+	p2.change(func(d *adminapi.DestinationReport) {
+		d.Endpoints[0].FirstAttemptsPending, d.Endpoints[0].FirstAttemptsSkipped = 30, 50
+	})
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
 	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
@@ -380,9 +396,13 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	})
 	t.Run("after a restart of the operator, a pod is not ready", func(t *testing.T) {
 		more := runs("p1", healthy("a"))
-		more.destination().Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 43}
+		more.change(func(d *adminapi.DestinationReport) {
+			d.Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 43}
+		})
 		fewer := runs("p1", healthy("a"))
-		fewer.destination().Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 1}
+		fewer.change(func(d *adminapi.DestinationReport) {
+			d.Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 1}
+		})
 		for name, c := range map[string]struct {
 			pod  Pod
 			want int64
@@ -403,7 +423,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	})
 	t.Run("a restart leaves history and condition", func(t *testing.T) {
 		fresh := runs("p1", idle("a"))
-		fresh.destination().Delivered = 11
+		fresh.change(func(d *adminapi.DestinationReport) { d.Delivered = 11 })
 		wantEndpoints[0].FirstAttemptsPending, wantEndpoints[0].FirstAttemptsSkipped = 0, 0 // The numbers of this pod.
 		d := destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
 		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "False/TimedOut") {
@@ -429,7 +449,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		d := *d.DeepCopy()
 		d.Generation = 5
 		fresh := runs("p1", idle("a"))
-		fresh.destination().Generation = 5
+		fresh.change(func(d *adminapi.DestinationReport) { d.Generation = 5 })
 		d = destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
 		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "Unknown/NoTrafficYet") {
 			t.Error(got)
@@ -486,7 +506,7 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			pod := runs("p1", healthy("a"))
-			tc.change(pod.destination())
+			pod.change(tc.change)
 			due := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second))
 			if equality.Semantic.DeepEqual(d.Status, due) {
 				t.Error("no change, although the numbers are due")
@@ -545,7 +565,7 @@ func TestLongTextsAreCut(t *testing.T) {
 	v.Message = long
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
 	pod := runs("p1")
-	pod.destination().Revision = "r0"
+	pod.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	pod.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Error: long + "\xff"}
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
 }
@@ -694,7 +714,7 @@ func TestTransitions(t *testing.T) {
 	d := destination(v1alpha1.AnyEndpoint, "a")
 	noPods := []Pod{}
 	refusingPod := runs("p1", healthy("a"))
-	refusingPod.destination().Revision = "r0"
+	refusingPod.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	refusingPod.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Error: "no"}
 	for i, step := range []struct {
 		v    compile.Verdict

@@ -6,6 +6,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // pacedDestination, pacedSource and pacedAudience return the status that Kind.Next computes.
@@ -30,7 +31,7 @@ func TestObservedTime(t *testing.T) {
 		return d, d.Status.ObservedTime.Sub(timestamp(t0).Time)
 	}
 	more := runs("p1", healthy("a"))
-	more.destination().Delivered++
+	more.change(func(d *adminapi.DestinationReport) { d.Delivered++ })
 	d, _ := observed(destination(v1alpha1.AnyEndpoint, "a"), []Pod{runs("p1", healthy("a"))}, 0, false)
 	var got time.Duration
 	for _, step := range []struct {

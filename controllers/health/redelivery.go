@@ -199,6 +199,8 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 }
 
 var redeliveryReports = reports[adminapi.RedeliveryReport]{
-	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.RedeliveryReport { return n.Redeliveries },
+	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.RedeliveryReport) *adminapi.RedeliveryReport {
+		return n.Redeliveries[name]
+	},
 	running: func(r *adminapi.RedeliveryReport) (string, int64) { return r.Revision, r.Generation },
 }

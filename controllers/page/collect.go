@@ -193,8 +193,9 @@ func slice(x *adminapi.Index, k key) adminapi.Report {
 	for _, s := range n.Sources {
 		part.Sources = append(part.Sources, *s)
 	}
-	if d := n.Destinations[k.Name]; d != nil {
-		part.Destinations = append(part.Destinations, *d)
+	var d adminapi.DestinationReport
+	if n.ReadDestination(k.Name, &d) {
+		part.Destinations = append(part.Destinations, d)
 	}
 	r.Namespaces = append(r.Namespaces, part)
 	return r
@@ -209,12 +210,11 @@ type numbers struct {
 }
 
 func (v *view) numbers(k key) (sum numbers) {
+	var d adminapi.DestinationReport
 	for _, x := range v.indices {
-		n := x.Namespace(k.Namespace)
-		if n == nil || n.Destinations[k.Name] == nil {
-			continue
+		if x.Namespace(k.Namespace).ReadDestination(k.Name, &d) {
+			sum.add(&d)
 		}
-		sum.add(n.Destinations[k.Name])
 	}
 	return sum
 }

@@ -94,11 +94,9 @@ func (p *Page) newDetail(ctx context.Context, v view, namespace, name, result st
 		}
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
-		n := v.indices[pod].Namespace(namespace)
-		if n == nil || n.Destinations[name] == nil {
-			continue
-		}
-		for _, e := range n.Destinations[name].Endpoints {
+		var reported adminapi.DestinationReport
+		v.indices[pod].Namespace(namespace).ReadDestination(name, &reported)
+		for _, e := range reported.Endpoints {
 			class := map[adminapi.EndpointState]string{adminapi.EndpointHealthy: "ok", adminapi.EndpointIdle: "idle", adminapi.EndpointDegraded: "notice"}[e.State]
 			if e.State.Open() {
 				class = "problem"

@@ -84,7 +84,7 @@ func (h *history) sample(v view) {
 	seen := map[key]bool{}
 	for _, x := range v.indices {
 		for namespace, n := range v.namespaces(x) {
-			for name := range n.Destinations {
+			for name := range n.DestinationNames() {
 				k := key{namespace, name}
 				if seen[k] {
 					continue
@@ -133,7 +133,7 @@ func (h *history) sample(v view) {
 // has reports whether a dispatcher reports the destination.
 func (v *view) has(k key) bool {
 	for _, x := range v.indices {
-		if n := x.Namespace(k.Namespace); n != nil && n.Destinations[k.Name] != nil {
+		if x.Namespace(k.Namespace).HasDestination(k.Name) {
 			return true
 		}
 	}

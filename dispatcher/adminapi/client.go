@@ -14,6 +14,7 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
+	"time"
 )
 
 const (
@@ -46,12 +47,34 @@ type Client struct {
 	// ReportSlots, when set, bounds the reports that clients with the same channel read at once,
 	// by its capacity.
 	ReportSlots chan struct{}
+	// ReportTimeout, when set, bounds the wait for the answer to Report, and then its transfer; the
+	// wait for a slot is not part of either.
+	ReportTimeout time.Duration
 }
+
+// ErrReportTimeout means that the dispatcher did not report within Client.ReportTimeout.
+var ErrReportTimeout = errors.New("no report in time")
 
 // Report returns what changed in the dispatcher since the cursor of an earlier report: a delta, or
 // a full report if the dispatcher does not know the cursor, for example because it was restarted.
 // Without a cursor the report is full. Report returns ErrNotModified if nothing changed.
 func (c *Client) Report(ctx context.Context, cursor string) (*Report, error) {
+	if c.ReportTimeout <= 0 {
+		return c.report(ctx, cursor, func() {}, func() {})
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	timer := time.AfterFunc(c.ReportTimeout, func() { cancel(fmt.Errorf("%w: after %v", ErrReportTimeout, c.ReportTimeout)) })
+	defer timer.Stop()
+	report, err := c.report(ctx, cursor, func() { timer.Stop() }, func() { timer.Reset(c.ReportTimeout) })
+	if err != nil && errors.Is(context.Cause(ctx), ErrReportTimeout) {
+		err = context.Cause(ctx)
+	}
+	return report, err
+}
+
+// report calls waits before it waits for a slot, and reads when it has one.
+func (c *Client) report(ctx context.Context, cursor string, waits, reads func()) (*Report, error) {
 	path := "/report"
 	if cursor != "" {
 		path += "?" + url.Values{ReportCursor: {cursor}}.Encode()
@@ -70,12 +93,14 @@ func (c *Client) Report(ctx context.Context, cursor string) (*Report, error) {
 	}
 	defer resp.Body.Close()
 	if c.ReportSlots != nil {
+		waits()
 		select {
 		case c.ReportSlots <- struct{}{}:
 			defer func() { <-c.ReportSlots }()
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
+		reads()
 	}
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReportBytes+1))
 	if err != nil {

@@ -112,6 +112,33 @@ func TestReportSlots(t *testing.T) {
 	}
 }
 
+// The timeout bounds the wait for the answer and the transfer of a report, not the wait for a slot.
+func TestReportTimeout(t *testing.T) {
+	stuck := func(beforeHeader bool) http.HandlerFunc {
+		return func(w http.ResponseWriter, r *http.Request) {
+			if !beforeHeader {
+				_, _ = io.WriteString(w, "{")
+				_ = http.NewResponseController(w).Flush()
+			}
+			<-r.Context().Done()
+		}
+	}
+	for name, handler := range map[string]http.HandlerFunc{"no answer": stuck(true), "no end of the report": stuck(false)} {
+		c := serve(t, handler)
+		c.ReportTimeout = 50 * time.Millisecond
+		if _, err := c.Report(t.Context(), ""); !errors.Is(err, ErrReportTimeout) {
+			t.Errorf("%s: got error %v, want %v", name, err, ErrReportTimeout)
+		}
+	}
+	c := serve(t, answer(`{}`, false))
+	c.ReportTimeout, c.ReportSlots = time.Second, make(chan struct{}, 1)
+	c.ReportSlots <- struct{}{}
+	time.AfterFunc(2*c.ReportTimeout, func() { <-c.ReportSlots })
+	if _, err := c.Report(t.Context(), ""); err != nil {
+		t.Errorf("a long wait for a slot: got error %v, want none", err)
+	}
+}
+
 func TestStatusErrors(t *testing.T) {
 	for _, c := range []struct{ name, body, want string }{
 		{"text", "try again\n", "503 Service Unavailable: try again"},

@@ -27,12 +27,13 @@ type Index struct {
 type NamespaceIndex struct {
 	Revision string
 	Refused  *RefusedConfig
-	// The reports of the objects, by name.
+	// The reports of the objects, by name; for those of destinations, see ReadDestination.
 	Sources      map[string]*SourceReport
-	Destinations map[string]*DestinationReport
 	Audiences    map[string]*AudienceReport
 	Deletions    map[string]*DeletionReport
 	Redeliveries map[string]*RedeliveryReport
+
+	destinations destinations
 }
 
 // NewIndex returns the Index of a full report.
@@ -112,6 +113,7 @@ func (n *NamespaceIndex) merge(r *NamespaceReport, likes ...*NamespaceIndex) *Na
 	if n == nil {
 		n = &NamespaceIndex{}
 	}
+	var same []*destinations
 	for _, like := range likes {
 		if like == nil {
 			continue
@@ -121,19 +123,15 @@ func (n *NamespaceIndex) merge(r *NamespaceReport, likes ...*NamespaceIndex) *Na
 				r.Sources[i].share(other)
 			}
 		}
-		for i := range r.Destinations {
-			if other := like.Destinations[r.Destinations[i].Name]; other != nil {
-				r.Destinations[i].share(other)
-			}
-		}
+		same = append(same, &like.destinations)
 	}
 	return &NamespaceIndex{
 		Revision: r.Revision, Refused: r.Refused,
 		Sources:      merge(n.Sources, r.Sources, r.Removed.Sources, func(o *SourceReport) string { return o.Name }),
-		Destinations: merge(n.Destinations, r.Destinations, r.Removed.Destinations, func(o *DestinationReport) string { return o.Name }),
 		Audiences:    merge(n.Audiences, r.Audiences, r.Removed.Audiences, func(o *AudienceReport) string { return o.Name }),
 		Deletions:    merge(n.Deletions, r.Deletions, r.Removed.Deletions, func(o *DeletionReport) string { return o.Name }),
 		Redeliveries: merge(n.Redeliveries, r.Redeliveries, r.Removed.Redeliveries, func(o *RedeliveryReport) string { return o.Name }),
+		destinations: n.destinations.merge(r.Destinations, r.Removed.Destinations, same...),
 	}
 }
 
@@ -163,16 +161,7 @@ func (r *SourceReport) share(other *SourceReport) {
 	share(&r.Revision, other.Revision)
 }
 
-func (r *DestinationReport) share(other *DestinationReport) {
-	share(&r.Name, other.Name)
-	share(&r.Revision, other.Revision)
-	for i := range r.Endpoints[:min(len(r.Endpoints), len(other.Endpoints))] {
-		share(&r.Endpoints[i].Name, other.Endpoints[i].Name)
-		share(&r.Endpoints[i].State, other.Endpoints[i].State)
-	}
-}
-
-func share[S ~string](s *S, other S) {
+func share(s *string, other string) {
 	if *s == other {
 		*s = other
 	}

@@ -3,15 +3,19 @@ package adminapi
 import (
 	"encoding/json"
 	"fmt"
+	"math/rand/v2"
+	"reflect"
 	"runtime"
 	"strings"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 )
+
+// everyField compares unexported fields, too.
+var everyField = cmp.Exporter(func(reflect.Type) bool { return true })
 
 func TestMerge(t *testing.T) {
 	namespace := func(name, revision string, destinations ...DestinationReport) NamespaceReport {
@@ -57,13 +61,13 @@ func TestMerge(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			before := NewIndex(full)
 			got, changed := before.Merge(test.report, nil)
-			if diff := cmp.Diff(NewIndex(test.want), got, cmp.AllowUnexported(Index{}), cmpopts.EquateEmpty()); diff != "" {
+			if diff := cmp.Diff(NewIndex(test.want), got, everyField, cmpopts.EquateEmpty()); diff != "" {
 				t.Errorf("merged (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff(test.changed, changed); diff != "" {
 				t.Errorf("changed namespaces (-want +got):\n%s", diff)
 			}
-			if diff := cmp.Diff(NewIndex(full), before, cmp.AllowUnexported(Index{})); diff != "" {
+			if diff := cmp.Diff(NewIndex(full), before, everyField); diff != "" {
 				t.Errorf("the Index before the merge was changed (-want +got):\n%s", diff)
 			}
 		})
@@ -92,27 +96,112 @@ func reportOf(tb testing.TB, destinations int, delivered int64) Report {
 	return report
 }
 
-// The states of several pods share the strings that are equal in them, also after deltas.
-func TestSharedStrings(t *testing.T) {
+// The states of several dispatchers share the part of a report that is equal in them, also after deltas.
+func TestSharedConfig(t *testing.T) {
 	first := NewIndex(reportOf(t, 1, 1))
 	second, _ := (*Index)(nil).Merge(reportOf(t, 1, 2), first)
 	delta := reportOf(t, 1, 3)
 	delta.Delta = true
 	third, _ := second.Merge(delta, nil)
-	want := first.Namespace("shop").Destinations["destination-0"]
-	for name, index := range map[string]*Index{"full": second, "delta": third} {
-		got := index.Namespace("shop").Destinations["destination-0"]
-		if got == want || got.Delivered == want.Delivered {
-			t.Errorf("%s: the reports are the same", name)
+	config := func(x *Index) *destinationConfig {
+		return x.Namespace("shop").destinations.find("destination-0").destinationConfig
+	}
+	if config(second) != config(first) || config(third) != config(first) {
+		t.Error("equal configs are copies")
+	}
+	for want, x := range map[int64]*Index{1: first, 2: second, 3: third} {
+		var d DestinationReport
+		if x.Namespace("shop").ReadDestination("destination-0", &d); d.Delivered != want {
+			t.Errorf("delivered: got %d, want %d", d.Delivered, want)
 		}
-		for field, s := range map[string][2]string{
-			"name": {got.Name, want.Name}, "revision": {got.Revision, want.Revision},
-			"endpoint": {got.Endpoints[0].Name, want.Endpoints[0].Name}, "state": {string(got.Endpoints[0].State), string(want.Endpoints[0].State)},
-		} {
-			if unsafe.StringData(s[0]) != unsafe.StringData(s[1]) {
-				t.Errorf("%s: %s %q is a copy", name, field, s[0])
+	}
+	other := reportOf(t, 1, 4)
+	other.Namespaces[0].Destinations[0].Endpoints[0].Name = "other"
+	fourth, _ := (*Index)(nil).Merge(other, third)
+	if config(fourth) == config(first) {
+		t.Error("reports with different endpoints share their config")
+	}
+}
+
+// random fills a value; about half of the fields remain zero.
+func random(r *rand.Rand, v reflect.Value) {
+	if r.IntN(2) == 0 && v.Kind() != reflect.Struct {
+		return
+	}
+	switch v.Kind() {
+	case reflect.Int, reflect.Int64:
+		v.SetInt(r.Int64N(1e9))
+	case reflect.String:
+		v.SetString(fmt.Sprint("text", r.IntN(4)))
+	case reflect.Pointer:
+		v.Set(reflect.New(v.Type().Elem()))
+		random(r, v.Elem())
+	case reflect.Slice:
+		v.Set(reflect.MakeSlice(v.Type(), r.IntN(4), 4))
+		for i := range v.Len() {
+			random(r, v.Index(i))
+		}
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[time.Time]() {
+			if r.IntN(2) == 0 {
+				v.Set(reflect.ValueOf(time.Unix(r.Int64N(2e9), r.Int64N(1e9)).UTC()))
+			}
+			return
+		}
+		for i := range v.NumField() {
+			random(r, v.Field(i))
+		}
+	default:
+		panic("unknown kind " + v.Kind().String())
+	}
+}
+
+// Every field of a report about a destination is read as it was reported, after any sequence of deltas.
+func TestRandomDestinations(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, uint64(time.Now().UnixNano())))
+	want := map[string]DestinationReport{}
+	x, like := NewIndex(Report{}), NewIndex(Report{})
+	for round := range 300 {
+		if r.IntN(50) == 0 {
+			want, x = map[string]DestinationReport{}, NewIndex(Report{})
+		}
+		changes := map[string]DestinationReport{}
+		for range r.IntN(4) {
+			var d DestinationReport
+			random(r, reflect.ValueOf(&d).Elem())
+			if r.IntN(2) == 0 && len(d.Endpoints) > 0 {
+				d.Endpoints[0].State = endpointStates[r.IntN(len(endpointStates))]
+			}
+			d.Name = fmt.Sprint("d", r.IntN(20))
+			changes[d.Name] = d
+		}
+		n := NamespaceReport{Namespace: "shop"}
+		for name, d := range changes {
+			n.Destinations = append(n.Destinations, d)
+			want[name] = d
+		}
+		for name := range want {
+			if _, changed := changes[name]; !changed && r.IntN(10) == 0 {
+				n.Removed.Destinations = append(n.Removed.Destinations, name)
+				delete(want, name)
 			}
 		}
+		next, _ := x.Merge(Report{Delta: true, Namespaces: []NamespaceReport{n}}, like)
+		x, like = next, x
+		got := map[string]DestinationReport{}
+		for name := range x.Namespace("shop").DestinationNames() {
+			var d DestinationReport
+			if !x.Namespace("shop").ReadDestination(name, &d) {
+				t.Fatalf("round %d: no report about %s", round, name)
+			}
+			got[name] = d
+		}
+		if diff := cmp.Diff(want, got, cmpopts.EquateEmpty()); diff != "" {
+			t.Fatalf("round %d: reports (-want +got):\n%s", round, diff)
+		}
+	}
+	if x.Namespace("shop").HasDestination("none") || (*NamespaceIndex)(nil).HasDestination("d1") || x.Namespace("none").ReadDestination("d1", nil) {
+		t.Error("a destination without a report has one")
 	}
 }
 
@@ -121,7 +210,9 @@ func BenchmarkIndexMemory(b *testing.B) {
 	const pods, destinations = 20, 10_000
 	heap := func() uint64 {
 		var m runtime.MemStats
-		runtime.GC()
+		for range 2 { // The first one leaves the buffers of pools.
+			runtime.GC()
+		}
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc
 	}
@@ -135,5 +226,25 @@ func BenchmarkIndexMemory(b *testing.B) {
 		}
 		b.ReportMetric(float64(heap()-before)/pods/destinations, "bytes/object")
 		runtime.KeepAlive(all)
+	}
+}
+
+// BenchmarkMerge merges a delta with 10 of 200 destinations in each of 50 namespaces.
+func BenchmarkMerge(b *testing.B) {
+	full := reportOf(b, 200, 1).Namespaces[0]
+	var all, delta Report
+	delta.Delta = true
+	for i := range 50 {
+		n := full
+		n.Namespace = fmt.Sprint("n", i)
+		n.Destinations = append([]DestinationReport(nil), full.Destinations...)
+		all.Namespaces = append(all.Namespaces, n)
+		n.Destinations = full.Destinations[90:100]
+		delta.Namespaces = append(delta.Namespaces, n)
+	}
+	x := NewIndex(all)
+	b.ReportAllocs()
+	for b.Loop() {
+		x, _ = x.Merge(delta, nil)
 	}
 }

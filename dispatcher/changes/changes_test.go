@@ -139,7 +139,9 @@ func state(x *adminapi.Index, w *world) map[string]string {
 		for _, s := range n.Sources {
 			all[name+" source "+s.Name] = fmt.Sprint(s.Revision, s.Accepted)
 		}
-		for _, d := range n.Destinations {
+		var d adminapi.DestinationReport
+		for destination := range n.DestinationNames() {
+			n.ReadDestination(destination, &d)
 			all[name+" destination "+d.Name] = fmt.Sprint(d.Revision, d.Retrying)
 		}
 	}
@@ -286,7 +288,11 @@ func TestNumbersAreCoalesced(t *testing.T) {
 		w := numbered(3)
 		r := &reader{}
 		r.poll(w)
-		value := func() int64 { return r.index.Namespace("n0").Destinations["d00000"].Retrying }
+		value := func() int64 {
+			var d adminapi.DestinationReport
+			r.index.Namespace("n0").ReadDestination("d00000", &d)
+			return d.Retrying
+		}
 		object := w.log.Object(Destinations, "n0", "d00000")
 		change := func(mark func()) {
 			w.numbers["n0/d00000"]++

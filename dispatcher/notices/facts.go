@@ -109,10 +109,10 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 	}
 	for i := range config.Destinations {
 		d := &config.Destinations[i]
-		if gets[d.Name] || n.Destinations[d.Name] == nil {
+		var r adminapi.DestinationReport
+		if gets[d.Name] || !n.ReadDestination(d.Name, &r) {
 			continue
 		}
-		r := n.Destinations[d.Name]
 		for i := range r.Endpoints {
 			e := &r.Endpoints[i]
 			p := Properties{Destination: d.Name, Endpoint: e.Name, Since: at(e.Since)}

@@ -1,0 +1,260 @@
+package adminapi
+
+import (
+	"cmp"
+	"iter"
+	"slices"
+	"strings"
+	"time"
+)
+
+// destinations are the reports about the destinations of a namespace, sorted by name. The operator has
+// one about each destination from each dispatcher, so a report is stored without the parts that are
+// equal in all dispatchers, and without those that are usually zero. Both slices are immutable.
+type destinations struct {
+	all []compactDestination
+	// endpoints are those of all destinations, in their order.
+	endpoints []compactEndpoint
+}
+
+// compactDestination is a DestinationReport.
+type compactDestination struct {
+	*destinationConfig
+	Ledger
+	rare *rareDestination // Nil if it is zero.
+	// first is the index of the first endpoint.
+	first uint32
+}
+
+// destinationConfig is the part of a DestinationReport that is equal in all dispatchers.
+type destinationConfig struct {
+	name       string
+	generation int64
+	revision   string
+	endpoints  []string
+}
+
+// rareDestination is the part of a DestinationReport that is usually zero. Its times are in
+// nanoseconds; 0 is no time.
+type rareDestination struct{ deadLettersStored, deadLettersForwarded, retrying, oldestPending, nextAttempt int64 }
+
+// compactEndpoint is an EndpointReport without its name.
+type compactEndpoint struct {
+	since, lastSuccess int64
+	rare               *rareEndpoint // Nil if it is zero.
+	state              uint8         // The index in endpointStates, or otherState.
+}
+
+// rareEndpoint is the part of an EndpointReport that is usually zero. State is set for an unknown one.
+type rareEndpoint struct {
+	state                                      EndpointState
+	consecutiveFailures                        int
+	lastFailure                                *Failure
+	firstAttemptsPending, firstAttemptsSkipped int64
+}
+
+var endpointStates = []EndpointState{EndpointIdle, EndpointHealthy, EndpointDegraded, EndpointCircuitOpen, EndpointGone}
+
+// otherState is a state that this release does not know.
+const otherState = 255
+
+// find returns the destination with a name, or nil.
+func (d *destinations) find(name string) *compactDestination {
+	i, ok := slices.BinarySearchFunc(d.all, name, func(c compactDestination, name string) int { return strings.Compare(c.name, name) })
+	if !ok {
+		return nil
+	}
+	return &d.all[i]
+}
+
+// of returns the endpoints of a destination.
+func (d *destinations) of(c *compactDestination) []compactEndpoint {
+	return d.endpoints[c.first:][:len(c.destinationConfig.endpoints)]
+}
+
+// merge returns the reports after a change. A report shares its config with an equal one of d or of
+// likes. It sorts changed.
+func (d *destinations) merge(changed []DestinationReport, removed []string, likes ...*destinations) destinations {
+	if len(changed) == 0 && len(removed) == 0 {
+		return *d
+	}
+	likes = append(likes, d)
+	if next, ok := d.replace(changed, removed, likes); ok {
+		return next
+	}
+	slices.SortFunc(changed, func(a, b DestinationReport) int { return strings.Compare(a.Name, b.Name) })
+	kept := make([]*compactDestination, 0, len(d.all))
+	endpoints := 0
+	for i, n := 0, 0; i < len(d.all); i++ {
+		c := &d.all[i]
+		for n < len(changed) && changed[n].Name < c.name {
+			n++
+		}
+		if n < len(changed) && changed[n].Name == c.name || slices.Contains(removed, c.name) {
+			continue
+		}
+		kept = append(kept, c)
+		endpoints += len(c.destinationConfig.endpoints)
+	}
+	for i := range changed {
+		endpoints += len(changed[i].Endpoints)
+	}
+	next := destinations{make([]compactDestination, 0, len(kept)+len(changed)), make([]compactEndpoint, 0, endpoints)}
+	for len(kept) > 0 || len(changed) > 0 {
+		if len(changed) == 0 || len(kept) > 0 && kept[0].name < changed[0].Name {
+			c := *kept[0]
+			c.first = uint32(len(next.endpoints))
+			next.all, next.endpoints = append(next.all, c), append(next.endpoints, d.of(kept[0])...)
+			kept = kept[1:]
+			continue
+		}
+		c, endpoints := compact(&changed[0], likes)
+		c.first = uint32(len(next.endpoints))
+		next.all, next.endpoints = append(next.all, c), append(next.endpoints, endpoints...)
+		changed = changed[1:]
+	}
+	return next
+}
+
+// replace is merge for changes that neither add nor remove a destination or an endpoint; ok is false for
+// others. Nearly all changes are of numbers, so it only copies.
+func (d *destinations) replace(changed []DestinationReport, removed []string, likes []*destinations) (next destinations, ok bool) {
+	for i := range changed {
+		c := d.find(changed[i].Name)
+		if c == nil || len(c.destinationConfig.endpoints) != len(changed[i].Endpoints) {
+			return next, false
+		}
+	}
+	if len(removed) > 0 {
+		return next, false
+	}
+	next = destinations{slices.Clone(d.all), slices.Clone(d.endpoints)}
+	for i := range changed {
+		old := next.find(changed[i].Name)
+		c, endpoints := compact(&changed[i], likes)
+		c.first = old.first
+		*old = c
+		copy(next.of(old), endpoints)
+	}
+	return next, true
+}
+
+// compact returns a report and its endpoints.
+func compact(r *DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
+	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
+	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending), nanoseconds(r.NextAttempt)}); rare != (rareDestination{}) {
+		c.rare = new(rareDestination)
+		*c.rare = rare
+	}
+	endpoints = make([]compactEndpoint, len(r.Endpoints))
+	for i := range r.Endpoints {
+		e := &r.Endpoints[i]
+		endpoints[i] = compactEndpoint{since: nanoseconds(e.Since), lastSuccess: nanoseconds(e.LastSuccess)}
+		rare := rareEndpoint{consecutiveFailures: e.ConsecutiveFailures, lastFailure: e.LastFailure, firstAttemptsPending: e.FirstAttemptsPending, firstAttemptsSkipped: e.FirstAttemptsSkipped}
+		if known := slices.Index(endpointStates, e.State); known >= 0 {
+			endpoints[i].state = uint8(known)
+		} else {
+			endpoints[i].state, rare.state = otherState, e.State
+		}
+		if rare != (rareEndpoint{}) || endpoints[i].state == otherState {
+			endpoints[i].rare = new(rareEndpoint)
+			*endpoints[i].rare = rare
+		}
+	}
+	return c, endpoints
+}
+
+// configOf returns the config of a report, that of one of likes if it is equal.
+func configOf(r *DestinationReport, likes []*destinations) *destinationConfig {
+	for _, like := range likes {
+		if like == nil {
+			continue
+		}
+		c := like.find(r.Name)
+		if c != nil && c.generation == r.Generation && c.revision == r.Revision &&
+			slices.EqualFunc(c.endpoints, r.Endpoints, func(name string, e EndpointReport) bool { return name == e.Name }) {
+			return c.destinationConfig
+		}
+	}
+	// Copies, so that no object keeps the memory of a whole report.
+	config := &destinationConfig{name: strings.Clone(r.Name), generation: r.Generation, revision: strings.Clone(r.Revision)}
+	for i := range r.Endpoints {
+		config.endpoints = append(config.endpoints, strings.Clone(r.Endpoints[i].Name))
+	}
+	return config
+}
+
+// read writes a report. It reuses the endpoints of into.
+func (d *destinations) read(c *compactDestination, into *DestinationReport) {
+	endpoints := into.Endpoints[:0]
+	rare := c.rare
+	if rare == nil {
+		rare = &rareDestination{}
+	}
+	for i, e := range d.of(c) {
+		rare := e.rare
+		if rare == nil {
+			rare = &rareEndpoint{}
+		}
+		state := rare.state
+		if e.state != otherState {
+			state = endpointStates[e.state]
+		}
+		endpoints = append(endpoints, EndpointReport{
+			Name: c.endpoints[i], State: state, Since: timeOf(e.since), LastSuccess: timeOf(e.lastSuccess),
+			ConsecutiveFailures: rare.consecutiveFailures, LastFailure: rare.lastFailure,
+			FirstAttemptsPending: rare.firstAttemptsPending, FirstAttemptsSkipped: rare.firstAttemptsSkipped,
+		})
+	}
+	*into = DestinationReport{
+		Name: c.name, Generation: c.generation, Revision: c.revision, Ledger: c.Ledger,
+		DeadLettersStored: rare.deadLettersStored, DeadLettersForwarded: rare.deadLettersForwarded, Retrying: rare.retrying,
+		OldestPending: timeOf(rare.oldestPending), NextAttempt: timeOf(rare.nextAttempt), Endpoints: endpoints,
+	}
+}
+
+// nanoseconds returns a time since 1970; 0 for the zero time.
+func nanoseconds(t time.Time) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return cmp.Or(t.UnixNano(), 1)
+}
+
+func timeOf(nanoseconds int64) time.Time {
+	if nanoseconds == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, nanoseconds).UTC()
+}
+
+// HasDestination reports whether there is a report about a destination; n may be nil.
+func (n *NamespaceIndex) HasDestination(name string) bool {
+	return n != nil && n.destinations.find(name) != nil
+}
+
+// ReadDestination reads the report about a destination; n may be nil. Without a report it returns false
+// and does not change into. It reuses the slice of endpoints in into. A caller must not change a
+// LastFailure.
+func (n *NamespaceIndex) ReadDestination(name string, into *DestinationReport) bool {
+	if n == nil {
+		return false
+	}
+	c := n.destinations.find(name)
+	if c == nil {
+		return false
+	}
+	n.destinations.read(c, into)
+	return true
+}
+
+// DestinationNames returns the names of the destinations with a report, sorted.
+func (n *NamespaceIndex) DestinationNames() iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for i := range n.destinations.all {
+			if !yield(n.destinations.all[i].name) {
+				return
+			}
+		}
+	}
+}
