@@ -155,9 +155,10 @@ func (k *backlogKeeper) write(ctx context.Context, next backlogs) error {
 // its pods can deliver its messages.
 func (p *prober) backlogs() backlogs {
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	reports := maps.Clone(p.last)
+	p.mu.Unlock()
 	all := backlogs{}
-	for name, last := range p.last {
+	for name, last := range reports {
 		if name == logStore || last.report == nil {
 			continue
 		}

@@ -287,8 +287,13 @@ func (f facts) before(conditionType string) *metav1.Condition {
 	return c
 }
 
+// inOrder returns the pods sorted by name. Usually they are, and a pass asks for every object.
 func inOrder(pods []Pod) []Pod {
-	return slices.SortedFunc(slices.Values(pods), func(a, b Pod) int { return cmp.Compare(a.Name, b.Name) })
+	byName := func(a, b Pod) int { return cmp.Compare(a.Name, b.Name) }
+	if slices.IsSortedFunc(pods, byName) {
+		return pods
+	}
+	return slices.SortedFunc(slices.Values(pods), byName)
 }
 
 func status(is bool) metav1.ConditionStatus {
