@@ -62,10 +62,10 @@ func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", o.Metrics)
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) {
-		if cursor := r.FormValue(adminapi.ReportCursor); cursor != "" {
-			writeChanges(w, o.Changes(cursor))
+		if query := r.URL.Query(); query.Has(adminapi.ReportCursor) {
+			writeChanges(w, o.Changes(query.Get(adminapi.ReportCursor)))
 		} else {
-			writeReport(w, r, o.Report())
+			writeReport020(w, r, o.Report())
 		}
 	})
 	mux.HandleFunc("GET /unknownkeys", func(w http.ResponseWriter, _ *http.Request) {
@@ -167,10 +167,10 @@ func writeChanges(w http.ResponseWriter, report *adminapi.Report) {
 	_, _ = w.Write(body)
 }
 
-// writeReport answers a request without a cursor, as those of an operator of release 0.2.0: with 304
-// if the client has this report.
-func writeReport(w http.ResponseWriter, r *http.Request, report adminapi.Report) {
-	body, err := json.Marshal(report)
+// writeReport020 answers a request without the parameter for a cursor, as those of an operator of
+// release 0.2.0: with 304 if the client has this report.
+func writeReport020(w http.ResponseWriter, r *http.Request, report adminapi.Report) {
+	body, err := adminapi.EncodeReport020(report)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return

@@ -25,7 +25,8 @@ const (
 // ErrNotModified means that nothing changed since the given cursor.
 var ErrNotModified = errors.New("report not modified")
 
-// ReportCursor is the parameter of GET /report with the cursor of the last report.
+// ReportCursor is the parameter of GET /report with the cursor of the last report, or "" for a full
+// report. Clients of release 0.2.0 do not send it.
 const ReportCursor = "since"
 
 // StatusError is a response with another status than the expected one.
@@ -75,11 +76,7 @@ func (c *Client) Report(ctx context.Context, cursor string) (*Report, error) {
 
 // report calls waits before it waits for a slot, and reads when it has one.
 func (c *Client) report(ctx context.Context, cursor string, waits, reads func()) (*Report, error) {
-	path := "/report"
-	if cursor != "" {
-		path += "?" + url.Values{ReportCursor: {cursor}}.Encode()
-	}
-	req, err := c.request(ctx, http.MethodGet, path, nil)
+	req, err := c.request(ctx, http.MethodGet, "/report?"+url.Values{ReportCursor: {cursor}}.Encode(), nil)
 	if err != nil {
 		return nil, err
 	}

@@ -1,6 +1,7 @@
 package adminapi
 
 import (
+	"encoding/json"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -24,5 +25,53 @@ func TestReportOfRelease020(t *testing.T) {
 		if _, err := DecodeReport([]byte(text)); err == nil {
 			t.Errorf("%s is read without an error", text)
 		}
+	}
+}
+
+// A client of release 0.2.0 finds a report's namespaces under the old names, and only states that it
+// knows. A present client gets the report unchanged.
+func TestReportForRelease020(t *testing.T) {
+	report := Report{Pod: "p1", Ready: true, ConfigFormat: ConfigFormat, Namespaces: []NamespaceReport{
+		{Namespace: "a", Revision: "r1", Sources: []SourceReport{{Name: "web", Accepted: 3}}, Destinations: []DestinationReport{
+			{Name: "crm", Endpoints: []EndpointReport{{Name: "x", State: EndpointGone}, {Name: "y", State: EndpointHealthy}}},
+		}},
+		{Namespace: "b", Refused: &RefusedConfig{Revision: "r2", Error: "because"}},
+	}}
+	text, err := EncodeReport020(report)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := DecodeReport(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(report, got); diff != "" {
+		t.Errorf("the report is read by this release as (-want +got):\n%s", diff)
+	}
+	var old struct {
+		Tenants []struct {
+			Tenant, Revision string
+			Refused          *RefusedConfig
+			Sources          []SourceReport
+			Destinations     []struct {
+				Name      string
+				Endpoints []struct{ Name, State string }
+			}
+		}
+	}
+	want := old
+	if err := json.Unmarshal([]byte(`{"Tenants": [
+		{"Tenant": "a", "Revision": "r1", "Sources": [{"name": "web", "accepted": 3}], "Destinations": [{"Name": "crm", "Endpoints": [{"Name": "x", "State": "CircuitOpen"}, {"Name": "y", "State": "Healthy"}]}]},
+		{"Tenant": "b", "Refused": {"revision": "r2", "error": "because"}}]}`), &want); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(text, &old); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want, old); diff != "" {
+		t.Errorf("the report is read by release 0.2.0 as (-want +got):\n%s", diff)
+	}
+	if report.Namespaces[0].Destinations[0].Endpoints[0].State != EndpointGone {
+		t.Error("the report itself was changed")
 	}
 }
