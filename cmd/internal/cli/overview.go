@@ -163,6 +163,10 @@ func (o *conditioned) problem() *metav1.Condition {
 			return c
 		}
 	}
+	if c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionProgrammed); c != nil && c.Status == metav1.ConditionFalse &&
+		(c.Reason == v1alpha1.ReasonConfigRefused || c.Reason == v1alpha1.ReasonNoDispatcher) {
+		return c
+	}
 	return nil
 }
 

@@ -52,6 +52,7 @@ func TestStatus(t *testing.T) {
 	full.Storage.Pressure = true
 	const refused = `[{"type":"ResolvedRefs","status":"False","reason":"SecretNotFound","message":"Secret \"gone\" does not exist"}]`
 	const rejecting = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all of the latest calls were rejected: no userId"}]`
+	const unread = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Programmed","status":"False","reason":"ConfigRefused","message":"a dispatcher rejected the config"}]`
 	for _, c := range []struct {
 		name, args, conditions, problems string
 		report                           adminapi.Report
@@ -92,6 +93,16 @@ PROBLEM   ResolvedRefs   Secret "gone" does not exist
 
 OK        Accepted    the spec is valid
 PROBLEM   Receiving   all of the latest calls were rejected: no userId
+`},
+		{"why of a Source whose config a dispatcher rejects", "why source/web", unread, "[]", report, command.ExitFailure, `Source default/web: a dispatcher rejected the config.
+
+OK        Accepted     the spec is valid
+PROBLEM   Programmed   a dispatcher rejected the config
+`},
+		{"why of a Source that waits for the dispatchers", "why source/web", strings.ReplaceAll(unread, "ConfigRefused", "Pending"), "[]", report, command.ExitOK, `Source default/web: no problem found.
+
+OK       Accepted     the spec is valid
+NOTICE   Programmed   a dispatcher rejected the config
 `},
 		{"why, a Source whose calls are rejected", "why -A", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
 1 of 2 objects has a problem.
