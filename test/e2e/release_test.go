@@ -3,11 +3,13 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
+	"time"
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
@@ -53,26 +55,49 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(pods("operator")).To(Equal(before), "pods and restarts of the operator")
 	})
 
-	It("is upgraded from the previous release with a backlog, and rolled back, under load", Label(cleanStart), func() {
+	It("is upgraded from the previous release with a backlog, and rolled back, pod by pod, under load", Label(cleanStart), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()
+		const three = "dispatcher.replicas=3"
 		previousCRDs := filepath.Join(env("E2E_PREVIOUS_CHART"), "files", "crds")
-		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"))
-		// Without the git history the previous release is the current code.
-		crd, err := os.ReadFile(filepath.Join(previousCRDs, "posthorn.dev_sources.yaml"))
-		Expect(err).NotTo(HaveOccurred())
-		previousAPI := strings.Contains(string(crd), "writeKeySecretRef")
+		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"), "--set", three)
+		previous, current := env("E2E_PREVIOUS_TAG"), env("E2E_TAG")
 
-		t, s := namespace{name: "upgraded", key: "key-of-upgraded", previousAPI: previousAPI}.created().running()
+		t, s := namespace{name: "upgraded", key: "key-of-upgraded", previousAPI: true}.created().running()
 		load := t.load(40)
-		works := func(step, tag string) {
+		// why explains a destination with the plugin of the operator's release.
+		why := func(args ...string) (string, error) {
+			if t.previousAPI {
+				return command("", env("E2E_PREVIOUS_POSTHORN"), append([]string{"kubectl", "why"}, args...)...)
+			}
+			return command("", "kubectl", append([]string{"posthorn", "why"}, args...)...)
+		}
+		// works edits a destination beside dispatchers of these releases, and sends a call to each of
+		// them: every call must be delivered as the edit requires.
+		works := func(step string, tags ...string) {
 			GinkgoHelper()
-			Expect(image()).To(HaveSuffix(":" + tag))
+			Expect(images()).To(HaveExactElements(HaveSuffix(":"+tags[0]), HaveSuffix(":"+tags[1]), HaveSuffix(":"+tags[2])))
 			t.waitReady("psrc/web", "whd/crm")
 			t.inEffect("whd/crm", func() { t.destination("crm", s.url()+"/"+step, "") })
-			t.send(step)
-			s.eventually(step)
+			for n := range tags {
+				Expect(sendTo(t, n, fmt.Sprintf("%s at %d", step, n))).To(Succeed())
+			}
+			Eventually(func() (paths []string) {
+				for _, r := range s.received() {
+					if strings.HasPrefix(r.Event, step+" at ") {
+						paths = append(paths, r.Event+": "+r.Path+" "+r.Signature)
+					}
+				}
+				return paths
+			}).Should(ConsistOf(fmt.Sprintf("%[1]s at 0: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 1: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 2: /in/%[1]s ok", step)))
+			out, err := why("crm", "-n", t.name)
+			Expect(err).NotTo(HaveOccurred(), out)
+		}
+		// keep makes the StatefulSet update only the pods from a number on.
+		keep := func(first int) {
+			GinkgoHelper()
+			kubectl("-n", system, "patch", dispatcher, "--type=merge", "-p", fmt.Sprintf(`{"spec":{"updateStrategy":{"rollingUpdate":{"partition":%d}}}}`, first))
 		}
 		late := sink{t, "late"}
 		// move takes the namespace to another release, in the order of docs/upgrading.md.
@@ -84,8 +109,9 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", crds)
 			declare()
 			release()
+			ready(dispatcher)
 		}
-		works("before", env("E2E_PREVIOUS_TAG"))
+		works("before", previous, previous, previous)
 
 		By("collecting a backlog for a receiver that does not exist yet")
 		t.secret("late", "secret", "s3cret")
@@ -94,28 +120,85 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		t.send("From the previous release")
 		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }).ShouldNot(Or(BeEmpty(), Equal("0")))
 
+		By("upgrading the operator and one of three dispatchers")
 		old := t.kubectl("get", "psrc,whd", "-o", "yaml")
+		keep(2)
 		move(file("charts/posthorn/files/crds"), func() {
 			t.previousAPI = false
 			migrated, err := command(old, "posthorn", "migrate", "-f", "-")
 			Expect(err).NotTo(HaveOccurred())
 			t.apply(migrated)
-		}, func() { install() })
-		works("upgraded", env("E2E_TAG"))
+		}, func() { install("--set", three) })
+		works("first-upgraded", previous, previous, current)
+
+		By("using a field that the old dispatchers do not know: they keep the previous config of its namespace")
+		newer, ns := running("newer")
+		newer.secret("second-key", "writeKey", "second-of-newer")
+		newer.apply(`
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}, {secretKeyRef: {name: second-key, key: writeKey}}]}
+`)
+		newer.eventually("psrc/web", "Programmed", "False/ConfigRefused")
+		newer.eventually("psrc/web", "Ready", "False/ConfigRefused")
+		out, err := why("source/web", "-n", newer.name)
+		Expect(err).To(HaveOccurred(), "exit code of why")
+		Expect(out).To(ContainSubstring("a dispatcher rejected the config and keeps the previous one"))
+		for n := range 3 {
+			Expect(sendTo(newer, n, fmt.Sprint("First key at ", n))).To(Succeed())
+			ns.eventually(fmt.Sprint("First key at ", n))
+		}
+		Expect(sendTo(newer, 2, "Second key at 2", "--write-key=second-of-newer")).To(Succeed())
+		ns.eventually("Second key at 2")
+		Expect(sendTo(newer, 0, "No", "--write-key=second-of-newer")).To(MatchError(ContainSubstring("unknown_write_key")))
+
+		By("upgrading the second dispatcher")
+		keep(1)
+		ready(dispatcher)
+		works("second-upgraded", previous, current, current)
+		Expect(newer.condition("psrc/web", "Programmed")).To(Equal("False/ConfigRefused"))
+
+		By("upgrading the last dispatcher")
+		keep(0)
+		ready(dispatcher)
+		works("upgraded", current, current, current)
+		newer.waitReady("psrc/web", "whd/crm")
+		Expect(sendTo(newer, 0, "Second key at 0", "--write-key=second-of-newer")).To(Succeed())
+		ns.eventually("Second key at 0")
 		late.start("s3cret")
 		late.eventually("From the previous release")
 		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }, "3m").Should(Equal("0"))
 		Expect(t.field("whd/late", "{.status.delivery.discarded}")).To(Or(BeEmpty(), Equal("0")))
 
+		By("rolling back the operator and one of three dispatchers")
 		installed = false
+		keep(2)
 		move(previousCRDs, func() {
-			t.previousAPI = previousAPI
-			t.source("web")
-			t.destination("crm", s.url(), "")
+			t.previousAPI, newer.previousAPI = true, true
 			t.destination("late", late.url(), "")
+			for _, n := range []struct {
+				namespace
+				url string
+			}{{t, s.url()}, {newer, ns.url()}} {
+				n.source("web")
+				n.destination("crm", n.url, "")
+			}
 		}, func() { helm("rollback", release, "-n", system, "--wait", "--timeout", "3m") })
-		works("back", env("E2E_PREVIOUS_TAG"))
+		works("first-back", current, current, previous)
+		newer.waitReady("psrc/web", "whd/crm")
+		keep(1)
+		ready(dispatcher)
+		works("second-back", current, previous, previous)
+		keep(0)
+		ready(dispatcher)
+		works("back", previous, previous, previous)
+
 		load.arrived(s)
+		Eventually(func() error { return t.balanced(s, late) }, "2m", time.Second).Should(Succeed())
+		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+True\s+0\s+0\s`), MatchRegexp(`(?m)^late\s+True\s+True\s+0\s+0\s`)))
+		uninstall()
+		removeVolumes() // They have the stores of the previous release.
 	})
 
 	It("has documented commands that work in their order", Label(cleanStart), func() {
@@ -175,6 +258,68 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 func operatorSecrets() string {
 	GinkgoHelper()
 	return kubectl("-n", system, "get", "secret", "-l", "app.kubernetes.io/managed-by=posthorn-operator", "-o", "name")
+}
+
+// images returns the images of three dispatchers.
+func images() []string {
+	GinkgoHelper()
+	return strings.Fields(kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "pod/posthorn-dispatcher-1", "pod/posthorn-dispatcher-2", "-o", "jsonpath={.items[*].spec.containers[0].image}"))
+}
+
+// sendTo sends one track call to a dispatcher. It retries while the name of a new pod has the old
+// address.
+func sendTo(t namespace, n int, event string, flags ...string) (err error) {
+	for range 30 {
+		var out string
+		out, err = t.posthorn("", append([]string{"send", "track", "--endpoint=" + podURL(n), "--user=u1", "--event=" + event}, flags...)...)
+		if err == nil {
+			return nil
+		}
+		err = fmt.Errorf("%w; answer: %s", err, out)
+		if !regexp.MustCompile(`connection refused|no such host|no route to host|i/o timeout|deadline exceeded`).MatchString(err.Error()) {
+			return err
+		}
+		time.Sleep(time.Second)
+	}
+	return err
+}
+
+// balanced returns an error unless the status of the Source web and its destinations has exactly what
+// the sinks received, and nothing else is recorded.
+func (t namespace) balanced(sinks ...sink) error {
+	GinkgoHelper()
+	var total, got struct{ Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64 }
+	for _, s := range sinks {
+		delivery := got
+		if err := json.Unmarshal([]byte(t.field("whd/"+s.name, "{.status.delivery}")), &delivery); err != nil {
+			return err
+		}
+		list, distinct := s.received(), map[string]bool{}
+		for _, r := range list {
+			if r.Signature != "ok" {
+				return StopTrying(fmt.Sprintf("%s received a call whose signature is %s: %v", s.name, r.Signature, r))
+			}
+			distinct[r.Body.MessageID] = true
+		}
+		// A retry after a lost response is one delivery, and a call that the client repeats at another
+		// pod is two.
+		if delivery.Delivered > int64(len(list)) || delivery.Delivered < int64(len(distinct)) {
+			return fmt.Errorf("status of %s: %+v, received: %d, different: %d", s.name, delivery, len(list), len(distinct))
+		}
+		By(fmt.Sprintf("status of %s: %+v, received: %d, different: %d", s.name, delivery, len(list), len(distinct)))
+		total.Accepted += delivery.Delivered
+		total.Delivered += delivery.Delivered
+		if delivery.Delivered = 0; delivery != got {
+			return fmt.Errorf("status of %s has other messages than delivered ones: %+v", s.name, delivery)
+		}
+	}
+	if err := json.Unmarshal([]byte(t.field("psrc/web", "{.status.messages}")), &got); err != nil {
+		return err
+	}
+	if got != total {
+		return fmt.Errorf("status of the Source: %+v, of its destinations: %+v", got, total)
+	}
+	return nil
 }
 
 func removeCRDs() {

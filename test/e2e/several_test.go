@@ -23,14 +23,15 @@ type member struct {
 	value any
 }
 
+// podURL is the URL for calls of one dispatcher.
+func podURL(n int) string {
+	return fmt.Sprintf("http://posthorn-dispatcher-%d.posthorn-dispatcher-pods.%s.svc.cluster.local:8080", n, system)
+}
+
 var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	var t namespace
 	var s sink
 	var calls load
-
-	podURL := func(n int) string {
-		return fmt.Sprintf("http://posthorn-dispatcher-%d.posthorn-dispatcher-pods.%s.svc.cluster.local:8080", n, system)
-	}
 
 	BeforeAll(func() {
 		t, s = running("scaled")

@@ -118,12 +118,6 @@ func ready(workload string) {
 	kubectl("-n", system, "rollout", "status", workload, "--timeout=3m")
 }
 
-// image returns the image of the dispatcher.
-func image() string {
-	GinkgoHelper()
-	return kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.containers[0].image}")
-}
-
 // pods returns the names of a component's pods and the restart counts of their containers.
 func pods(component string) string {
 	GinkgoHelper()

@@ -2,24 +2,27 @@
 //
 // With -listen it receives requests and prints their headers and exact bodies; with -client, only those
 // with an access token and valid signatures. With -stop it stops the sender in the same pod. Otherwise it sends track calls at a
-// constant rate until it is stopped. It retries each call until it is acknowledged, and
-// exits with 1 if one was not. The messageIds are PREFIX-0 to PREFIX-(N-1), where N is the
+// constant rate by the Go client, until it is stopped. The client retries each call until it is
+// acknowledged; the exit code is 1 if one was not. The messageIds are PREFIX-0 to PREFIX-(N-1), where N is the
 // first number that it prints at its end.
 package main
 
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
 	"os/signal"
-	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
+
+	"github.com/posthorn/posthorn/analytics"
 )
 
 func main() {
@@ -29,15 +32,15 @@ func main() {
 	retryWindow := flag.Duration("retry-window", 3*time.Minute, "time for which a call is retried")
 	listen := flag.String("listen", "", "address for requests; with it, no calls are sent")
 	pair := flag.String("pair", "", "file with the certificate and the key for requests over TLS")
-	client := flag.String("client", "", "ID:SECRET of the client that gets access tokens at /token; with it, requests need a token and signatures")
+	accessClient := flag.String("client", "", "ID:SECRET of the client that gets access tokens at /token; with it, requests need a token and signatures")
 	secret := flag.String("secret", "", "secret of the signatures")
 	stop := flag.Bool("stop", false, "stop the sender of this pod")
 	flag.Parse()
 	switch {
 	case *listen != "":
 		receiver := record()
-		if *client != "" {
-			receiver = protect(*client, *secret, receiver)
+		if *accessClient != "" {
+			receiver = protect(*accessClient, *secret, receiver)
 		}
 		if *pair != "" {
 			fail(http.ListenAndServeTLS(*listen, *pair, *pair, receiver))
@@ -50,27 +53,31 @@ func main() {
 		return
 	}
 
-	stopped, _ := signal.NotifyContext(context.Background(), syscall.SIGINT)
-	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), retryWindow: *retryWindow, client: &http.Client{Timeout: 10 * time.Second}}
-	ids := make(chan string)
-	var group sync.WaitGroup
-	for range 16 {
-		group.Go(func() {
-			for id := range ids {
-				s.send(id)
+	var acknowledged, failed, retries atomic.Int64
+	client := analytics.New(os.Getenv("POSTHORN_WRITE_KEY"), analytics.WithEndpoint(*url), analytics.FlushAt(1), analytics.Blocking(), analytics.RetryFor(*retryWindow),
+		analytics.OnResult(func(r analytics.Result) {
+			retries.Add(int64(max(0, r.Attempts-1)))
+			if r.Err == nil {
+				acknowledged.Add(1)
+				return
 			}
-		})
-	}
+			failed.Add(1)
+			fmt.Printf("call %s was not acknowledged: %v\n", r.MessageID, r.Err)
+		}))
+	stopped, _ := signal.NotifyContext(context.Background(), syscall.SIGINT)
 	tick := time.NewTicker(time.Second / time.Duration(*rate))
 	for i := 0; stopped.Err() == nil; i++ {
-		ids <- fmt.Sprintf("%s-%d", *prefix, i)
+		if err := client.Track(&analytics.Track{Message: analytics.Message{MessageId: fmt.Sprintf("%s-%d", *prefix, i)}, UserId: "load", Event: "Load"}); err != nil {
+			fail(err)
+		}
 		<-tick.C
 	}
-	close(ids)
-	group.Wait()
-	fmt.Printf("%d acknowledged, %d failed, %d retries\n", s.acknowledged, s.failed, s.retries)
-	if s.failed > 0 {
-		os.Exit(1)
+	ctx, cancel := context.WithTimeout(context.Background(), *retryWindow)
+	defer cancel()
+	_ = client.CloseContext(ctx) // OnResult reports each failure.
+	fmt.Printf("%d acknowledged, %d failed, %d retries\n", acknowledged.Load(), failed.Load(), retries.Load())
+	if failed.Load() > 0 {
+		fail(errors.New("some calls were not acknowledged"))
 	}
 }
 
@@ -91,57 +98,4 @@ func record() http.Handler {
 		defer mu.Unlock()
 		_ = json.NewEncoder(os.Stdout).Encode(map[string]any{"headers": r.Header, "body": string(body)})
 	})
-}
-
-type sender struct {
-	url, key    string
-	retryWindow time.Duration
-	client      *http.Client
-
-	mu                            sync.Mutex
-	acknowledged, failed, retries int
-}
-
-func (s *sender) send(id string) {
-	ctx, cancel := context.WithTimeout(context.Background(), s.retryWindow)
-	defer cancel()
-	body := fmt.Sprintf(`{"messageId":%q,"userId":"load","event":"Load"}`, id)
-	for tries := 0; ; tries++ {
-		err := s.post(ctx, body)
-		s.mu.Lock()
-		if tries > 0 {
-			s.retries++
-		}
-		if err == nil {
-			s.acknowledged++
-			s.mu.Unlock()
-			return
-		}
-		if ctx.Err() != nil {
-			s.failed++
-			s.mu.Unlock()
-			fmt.Printf("call %s was not acknowledged: %v\n", id, err)
-			return
-		}
-		s.mu.Unlock()
-		time.Sleep(200 * time.Millisecond)
-	}
-}
-
-func (s *sender) post(ctx context.Context, body string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.url, strings.NewReader(body))
-	if err != nil {
-		return err
-	}
-	req.SetBasicAuth(s.key, "")
-	req.Header.Set("Content-Type", "application/json")
-	resp, err := s.client.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("status %s", resp.Status)
-	}
-	return nil
 }
