@@ -14,6 +14,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"os"
 	"os/signal"
@@ -55,6 +56,7 @@ func main() {
 
 	var acknowledged, failed, retries atomic.Int64
 	client := analytics.New(os.Getenv("POSTHORN_WRITE_KEY"), analytics.WithEndpoint(*url), analytics.FlushAt(1), analytics.Blocking(), analytics.RetryFor(*retryWindow),
+		analytics.WithLogger(slog.New(slog.DiscardHandler)), // The output begins with the numbers.
 		analytics.OnResult(func(r analytics.Result) {
 			retries.Add(int64(max(0, r.Attempts-1)))
 			if r.Err == nil {
