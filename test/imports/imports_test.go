@@ -29,7 +29,7 @@ var rules = []struct {
 	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
-	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig"}, nil},
+	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig", "dispatcher/plural"}, nil},
 	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher/durable", []string{}, []string{}},
@@ -58,7 +58,7 @@ var linked = []struct {
 	external []string
 }{
 	// The client commands are small, and build for every platform of kubectl.
-	{"cmd/kubectl-posthorn", []string{"api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/page", "controllers/why", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/termsafe"},
+	{"cmd/kubectl-posthorn", []string{"api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/page", "controllers/why", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/plural", "dispatcher/termsafe"},
 		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
 }
 
