@@ -72,46 +72,40 @@ func (d *destinations) of(c *compactDestination) []compactEndpoint {
 	return d.endpoints[c.first:][:len(c.destinationConfig.endpoints)]
 }
 
-// merge returns the reports after a change. A report shares its config with an equal one of d or of
-// likes. It sorts changed.
+// merge returns the reports after a change. A report shares its config with an equal one of likes.
 func (d *destinations) merge(changed []DestinationReport, removed []string, likes ...*destinations) destinations {
 	if len(changed) == 0 && len(removed) == 0 {
 		return *d
 	}
-	likes = append(likes, d)
 	if next, ok := d.replace(changed, removed, likes); ok {
 		return next
 	}
-	slices.SortFunc(changed, func(a, b DestinationReport) int { return strings.Compare(a.Name, b.Name) })
-	kept := make([]*compactDestination, 0, len(d.all))
-	endpoints := 0
-	for i, n := 0, 0; i < len(d.all); i++ {
-		c := &d.all[i]
-		for n < len(changed) && changed[n].Name < c.name {
-			n++
-		}
-		if n < len(changed) && changed[n].Name == c.name || slices.Contains(removed, c.name) {
-			continue
-		}
-		kept = append(kept, c)
-		endpoints += len(c.destinationConfig.endpoints)
+	type one struct {
+		compactDestination
+		endpoints []compactEndpoint
+	}
+	all, ended, endpoints := make([]one, 0, len(d.all)+len(changed)), make(map[string]bool, len(changed)+len(removed)), 0
+	for _, name := range removed {
+		ended[name] = true
 	}
 	for i := range changed {
-		endpoints += len(changed[i].Endpoints)
+		ended[changed[i].Name] = true
+		c, list := compact(&changed[i], likes)
+		all = append(all, one{c, list})
 	}
-	next := destinations{make([]compactDestination, 0, len(kept)+len(changed)), make([]compactEndpoint, 0, endpoints)}
-	for len(kept) > 0 || len(changed) > 0 {
-		if len(changed) == 0 || len(kept) > 0 && kept[0].name < changed[0].Name {
-			c := *kept[0]
-			c.first = uint32(len(next.endpoints))
-			next.all, next.endpoints = append(next.all, c), append(next.endpoints, d.of(kept[0])...)
-			kept = kept[1:]
-			continue
+	for i := range d.all {
+		if c := &d.all[i]; !ended[c.name] {
+			all = append(all, one{*c, d.of(c)})
 		}
-		c, endpoints := compact(&changed[0], likes)
-		c.first = uint32(len(next.endpoints))
-		next.all, next.endpoints = append(next.all, c), append(next.endpoints, endpoints...)
-		changed = changed[1:]
+	}
+	slices.SortFunc(all, func(a, b one) int { return strings.Compare(a.name, b.name) })
+	for i := range all {
+		endpoints += len(all[i].endpoints)
+	}
+	next := destinations{make([]compactDestination, 0, len(all)), make([]compactEndpoint, 0, endpoints)}
+	for _, o := range all {
+		o.first = uint32(len(next.endpoints))
+		next.all, next.endpoints = append(next.all, o.compactDestination), append(next.endpoints, o.endpoints...)
 	}
 	return next
 }
@@ -167,9 +161,6 @@ func compact(r *DestinationReport, likes []*destinations) (c compactDestination,
 // configOf returns the config of a report, that of one of likes if it is equal.
 func configOf(r *DestinationReport, likes []*destinations) *destinationConfig {
 	for _, like := range likes {
-		if like == nil {
-			continue
-		}
 		c := like.find(r.Name)
 		if c != nil && c.generation == r.Generation && c.revision == r.Revision &&
 			slices.EqualFunc(c.endpoints, r.Endpoints, func(name string, e EndpointReport) bool { return name == e.Name }) {
