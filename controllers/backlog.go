@@ -14,8 +14,6 @@ import (
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
-
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -162,10 +160,9 @@ func (p *prober) backlogs() backlogs {
 		if name == logStore || last.report == nil {
 			continue
 		}
-		pending, d := int64(0), adminapi.DestinationReport{}
+		pending := int64(0)
 		for _, namespace := range last.report.Namespaces() {
-			for name := range namespace.DestinationNames() {
-				namespace.ReadDestination(name, &d)
+			for d := range namespace.Destinations() {
 				if !d.OldestPending.IsZero() && last.answered.Sub(d.OldestPending) >= backlogAge {
 					pending += d.Pending
 				}

@@ -84,8 +84,8 @@ func (h *history) sample(v view) {
 	seen := map[key]bool{}
 	for _, x := range v.indices {
 		for namespace, n := range v.namespaces(x) {
-			for name := range n.DestinationNames() {
-				k := key{namespace, name}
+			for d := range n.Destinations() {
+				k := key{namespace, d.Name}
 				if seen[k] {
 					continue
 				}
@@ -132,8 +132,9 @@ func (h *history) sample(v view) {
 
 // has reports whether a dispatcher reports the destination.
 func (v *view) has(k key) bool {
+	var d adminapi.DestinationReport
 	for _, x := range v.indices {
-		if x.Namespace(k.Namespace).HasDestination(k.Name) {
+		if x.Namespace(k.Namespace).ReadDestination(k.Name, &d) {
 			return true
 		}
 	}

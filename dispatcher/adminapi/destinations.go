@@ -219,11 +219,6 @@ func timeOf(nanoseconds int64) time.Time {
 	return time.Unix(0, nanoseconds).UTC()
 }
 
-// HasDestination reports whether there is a report about a destination; n may be nil.
-func (n *NamespaceIndex) HasDestination(name string) bool {
-	return n != nil && n.destinations.find(name) != nil
-}
-
 // ReadDestination reads the report about a destination; n may be nil. Without a report it returns false
 // and does not change into. It reuses the slice of endpoints in into. A caller must not change a
 // LastFailure.
@@ -239,11 +234,14 @@ func (n *NamespaceIndex) ReadDestination(name string, into *DestinationReport) b
 	return true
 }
 
-// DestinationNames returns the names of the destinations with a report, sorted.
-func (n *NamespaceIndex) DestinationNames() iter.Seq[string] {
-	return func(yield func(string) bool) {
+// Destinations returns the reports about the destinations, sorted by name. A report is valid until the
+// next one. A caller must not change a LastFailure.
+func (n *NamespaceIndex) Destinations() iter.Seq[*DestinationReport] {
+	return func(yield func(*DestinationReport) bool) {
+		var d DestinationReport
 		for i := range n.destinations.all {
-			if !yield(n.destinations.all[i].name) {
+			n.destinations.read(&n.destinations.all[i], &d)
+			if !yield(&d) {
 				return
 			}
 		}

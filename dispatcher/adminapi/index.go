@@ -27,7 +27,7 @@ type Index struct {
 type NamespaceIndex struct {
 	Revision string
 	Refused  *RefusedConfig
-	// The reports of the objects, by name; for those of destinations, see ReadDestination.
+	// The reports of the objects, by name; for those of destinations, see Destinations.
 	Sources      map[string]*SourceReport
 	Audiences    map[string]*AudienceReport
 	Deletions    map[string]*DeletionReport

@@ -189,18 +189,21 @@ func TestRandomDestinations(t *testing.T) {
 		next, _ := x.Merge(Report{Delta: true, Namespaces: []NamespaceReport{n}}, like)
 		x, like = next, x
 		got := map[string]DestinationReport{}
-		for name := range x.Namespace("shop").DestinationNames() {
+		for read := range x.Namespace("shop").Destinations() {
 			var d DestinationReport
-			if !x.Namespace("shop").ReadDestination(name, &d) {
-				t.Fatalf("round %d: no report about %s", round, name)
+			if !x.Namespace("shop").ReadDestination(read.Name, &d) {
+				t.Fatalf("round %d: no report about %s", round, read.Name)
 			}
-			got[name] = d
+			if diff := cmp.Diff(&d, read, cmpopts.EquateEmpty()); diff != "" {
+				t.Fatalf("round %d: report of the list (-want +got):\n%s", round, diff)
+			}
+			got[d.Name] = d
 		}
 		if diff := cmp.Diff(want, got, cmpopts.EquateEmpty()); diff != "" {
 			t.Fatalf("round %d: reports (-want +got):\n%s", round, diff)
 		}
 	}
-	if x.Namespace("shop").HasDestination("none") || (*NamespaceIndex)(nil).HasDestination("d1") || x.Namespace("none").ReadDestination("d1", nil) {
+	if x.Namespace("shop").ReadDestination("none", nil) || (*NamespaceIndex)(nil).ReadDestination("d1", nil) {
 		t.Error("a destination without a report has one")
 	}
 }

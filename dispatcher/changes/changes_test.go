@@ -139,9 +139,7 @@ func state(x *adminapi.Index, w *world) map[string]string {
 		for _, s := range n.Sources {
 			all[name+" source "+s.Name] = fmt.Sprint(s.Revision, s.Accepted)
 		}
-		var d adminapi.DestinationReport
-		for destination := range n.DestinationNames() {
-			n.ReadDestination(destination, &d)
+		for d := range n.Destinations() {
 			all[name+" destination "+d.Name] = fmt.Sprint(d.Revision, d.Retrying)
 		}
 	}

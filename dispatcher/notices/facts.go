@@ -107,9 +107,9 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 			}
 		}
 	}
+	var r adminapi.DestinationReport
 	for i := range config.Destinations {
 		d := &config.Destinations[i]
-		var r adminapi.DestinationReport
 		if gets[d.Name] || !n.ReadDestination(d.Name, &r) {
 			continue
 		}
