@@ -56,9 +56,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 }
 
 var audienceReports = reports[adminapi.AudienceReport]{
-	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.AudienceReport) *adminapi.AudienceReport {
-		return n.Audiences[name]
-	},
+	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.AudienceReport { return n.Audiences }),
 	running: func(r *adminapi.AudienceReport) (string, int64) { return r.Revision, r.Generation },
 }
 

@@ -109,9 +109,7 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{
-	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.DeletionReport) *adminapi.DeletionReport {
-		return n.Deletions[name]
-	},
+	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions }),
 	running: func(r *adminapi.DeletionReport) (string, int64) { return r.Revision, r.Generation },
 }
 

@@ -64,6 +64,11 @@ type reports[R any] struct {
 	running func(*R) (revision string, generation int64)
 }
 
+// inMap returns the function find for reports that are in a map.
+func inMap[R any](byName func(*adminapi.NamespaceIndex) map[string]*R) func(*adminapi.NamespaceIndex, string, *R) *R {
+	return func(n *adminapi.NamespaceIndex, name string, _ *R) *R { return byName(n)[name] }
+}
+
 // of returns a pod's report about one object, or nil. The next call with the same scratch can replace
 // it.
 func (p reports[R]) of(pod Pod, namespace, name string, scratch *R) *R {

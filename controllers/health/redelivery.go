@@ -199,8 +199,6 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 }
 
 var redeliveryReports = reports[adminapi.RedeliveryReport]{
-	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.RedeliveryReport) *adminapi.RedeliveryReport {
-		return n.Redeliveries[name]
-	},
+	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.RedeliveryReport { return n.Redeliveries }),
 	running: func(r *adminapi.RedeliveryReport) (string, int64) { return r.Revision, r.Generation },
 }

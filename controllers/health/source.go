@@ -75,9 +75,7 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 }
 
 var sourceReports = reports[adminapi.SourceReport]{
-	find: func(n *adminapi.NamespaceIndex, name string, _ *adminapi.SourceReport) *adminapi.SourceReport {
-		return n.Sources[name]
-	},
+	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.SourceReport { return n.Sources }),
 	running: func(r *adminapi.SourceReport) (string, int64) { return r.Revision, r.Generation },
 }
 
