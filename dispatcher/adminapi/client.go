@@ -59,29 +59,29 @@ var ErrReportTimeout = errors.New("no report in time")
 // Report returns what changed in the dispatcher since the cursor of an earlier report: a delta, or
 // a full report if the dispatcher does not know the cursor, for example because it was restarted.
 // Without a cursor the report is full. Report returns ErrNotModified if nothing changed.
-func (c *Client) Report(ctx context.Context, cursor string) (*Report, error) {
-	if c.ReportTimeout <= 0 {
-		return c.report(ctx, cursor, func() {}, func() {})
-	}
+func (c *Client) Report(ctx context.Context, cursor string) (_ *Report, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	timer := time.AfterFunc(c.ReportTimeout, func() { cancel(fmt.Errorf("%w: after %v", ErrReportTimeout, c.ReportTimeout)) })
-	defer timer.Stop()
-	report, err := c.report(ctx, cursor, func() { timer.Stop() }, func() { timer.Reset(c.ReportTimeout) })
-	if err != nil && errors.Is(context.Cause(ctx), ErrReportTimeout) {
-		err = context.Cause(ctx)
+	defer func() {
+		if cause := context.Cause(ctx); err != nil && errors.Is(cause, ErrReportTimeout) {
+			err = cause
+		}
+	}()
+	// within starts ReportTimeout; stop ends it.
+	within := func() (stop func() bool) {
+		if c.ReportTimeout <= 0 {
+			return func() bool { return true }
+		}
+		return time.AfterFunc(c.ReportTimeout, func() { cancel(fmt.Errorf("%w: after %v", ErrReportTimeout, c.ReportTimeout)) }).Stop
 	}
-	return report, err
-}
-
-// report calls waits before it waits for a slot, and reads when it has one.
-func (c *Client) report(ctx context.Context, cursor string, waits, reads func()) (*Report, error) {
+	stop := within()
 	req, err := c.request(ctx, http.MethodGet, "/report?"+url.Values{ReportCursor: {cursor}}.Encode(), nil)
 	if err != nil {
 		return nil, err
 	}
 	setETag020(req.Header, cursor)
 	resp, err := c.send(req)
+	stop()
 	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotModified {
 		return nil, ErrNotModified
 	}
@@ -90,15 +90,14 @@ func (c *Client) report(ctx context.Context, cursor string, waits, reads func())
 	}
 	defer resp.Body.Close()
 	if c.ReportSlots != nil {
-		waits()
 		select {
 		case c.ReportSlots <- struct{}{}:
 			defer func() { <-c.ReportSlots }()
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
-		reads()
 	}
+	defer within()()
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReportBytes+1))
 	if err != nil {
 		return nil, fmt.Errorf("read report: %w", err)
