@@ -18,22 +18,20 @@ const durabilityInterval = 15 * time.Second
 
 // durability is what the owner of a slot knows about the servers' settings.
 type durability struct {
-	read   func(context.Context) (slots.Durability, error)
-	logger *slog.Logger
-	last   atomic.Pointer[slots.Durability]
+	last atomic.Pointer[slots.Durability]
 }
 
 // watch reads the settings until ctx is done, and logs changes. While the servers do not answer, it
-// keeps the last settings.
-func (w *durability) watch(ctx context.Context) {
-	if w.read == nil {
+// keeps the last settings. read may be nil.
+func (w *durability) watch(ctx context.Context, read func(context.Context) (slots.Durability, error), logger *slog.Logger) {
+	if read == nil {
 		return
 	}
 	tick := time.NewTicker(durabilityInterval)
 	defer tick.Stop()
 	for {
-		if d, err := w.read(ctx); err == nil {
-			w.note(d)
+		if d, err := read(ctx); err == nil {
+			w.note(d, logger)
 		}
 		select {
 		case <-tick.C:
@@ -44,22 +42,22 @@ func (w *durability) watch(ctx context.Context) {
 }
 
 // note keeps the settings, and logs what has changed.
-func (w *durability) note(d slots.Durability) {
+func (w *durability) note(d slots.Durability, logger *slog.Logger) {
 	before := w.known()
 	w.last.Store(&d)
 	for _, problem := range d.Weak {
 		if !slices.Contains(before.Weak, problem) {
-			w.logger.Error("a setting of the NATS servers can lose calls", "problem", problem)
+			logger.Error("a setting of the NATS servers can lose calls", "problem", problem)
 		}
 	}
 	if len(d.Weak) == 0 && len(before.Weak) > 0 {
-		w.logger.Info("the settings of the NATS servers are safe again")
+		logger.Info("the settings of the NATS servers are safe again")
 	}
 	switch {
 	case d.Current < d.Replicas && before.Current != d.Current:
-		w.logger.Warn("servers of the log lack records, or do not answer", "copies", d.Current, "replicas", d.Replicas)
+		logger.Warn("servers of the log lack records, or do not answer", "copies", d.Current, "replicas", d.Replicas)
 	case d.Current >= d.Replicas && before.Current < before.Replicas:
-		w.logger.Info("all servers of the log have all records again", "replicas", d.Replicas)
+		logger.Info("all servers of the log have all records again", "replicas", d.Replicas)
 	}
 }
 

@@ -182,7 +182,6 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
 	}
-	t.durability.read, t.durability.logger = t.remote.Durability, o.Logger
 	s.because("standby: another process owns the slot, or did a moment ago")
 	q := o.Queue
 	q.Logger = o.Logger
@@ -391,7 +390,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		case <-running.Done():
 		}
 	}()
-	go t.durability.watch(running)
+	go t.durability.watch(running, t.remote.Durability, t.logger)
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)
