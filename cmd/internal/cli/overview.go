@@ -225,11 +225,13 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 			}
 		}
 	} else {
-		printTroubles(cmd.OutOrStdout(), found, nil, 0)
+		var notices []string
+		if !each {
+			notices = v.notices(idle, namespace)
+		}
+		printTroubles(cmd.OutOrStdout(), found, notices, 0)
 		if each {
 			v.printHealthy(cmd.OutOrStdout(), found)
-		} else {
-			printTroubles(cmd.OutOrStdout(), nil, v.notices(idle, namespace), 0)
 		}
 		n, all, verb := withObject(found), len(v.destinations)+len(v.others), "have"
 		if n == 1 || all == 1 {
