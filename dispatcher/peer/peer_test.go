@@ -186,7 +186,7 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 	for range 10 {
 		group.Go(func() {
 			w := httptest.NewRecorder()
-			f.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodPost, "/", http.NoBody))
+			f.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil))
 			if ctx.Err() == nil && strings.Contains(w.Body.String(), ErrBusy.Error()) {
 				refused.Add(1)
 			}
