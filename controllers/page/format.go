@@ -6,10 +6,12 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until": until, "clock": clock, "span": span, "size": size, "parts": parts, "lower": strings.ToLower,
-	"sentence": sentence, "plural": func(n any, what string) string { return plural(fmt.Sprint(n), what) },
+	"sentence": sentence, "plural": func(n any, what string) string { return plural.Formatted(fmt.Sprint(n), what) },
 	"percent": func(part, whole int) string {
 		if whole == 0 {
 			return "-"
@@ -105,14 +107,7 @@ func until(now, t time.Time) string {
 
 func clock(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
 
-func count(n int64, what string) string { return plural(num(n), what) }
-
-func plural(n, what string) string {
-	if n == "1" {
-		return n + " " + what
-	}
-	return n + " " + what + "s"
-}
+func count(n int64, what string) string { return plural.Formatted(num(n), what) }
 
 // sentence begins with a capital letter and ends with a full stop.
 func sentence(text string) string {

@@ -30,7 +30,7 @@ var rules = []struct {
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig", "dispatcher/plural"}, nil},
-	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
+	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi", "dispatcher/plural"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher/durable", []string{}, []string{}},
 	{"dispatcher/backup", []string{"dispatcher/durable"}, []string{}},
