@@ -47,7 +47,7 @@ func TestNextBacklogs(t *testing.T) {
 
 // A destination without an old message has no backlog: a pod that ends delivers its messages.
 func TestBacklogsOfReports(t *testing.T) {
-	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	now := time.Now()
 	report := func(log *adminapi.LogReport) lastReport {
 		return lastReport{answered: now, report: adminapi.NewIndex(adminapi.Report{Log: log, Namespaces: []adminapi.NamespaceReport{

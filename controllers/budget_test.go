@@ -57,15 +57,15 @@ func newVirtualOperator(t *testing.T, sources int) *virtualOperator {
 	}
 	kind := kinds.All[1]
 	next := kind.Health.Next
-	kind.Health.Next = func(object compile.Object, v compile.Verdict, namespace string, pods []health.Pod, now time.Time, due bool) compile.Object {
+	kind.Health.Next = func(object compile.Object, v compile.Verdict, namespace string, pods []health.Pod, now time.Time) (transition, latest compile.Object) {
 		o.mu.Lock()
 		o.computed++
 		o.mu.Unlock()
-		return next(object, v, namespace, pods, now, due)
+		return next(object, v, namespace, pods, now)
 	}
 	cache := newVerdictCache()
 	cache.set("shop", verdicts)
-	reports := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	reports := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	reports.listed = true
 	o.probe = newProbe(reports, o.pod, false)
 	o.statusReconciler = &statusReconciler{
@@ -89,7 +89,7 @@ func (o *virtualOperator) report(t *testing.T, calls int64, change func(*adminap
 		r.Sources = append(r.Sources, s)
 	}
 	o.reports.record(t.Context(), o.pod, o.probe, &adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}}, nil)
-	o.changes.add([]string{"shop"})
+	o.changes.add(reportChange{namespaces: []string{"shop"}})
 }
 
 // pass reconciles the namespace and returns the wait until the next pass.
@@ -276,7 +276,51 @@ func TestPassesSkipUnchangedObjects(t *testing.T) {
 	check.Equal(t, "computed statuses of an object without a verdict", o.computed, 0)
 	o.sources[4].ResourceVersion = "x"
 	o.pass(t)
-	check.Equal(t, "computed statuses after a change of one object", o.computed, 2)
+	check.Equal(t, "computed statuses after a change of one object", o.computed, 1)
+}
+
+// A pod that leaves, and its successor with the same report, change no settled object, so a pass
+// computes none. Another report of the successor is computed.
+func TestReplacedPodComputesNothing(t *testing.T) {
+	o := newVirtualOperator(t, 100)
+	o.reports.changed = o.changes.add
+	o.report(t, 1, nil)
+	o.pass(t)
+	o.pass(t)
+	report := func(calls int64) *adminapi.Report {
+		n := adminapi.NamespaceReport{Namespace: "shop"}
+		for i := range o.sources {
+			n.Sources = append(n.Sources, adminapi.SourceReport{Name: o.sources[i].Name, Generation: 1, Revision: "r", Accepted: calls})
+		}
+		return &adminapi.Report{Namespaces: []adminapi.NamespaceReport{n}}
+	}
+	var running sync.WaitGroup
+	o.computed = 0
+	o.reports.follow(t.Context(), nil, &running)
+	o.pass(t)
+	check.Equal(t, "computed statuses after a pod left", o.computed, 0)
+	successor := Pod{Name: o.pod.Name, URL: "https://successor"}
+	probe := newProbe(o.reports, successor, true)
+	o.reports.record(t.Context(), successor, probe, report(1), nil)
+	o.pass(t)
+	check.Equal(t, "computed statuses after its successor sent the same report", o.computed, 0)
+	o.reports.record(t.Context(), successor, probe, report(2), nil)
+	o.pass(t)
+	check.Equal(t, "computed statuses after another report", o.computed, 100)
+}
+
+// An object that a pod has not confirmed is computed after each change of the pods.
+func TestUnconfirmedObjectFollowsThePods(t *testing.T) {
+	o := newVirtualOperator(t, 1)
+	o.reports.changed = o.changes.add
+	o.report(t, 1, func(r *adminapi.SourceReport) { r.Revision = "old" })
+	o.pass(t)
+	o.pass(t)
+	o.computed = 0
+	var running sync.WaitGroup
+	o.reports.follow(t.Context(), nil, &running)
+	o.pass(t)
+	check.Equal(t, "computed statuses after a pod left", o.computed, 1)
 }
 
 func TestJitter(t *testing.T) {
@@ -319,7 +363,7 @@ func TestConfirmationBesideAStartingPod(t *testing.T) {
 					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: o.sources[0].Name, Generation: 1, Revision: revision}},
 				}}}, nil)
 			}
-			o.changes.add([]string{"shop"})
+			o.changes.add(reportChange{namespaces: []string{"shop"}})
 			o.runFor(t, 2*startGrace)
 			if len(o.writes) != 1 {
 				t.Fatalf("writes: got %v, want one", o.writes)

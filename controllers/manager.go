@@ -263,9 +263,10 @@ func setup(mgr manager.Manager, o Options) error {
 	verdicts := newVerdictCache()
 	statuses := &trigger{}
 	changes := &reportChanges{byNamespace: map[string]uint64{}}
-	reports := newProber(o.Pods, o.PollInterval, transport, func(namespaces []string) {
-		changes.add(namespaces)
-		if namespaces == nil {
+	reports := newProber(o.Pods, o.PollInterval, transport, func(change reportChange) {
+		changes.add(change)
+		namespaces := change.namespaces
+		if change.all || change.pods {
 			namespaces = verdicts.namespaces()
 		}
 		for _, namespace := range namespaces {

@@ -38,8 +38,8 @@ type prober struct {
 	pods     Pods
 	interval time.Duration
 	client   *http.Client
-	// changed is called with the namespaces whose reports have changed; nil means all.
-	changed func(namespaces []string)
+	// changed is called after each change of the pods or their reports.
+	changed func(reportChange)
 	// silenced is called when a ready pod becomes silent, and when it answers again.
 	silenced func(pod Pod, silent bool)
 	slots    chan struct{}
@@ -81,7 +81,7 @@ type probe struct {
 	starting bool
 }
 
-func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(namespaces []string), silenced func(pod Pod, silent bool)) *prober {
+func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(reportChange), silenced func(pod Pod, silent bool)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed, silenced: silenced,
 		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
@@ -154,11 +154,11 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 		p.probes[pod] = probe
 		running.Go(func() { p.poll(probeCtx, pod, probe) })
 	}
-	changed = p.expire(now) || changed
+	outdated := p.expire(now)
 	p.updateMetrics()
 	p.mu.Unlock()
-	if changed {
-		p.changed(nil)
+	if changed || outdated {
+		p.changed(reportChange{pods: changed, all: outdated})
 	}
 }
 
@@ -243,7 +243,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 		return
 	}
 	p.mu.Lock()
-	all, namespaces := !probe.requested, []string(nil)
+	change := reportChange{pods: !probe.requested}
 	wasSilent := probe.silent
 	probe.requested = true
 	if err != nil {
@@ -260,11 +260,14 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 		probe.failing, probe.silent, probe.answered = false, false, now
 		if report != nil {
 			before := probe.state
-			probe.state, namespaces = before.Merge(*report, p.like(probe))
-			all = all || concernsAll(before, probe.state)
+			if before == nil { // What a successor reports like its predecessor is no change.
+				before = p.last[pod.Name].report
+			}
+			probe.state, change.namespaces = before.Merge(*report, p.like(probe))
+			change.all = concernsAll(before, probe.state)
 		}
 		if name, owned := p.store(pod, probe); owned {
-			all = all || p.last[name].outdated
+			change.all = change.all || p.last[name].outdated
 			p.last[name] = lastReport{report: probe.state, answered: now}
 		}
 	}
@@ -272,14 +275,11 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 	p.updateMetrics()
 	p.mu.Unlock()
 	if silent != wasSilent {
-		all = true
+		change.pods = true
 		p.silenced(pod, silent)
 	}
-	switch {
-	case all:
-		p.changed(nil)
-	case len(namespaces) > 0:
-		p.changed(namespaces)
+	if change.all || change.pods || len(change.namespaces) > 0 {
+		p.changed(change)
 	}
 }
 

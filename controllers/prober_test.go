@@ -30,7 +30,7 @@ func TestSilentPod(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx := context.Background()
 		recorder := events.NewFakeRecorder(10)
-		p := newProber(nil, time.Second, nil, func([]string) {}, silentPodEvents(recorder))
+		p := newProber(nil, time.Second, nil, func(reportChange) {}, silentPodEvents(recorder))
 		pod := Pod{Name: "dispatcher-0", Workload: corev1.ObjectReference{Kind: "StatefulSet", Name: "dispatcher"}}
 		probe := newProbe(p, pod, false)
 		p.listed = true
@@ -85,7 +85,7 @@ func TestSilentPod(t *testing.T) {
 // A pod that is not ready when the operator starts is known, so that sums without its share are
 // recognized as incomplete.
 func TestPodThatIsNotReady(t *testing.T) {
-	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	p.follow(t.Context(), []Pod{{Name: "dispatcher-0"}}, nil)
 	got, complete := p.reports()
 	if diff := cmp.Diff([]health.Pod{{Name: "dispatcher-0", Absent: true}}, got); diff != "" || !complete {
@@ -96,7 +96,7 @@ func TestPodThatIsNotReady(t *testing.T) {
 // Of a pod that runs and is not ready, only the states of the live configs are used.
 func TestUnreadyPod(t *testing.T) {
 	ctx := t.Context()
-	p := newProber(nil, time.Second, nil, func([]string) { t.Error("changed was called") }, func(Pod, bool) { t.Error("silenced was called") })
+	p := newProber(nil, time.Second, nil, func(reportChange) { t.Error("changed was called") }, func(Pod, bool) { t.Error("silenced was called") })
 	ready, unready := adminapi.NewIndex(adminapi.Report{Pod: "before"}), &adminapi.Report{Configs: []adminapi.ConfigReport{{Namespace: "shop", Number: 7}}}
 	p.listed, p.notReady = true, []string{"dispatcher-0"}
 	p.last["dispatcher-0"] = lastReport{report: ready, answered: time.Now()}
@@ -151,7 +151,7 @@ func TestPodURL(t *testing.T) {
 func TestReplacedPod(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx := context.Background()
-		p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+		p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 		p.listed = true
 		old, replacement := Pod{Name: "dispatcher-0", URL: "a"}, Pod{Name: "dispatcher-0", URL: "b"}
 		first, second := &adminapi.Report{Pod: "first"}, &adminapi.Report{Pod: "second"}
@@ -184,7 +184,7 @@ func TestReplacedPod(t *testing.T) {
 // each pod's grace. An outdated report changes statuses.
 func TestEndOfTheGraceChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+		p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 		started := newProbe(p, Pod{Name: "dispatcher-0"}, true)
 		p.last["dispatcher-1"] = lastReport{answered: time.Now()}
 		time.Sleep(startGrace + time.Second)
@@ -201,7 +201,7 @@ func TestEndOfTheGraceChangesNothing(t *testing.T) {
 // With a replicated log, the pods have one store. The statuses show the report of its owner, before
 // and after a takeover, and standbys need not confirm anything.
 func TestReplicatedLogHasOneStore(t *testing.T) {
-	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	p.listed = true
 	pods := []Pod{{Name: "dispatcher-0", URL: "a"}, {Name: "dispatcher-1", URL: "b"}}
 	probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
@@ -239,7 +239,7 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 // An owner that is not ready is the one store of the log, not another dispatcher without a report: with
 // one, the operator cannot know which configs the dispatchers have.
 func TestOwnerOfALogThatIsNotReady(t *testing.T) {
-	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	p.listed = true
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
 	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
@@ -260,7 +260,7 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 // former log has not reported for outdatedAfter.
 func TestLogThatWasCreatedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+		p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 		p.listed = true
 		pod := Pod{Name: "dispatcher-0", URL: "a"}
 		probe := newProbe(p, pod, false)

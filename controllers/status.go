@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -83,6 +84,10 @@ type memo struct {
 	// recheck is the time from checked until the object must be processed although its
 	// inputs did not change; zero if there is no such time.
 	recheck time.Duration
+	// pods is the version of the pods of the last pass. If settled is true, a change of them does
+	// not change the status: every pod answered, and its report confirms the object.
+	pods    uint64
+	settled bool
 
 	// stale are the resource versions that the last writes replaced, and written is
 	// the result of the last write. While the cache returns a stale version, written is
@@ -109,35 +114,48 @@ func (m *memo) after(wait time.Duration) {
 }
 
 // unchanged reports whether a pass can skip the object.
-func (m *memo) unchanged(o client.Object, v generationVerdict, reports uint64, now time.Time) bool {
-	return !m.checked.IsZero() && m.resourceVersion == o.GetResourceVersion() && m.reports == reports &&
+func (m *memo) unchanged(o client.Object, v generationVerdict, reports, pods uint64, now time.Time) bool {
+	return !m.checked.IsZero() && m.resourceVersion == o.GetResourceVersion() && m.reports == reports && (m.settled || m.pods == pods) &&
 		(m.recheck == 0 || remaining(m.recheck, m.checked, now) > 0) && reflect.DeepEqual(m.verdict, v)
 }
 
-// reportChanges counts the changes of the reports about each namespace.
+// reportChange is a change of what is known about the dispatchers. Its zero value is none.
+type reportChange struct {
+	// namespaces are those whose reports changed; all means every one.
+	namespaces []string
+	all        bool
+	// pods means that pods came, went, became silent or answer, with or without other reports.
+	pods bool
+}
+
+// reportChanges counts the changes of the reports about each namespace, and those of the pods.
 type reportChanges struct {
 	mu          sync.Mutex
-	all         uint64
+	all, pods   uint64
 	byNamespace map[string]uint64
 }
 
-// add counts a change of the reports about namespaces; nil means all.
-func (c *reportChanges) add(namespaces []string) {
+// add counts a change.
+func (c *reportChanges) add(change reportChange) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if namespaces == nil {
+	if change.all {
 		c.all++
 	}
-	for _, namespace := range namespaces {
+	if change.pods {
+		c.pods++
+	}
+	for _, namespace := range change.namespaces {
 		c.byNamespace[namespace]++
 	}
 }
 
-// of returns a number that is larger after each change of the reports about a namespace.
-func (c *reportChanges) of(namespace string) uint64 {
+// of returns two numbers: reports is larger after each change of the reports about a namespace, and
+// pods after each change of the pods.
+func (c *reportChanges) of(namespace string) (reports, pods uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.all + c.byNamespace[namespace]
+	return c.all + c.byNamespace[namespace], c.pods
 }
 
 func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, changes *reportChanges, own *trigger) error {
@@ -167,7 +185,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		r.mu.Unlock()
 		return reconcile.Result{}, nil
 	}
-	version := r.changes.of(namespace) // Before the reports, so that no change is missed.
+	version, podsVersion := r.changes.of(namespace) // Before the reports, so that no change is missed.
 	pods, complete := r.reports.reports()
 	if !complete {
 		return reconcile.Result{}, nil // The prober triggers a reconciliation when they are complete.
@@ -176,7 +194,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, now: r.now(), memos: r.memosOf(namespace)}
+	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, podsVersion: podsVersion, answering: !slices.ContainsFunc(pods, func(p health.Pod) bool { return !p.Answers() || p.Outdated }), now: r.now(), memos: r.memosOf(namespace)}
 	p.group.SetLimit(maxWritesAtOnce)
 	for i, k := range r.kinds {
 		p.updateAll(ctx, objects[i], k.Health)
@@ -212,11 +230,13 @@ type statusPass struct {
 	namespace string
 	verdicts  verdictsByUID
 	pods      []health.Pod
-	// version is the version of the reports in pods.
-	version uint64
-	now     time.Time
-	memos   map[types.UID]*memo
-	group   errgroup.Group
+	// version is the version of the reports in pods, and podsVersion that of the pods.
+	version, podsVersion uint64
+	// answering is true if every pod answers.
+	answering bool
+	now       time.Time
+	memos     map[types.UID]*memo
+	group     errgroup.Group
 }
 
 // end removes the memos of deleted objects, and returns the wait until the next pass; zero
@@ -244,10 +264,11 @@ func (p *statusPass) updateAll(ctx context.Context, objects []compile.Object, k 
 	for _, o := range objects {
 		v, ok := p.verdicts[o.GetUID()]
 		m := memoOf(p.memos, o)
-		if !ok || v.generation != o.GetGeneration() || m.unchanged(o, v, p.version, p.now) {
+		if !ok || v.generation != o.GetGeneration() || m.unchanged(o, v, p.version, p.podsVersion, p.now) {
 			continue
 		}
 		m.resourceVersion, m.verdict, m.reports, m.checked, m.recheck = o.GetResourceVersion(), v, p.version, p.now, 0
+		m.pods, m.settled = p.podsVersion, false
 		p.group.Go(func() error {
 			deleted, err := p.expire(ctx, m, o, k)
 			if !deleted && err == nil {
@@ -299,8 +320,9 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 	}
 	before, conditions := k.Status(o)
 	*conditions = health.Own(*conditions, k.Conditions)
-	next := k.Next(o, verdict, p.namespace, p.pods, p.now, false).(client.Object)
+	next, latest := k.Next(o, verdict, p.namespace, p.pods, p.now)
 	after, conditionsAfter := k.Status(next)
+	m.settled = p.answering && meta.IsStatusConditionTrue(*conditionsAfter, v1alpha1.ConditionProgrammed)
 	if at, ok := k.ChangesAt(next); ok {
 		m.after(max(at.Sub(p.now), recheckInterval))
 	}
@@ -312,7 +334,7 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 	}
 	if equality.Semantic.DeepEqual(before, after) {
 		m.transition = permit{}
-		return p.updateNumbers(ctx, m, o, verdict, k)
+		return p.updateNumbers(ctx, m, o, latest, k)
 	}
 	if pending && p.awaitConfirmation(m, o, verdict, k) {
 		return nil
@@ -325,9 +347,8 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 }
 
 // updateNumbers writes the numbers of an object without a transition when they are due.
-func (p *statusPass) updateNumbers(ctx context.Context, m *memo, o client.Object, verdict compile.Verdict, k health.Kind) error {
+func (p *statusPass) updateNumbers(ctx context.Context, m *memo, o, next client.Object, k health.Kind) error {
 	before, conditions := k.Status(o)
-	next := k.Next(o, verdict, p.namespace, p.pods, p.now, true).(client.Object)
 	after, conditionsAfter := k.Status(next)
 	if equality.Semantic.DeepEqual(before, after) {
 		m.numbers = permit{}
@@ -356,6 +377,7 @@ func (p *statusPass) write(ctx context.Context, m *memo, o, next client.Object, 
 	_, before := k.Status(o)
 	_, after := k.Status(next)
 	events := health.Transitions(*before, *after)
+	next = next.DeepCopyObject().(client.Object) // It shares parts with the cache, and apply replaces it.
 	switch err := apply(ctx, p.Client, next, k); {
 	case apierrors.IsConflict(err):
 		m.after(conflictWait)
@@ -389,7 +411,8 @@ func (p *statusPass) awaitConfirmation(m *memo, o client.Object, verdict compile
 	}
 	started := slices.DeleteFunc(slices.Clone(p.pods), func(pod health.Pod) bool { return pod.Starting })
 	if len(started) < len(p.pods) {
-		_, conditions := k.Status(k.Next(o, verdict, p.namespace, started, p.now, false).(client.Object))
+		next, _ := k.Next(o, verdict, p.namespace, started, p.now)
+		_, conditions := k.Status(next)
 		if !health.Pending(*conditions) {
 			m.after(recheckInterval)
 			return true

@@ -50,8 +50,8 @@ type Pod struct {
 	Starting bool
 }
 
-// answers reports whether the pod's report is the present one.
-func (p Pod) answers() bool { return !p.Absent && !p.Silent && p.Report != nil }
+// Answers reports whether the pod's report is the present one.
+func (p Pod) Answers() bool { return !p.Absent && !p.Silent && p.Report != nil }
 
 // maxMessageBytes bounds the message of a condition.
 const maxMessageBytes = 2048
@@ -140,7 +140,7 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 			continue
 		}
 		f.ready++
-		f.silent = f.silent || !pod.answers()
+		f.silent = f.silent || !pod.Answers()
 		if r := p.of(pod, namespace, object.Name, scratch); r != nil {
 			if revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++

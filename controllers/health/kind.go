@@ -21,10 +21,11 @@ type Kind struct {
 	// the default of the caller.
 	NumbersInterval time.Duration
 
-	// Next returns a copy of an object with its present status, from the compiler's verdict
-	// and the reports of the ready dispatcher pods. If numbersDue is false, the status
-	// changes only with a transition: see the package comment.
-	Next func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) compile.Object
+	// Next returns two copies of an object with its present status, from the compiler's verdict
+	// and the reports of the ready dispatcher pods. The status of transition differs from that of
+	// the object only with a transition: see the package comment. That of latest has the present
+	// numbers, too. The copies share the metadata and the spec of the object.
+	Next func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time) (transition, latest compile.Object)
 	// Status returns a pointer to an object's status, and to the conditions in it.
 	Status func(compile.Object) (any, *[]metav1.Condition)
 	// CopyStatus sets the status of an object to that of another one.
@@ -74,17 +75,17 @@ type pointer[T any] interface {
 func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
 	return Kind{
 		Name: d.Name, Conditions: d.Conditions, NumbersInterval: d.NumbersInterval,
-		Next: func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) compile.Object {
-			old := o.DeepCopyObject().(O)
+		Next: func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time) (transition, latest compile.Object) {
+			old := copyOf[T](o.(O))
 			_, conditions := d.Status(old)
 			*conditions = Own(*conditions, d.Conditions)
-			next := old.DeepCopyObject().(O)
+			next := copyOf[T](old)
 			status, _ := d.Status(next)
 			*status = d.Compute(*old, v, namespace, pods, now)
-			if d.onlyObserved(old, next) || !numbersDue && !d.hasTransition(old, next, now) {
-				return old
+			if d.onlyObserved(old, next) {
+				return old, old
 			}
-			return next
+			return d.transition(old, next, now), next
 		},
 		Status: func(o compile.Object) (any, *[]metav1.Condition) { return d.Status(o.(O)) },
 		CopyStatus: func(to, from compile.Object) {
@@ -127,24 +128,38 @@ func (d Definition[T, S, O]) onlyObserved(old, next O) bool {
 	return same
 }
 
-// hasTransition reports whether the statuses of two versions of an object differ by more
-// than numbers. It applies recoveryDelay to next.
-func (d Definition[T, S, O]) hasTransition(old, next O, now time.Time) bool {
+// transition returns next with the recoveryDelay if the statuses of two versions of an object
+// then differ by more than numbers, and old otherwise.
+func (d Definition[T, S, O]) transition(old, next O, now time.Time) O {
 	if d.ClearNumbers == nil {
-		return true
+		return next
 	}
-	_, before := d.Status(old)
-	_, after := d.Status(next)
 	if d.DelayedRecovery != "" {
+		next = copyOf[T](next)
+		_, before := d.Status(old)
+		_, after := d.Status(next)
 		*after = delayRecovery(*before, *after, d.DelayedRecovery, now)
 	}
 	transitions := func(o O) S {
-		status, conditions := d.Status(o.DeepCopyObject().(O))
+		var only T // Without the metadata and the spec, which are not compared.
+		status, _ := d.Status(&only)
+		from, _ := d.Status(o)
+		*status = *from
+		status, conditions := d.Status(O(&only).DeepCopyObject().(O))
 		*conditions = withoutNumbers(*conditions)
 		d.ClearNumbers(status)
 		return *status
 	}
-	return !equality.Semantic.DeepEqual(transitions(old), transitions(next))
+	if equality.Semantic.DeepEqual(transitions(old), transitions(next)) {
+		return old
+	}
+	return next
+}
+
+// copyOf returns a shallow copy of an object.
+func copyOf[T any, O pointer[T]](o O) O {
+	next := *o
+	return &next
 }
 
 // The condition types of the kinds that run once, in their order in a status.

@@ -9,17 +9,26 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
+// paced returns the object that a caller of Kind.Next writes.
+func paced[O compile.Object](k Kind, o O, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) O {
+	transition, latest := k.Next(o, v, namespace, pods, now)
+	if numbersDue {
+		return latest.(O)
+	}
+	return transition.(O)
+}
+
 // pacedDestination, pacedSource and pacedAudience return the status that Kind.Next computes.
 func pacedDestination(o v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
-	return Destinations.Next(&o, v, namespace, pods, now, numbersDue).(*v1alpha1.WebhookDestination).Status
+	return paced(Destinations, &o, v, namespace, pods, now, numbersDue).Status
 }
 
 func pacedSource(o v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
-	return Sources.Next(&o, v, namespace, pods, now, numbersDue).(*v1alpha1.Source).Status
+	return paced(Sources, &o, v, namespace, pods, now, numbersDue).Status
 }
 
 func pacedAudience(o v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
-	return Audiences.Next(&o, v, namespace, pods, now, numbersDue).(*v1alpha1.Audience).Status
+	return paced(Audiences, &o, v, namespace, pods, now, numbersDue).Status
 }
 
 // observedTime is the time of the numbers: it changes only with a status, and remains while

@@ -125,7 +125,7 @@ type parts struct {
 
 // partsOf uses only the reports of pods that answer, because a run waits for the others.
 func partsOf(o v1alpha1.Redelivery, namespace string, pods []Pod) (p parts) {
-	pods = slices.DeleteFunc(slices.Clone(pods), func(p Pod) bool { return !p.answers() })
+	pods = slices.DeleteFunc(slices.Clone(pods), func(p Pod) bool { return !p.Answers() })
 	redeliveryReports.each(pods, namespace, o.Name, func(_ Pod, r *adminapi.RedeliveryReport) {
 		if r.UID != string(o.UID) { // The report is about a deleted object with the same name.
 			return

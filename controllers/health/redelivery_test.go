@@ -167,7 +167,7 @@ func TestRedeliveryStart(t *testing.T) {
 func TestRedeliveryNumbers(t *testing.T) {
 	v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Revision: "r"}
 	next := func(o v1alpha1.Redelivery, due bool, r adminapi.RedeliveryReport) v1alpha1.Redelivery {
-		return *Redeliveries.Next(&o, v, "shop", redeliveryPods(&r), redeliveryNow, due).(*v1alpha1.Redelivery)
+		return *paced(Redeliveries, &o, v, "shop", redeliveryPods(&r), redeliveryNow, due)
 	}
 	o := next(redeliveryOf(1), true, adminapi.RedeliveryReport{Begun: true, Matched: 5, Redelivered: 1})
 	progress := adminapi.RedeliveryReport{Begun: true, Matched: 5, Redelivered: 3}

@@ -527,7 +527,7 @@ func (c *Control) update(o *stored, pods []health.Pod, now time.Time) []health.E
 	if !ok {
 		return nil
 	}
-	next := o.of.Health.Next(o.resource, verdict, o.namespace, pods, now, true).(client.Object)
+	_, next := o.of.Health.Next(o.resource, verdict, o.namespace, pods, now)
 	before, conditions := o.of.Health.Status(o.resource)
 	after, conditionsAfter := o.of.Health.Status(next)
 	if equality.Semantic.DeepEqual(before, after) {
