@@ -260,7 +260,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 		probe.failing, probe.silent, probe.answered = false, false, now
 		if report != nil {
 			before := probe.state
-			if before == nil { // What a successor reports like its predecessor is no change.
+			if before == nil { // A report equal to that of the predecessor is no change.
 				before = p.last[pod.Name].report
 			}
 			probe.state, change.namespaces = before.Merge(*report, p.like(probe))

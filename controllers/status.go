@@ -119,12 +119,12 @@ func (m *memo) unchanged(o client.Object, v generationVerdict, reports, pods uin
 		(m.recheck == 0 || remaining(m.recheck, m.checked, now) > 0) && reflect.DeepEqual(m.verdict, v)
 }
 
-// reportChange is a change of what is known about the dispatchers. Its zero value is none.
+// reportChange is a change of the dispatchers or of their reports. Its zero value is none.
 type reportChange struct {
 	// namespaces are those whose reports changed; all means every one.
 	namespaces []string
 	all        bool
-	// pods means that pods came, went, became silent or answer, with or without other reports.
+	// pods means that pods started, ended, became silent or answer, with or without other reports.
 	pods bool
 }
 
