@@ -116,6 +116,8 @@ type Options struct {
 	// identity and forwarder are set by RunSlot if standbys forward calls.
 	identity  *peer.Identity
 	forwarder *peer.Forwarder
+	// hosted is set by RunSlots: the slot of the store.
+	hosted *hosted
 	// Version is the release, for backups.
 	Version string
 	// Extra serves the other paths of the admin listener.
@@ -158,6 +160,7 @@ type Dispatcher struct {
 	configStates configStates
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
+	registerer   prometheus.Registerer // that of metrics
 	// sourcesAtStart are the ledgers of the Sources at the start, for counters that begin at 0.
 	sourcesAtStart map[string]queue.Ledger
 
@@ -183,7 +186,14 @@ func New(o Options) (*Dispatcher, error) {
 	if o.Drain {
 		o.OrphanGrace, windowsSince = keepOrphans, time.Now()
 	}
-	d := &Dispatcher{options: o, log: o.Logger, metrics: newRegistry(), stopping: make(chan struct{})}
+	d := &Dispatcher{options: o, log: o.Logger, stopping: make(chan struct{})}
+	if o.hosted == nil {
+		d.metrics = newRegistry()
+		d.registerer = d.metrics
+	} else {
+		d.metrics = prometheus.NewRegistry()
+		d.registerer = prometheus.WrapRegistererWith(o.hosted.labels(), d.metrics)
+	}
 
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
@@ -197,17 +207,19 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, err
 	}
 	q := o.Queue
-	q.Logger, q.Registerer = o.Logger, d.metrics
+	q.Logger, q.Registerer = o.Logger, d.registerer
 	q.DataDir = o.DataDir
 	if o.term != nil {
 		q.Log = o.term.writer
-		registerLog(d.metrics, o.term, o.forwarder, func() uint64 { return o.term.writer.Status().Sequence })
 	}
-	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
+	if o.term != nil && o.hosted == nil {
+		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() uint64 { return o.term.writer.Status().Sequence }})
+	}
+	plan := planMemory(cmp.Or(o.Memory, DefaultMemory)).share(o.hosted.share())
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)
 	q.CacheBytes = cmp.Or(q.CacheBytes, plan.cache)
 	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.duplicates)
-	if o.Memory != 0 {
+	if o.Memory != 0 && o.hosted == nil {
 		plan.bound()
 		q.Quiet = onQuiet()
 	}
@@ -231,7 +243,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
 		Changes: d.changes,
-		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
+		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
 	})
 	if err := d.gate.RecoverCounters(d.store); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -240,7 +252,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
-		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
+		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(),
 		Changes: d.changes,
@@ -252,12 +264,12 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	d.ingest = ingest.New(ingest.Options{
-		Gate: d.gate, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
+		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
 		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, oldAudiences), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.term.members(),
-		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics, FS: d.memberFiles,
+		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.registerer, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -398,6 +410,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			return serve(d.listeners.peers, func(l net.Listener) error { return peers.ServeTLS(l, d.options.identity.Config()) })
 		})
 	}
+	if d.options.hosted != nil {
+		d.options.hosted.door.open(d, d.mux(), adminServer.Handler)
+	}
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.
 	var writers errgroup.Group
@@ -434,6 +449,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		var drained errgroup.Group
 		drained.Go(func() error { return main.Shutdown(drain) })
 		drained.Go(func() error { return peers.Shutdown(drain) })
+		if d.options.hosted != nil {
+			drained.Go(func() error { return d.options.hosted.door.close(drain) })
+		}
 		if err := drained.Wait(); err != nil {
 			// A call without an answer was not acknowledged; its sender will send it again.
 			d.log.Warn("drain timeout: calls in progress are cancelled", "error", err)
@@ -453,7 +471,11 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	for _, name := range d.store.Destinations() {
 		pending += d.store.DestinationStats(name).Ledger.Pending
 	}
-	if closeErr := d.Close(); err == nil {
+	// A log that does not answer must not delay the end: the calls that wait for it are refused.
+	abandon := time.AfterFunc(closeGrace, d.options.term.abandon)
+	closeErr := d.Close()
+	abandon.Stop()
+	if err == nil {
 		err = closeErr
 	}
 	if err == nil {

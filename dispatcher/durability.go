@@ -7,8 +7,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
@@ -73,15 +71,4 @@ func (w *durability) known() slots.Durability {
 func (w *durability) describe(s *adminapi.LogState) {
 	d := w.known()
 	s.Sync, s.Replicas, s.CurrentReplicas, s.Weak = string(d.Sync), d.Replicas, d.Current, d.Weak
-}
-
-// register registers the metrics of the settings.
-func (w *durability) register(r prometheus.Registerer) {
-	gauge := func(name, help string, value func(slots.Durability) float64) {
-		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 { return value(w.known()) }))
-	}
-	gauge("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", func(d slots.Durability) float64 { return float64(len(d.Weak)) })
-	gauge("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", func(d slots.Durability) float64 { return number(d.Sync == slots.SyncAlways) })
-	gauge("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", func(d slots.Durability) float64 { return float64(d.Replicas) })
-	gauge("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", func(d slots.Durability) float64 { return float64(d.Current) })
 }

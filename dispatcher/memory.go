@@ -40,7 +40,16 @@ func planMemory(total int64) memoryPlan {
 	}
 }
 
+// share returns the plan of one of n stores in a process.
+func (p memoryPlan) share(n int) memoryPlan {
+	p.memTable = max(p.memTable/int64(n), minMemTable)
+	p.cache, p.duplicates, p.requests = p.cache/int64(n), p.duplicates/int64(n), p.requests/int64(n)
+	p.inFlight = max(p.inFlight/n, 1)
+	return p
+}
+
 const (
+	minMemTable = 1 << 20
 	maxInFlight = 1024
 	leasedBytes = 4 * event.MaxCallBytes
 )

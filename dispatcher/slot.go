@@ -61,7 +61,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		o.Logger = slog.Default()
 	}
 	if o.Repair {
-		return errors.New("dispatcher: a store with a replicated log is not repaired; remove --repair: damaged files are restored from the log")
+		return errRepairedLog
 	}
 	if o.Listeners.peers != nil {
 		var err error
@@ -177,7 +177,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, error) {
-	t := &term{stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger}
+	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
@@ -186,7 +186,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true) }, Applied: s.applied.Store}
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.hosted.mayClaimFunc()}
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}
@@ -201,9 +201,25 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 // serve answers requests until ctx is done. When process, the context of the process, is done, too, it
 // stops as an owner does: calls are still forwarded for the shutdown delay.
 func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
-	calls := listen.New(ingest.NewServer(s.handler(s.call())), maxConns, s.log)
-	requests := listen.New(admin.NewStandbyServer(s.admin(o)), maxAdminConns, s.log)
-	peers := listen.New(newPeerServer(o.identity, http.HandlerFunc(peer.Misdirected)), maxConns, s.log)
+	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), http.HandlerFunc(peer.Misdirected)}, func() time.Duration {
+		if process.Err() == nil || s.calls == nil {
+			return drainTakeover
+		}
+		s.stopping.Store(true)
+		time.Sleep(o.ShutdownDelay)
+		return cmp.Or(o.DrainTimeout, defaultDrain)
+	})
+}
+
+// handlers are those of the listeners of a process.
+type handlers struct{ calls, admin, peers http.Handler }
+
+// serveProcess serves the listeners of a process until ctx is done. Calls in progress may then take as
+// long as drain returns.
+func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drain func() time.Duration) error {
+	calls := listen.New(ingest.NewServer(h.calls), maxConns, o.Logger)
+	requests := listen.New(admin.NewStandbyServer(h.admin), maxAdminConns, o.Logger)
+	peers := listen.New(newPeerServer(o.identity, h.peers), maxConns, o.Logger)
 	group, ctx := errgroup.WithContext(ctx)
 	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
 	start(l.calls, calls.Serve)
@@ -223,13 +239,7 @@ func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) e
 	}
 	group.Go(func() error {
 		<-ctx.Done()
-		drain := drainTakeover
-		if process.Err() != nil && s.calls != nil {
-			s.stopping.Store(true)
-			time.Sleep(o.ShutdownDelay)
-			drain = cmp.Or(o.DrainTimeout, defaultDrain)
-		}
-		draining, cancel := context.WithTimeout(context.WithoutCancel(ctx), drain)
+		draining, cancel := context.WithTimeout(context.WithoutCancel(ctx), drain())
 		defer cancel()
 		if err := calls.Shutdown(draining); err != nil {
 			_ = calls.Close()
@@ -284,11 +294,16 @@ func (s *standby) call() http.Handler {
 	if s.calls == nil {
 		return http.HandlerFunc(refuseCall)
 	}
+	return forwardCalls(s.calls)
+}
+
+// forwardCalls is a handler that sends calls to an owner.
+func forwardCalls(f *peer.Forwarder) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc(audience.SyncPath, func(w http.ResponseWriter, r *http.Request) {
-		s.calls.ServeHTTP(w, audience.WithoutDeadline(w, r, audience.DefaultIdleTimeout))
+		f.ServeHTTP(w, audience.WithoutDeadline(w, r, audience.DefaultIdleTimeout))
 	})
-	mux.Handle("/", s.calls)
+	mux.Handle("/", f)
 	return mux
 }
 
@@ -308,7 +323,7 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registerLog(registry, nil, s.calls, s.applied.Load)
+	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, s.applied.Load})
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
@@ -367,6 +382,8 @@ func newPeerServer(identity *peer.Identity, next http.Handler) *http.Server {
 
 // term is the time for which this process owns a slot.
 type term struct {
+	// slot is the number of the slot.
+	slot int
 	// stopping is closed when New need not continue.
 	stopping <-chan struct{}
 	remote   slots.Remote
@@ -404,7 +421,9 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 	}()
 	err := run(running, d)
 	if t.hasEnded() {
-		t.logger.Warn("another process owns the slot now, or the log is damaged; becoming a standby", "error", t.writer.Err())
+		if ctx.Err() == nil {
+			t.logger.Warn("another process owns the slot now, or the log is damaged; becoming a standby", "error", t.writer.Err())
+		}
 		if errors.Is(err, slots.ErrSessionEnded) {
 			err = nil // The writes of a session that has ended fail.
 		}
@@ -433,7 +452,15 @@ func (t *term) report() *adminapi.LogReport {
 	if t == nil {
 		return nil
 	}
-	return &adminapi.LogReport{Epoch: t.writer.Epoch()}
+	return &adminapi.LogReport{Epoch: t.writer.Epoch(), Slot: t.slot}
+}
+
+// abandon ends the term without a record: writes that wait for the log end with an error.
+func (t *term) abandon() {
+	if t != nil {
+		t.logger.Warn("the log does not answer; stopping without it. Calls in progress are refused")
+		t.writer.Close()
+	}
 }
 
 // hasEnded reports whether another session has ended the term.
@@ -509,35 +536,4 @@ func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 	}
 	t.snapshots.Store(s)
 	s.Run(ctx)
-}
-
-// registerLog registers the metrics of the replicated log. t is nil in a standby, and f in a process
-// that does not forward calls. sequence returns the sequence of the last known record.
-func registerLog(r prometheus.Registerer, t *term, f *peer.Forwarder, sequence func() uint64) {
-	for result, count := range map[string]func() int64{"answered": f.Answered, "failed": f.Failed} {
-		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
-			Name: "posthorn_log_forwarded_requests_total", Help: "Requests that this process forwarded to the owner as a standby, by result.", ConstLabels: prometheus.Labels{"result": result},
-		}, func() float64 { return float64(count()) }))
-	}
-	gauge := func(name, help string, value func() float64) {
-		r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, value))
-	}
-	gauge("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", func() float64 { return number(t != nil) })
-	gauge("posthorn_log_sequence", "Number of the last record of the log that this process has.", func() float64 { return float64(sequence()) })
-	if t == nil {
-		return
-	}
-	gauge("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", func() float64 { return float64(t.writer.Epoch()) })
-	gauge("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", func() float64 { return number(t.writer.MaySend()) })
-	gauge("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", func() float64 { return t.writer.Status().Unacknowledged.Seconds() })
-	gauge("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", func() float64 { return float64(t.writer.Status().Bytes) })
-	gauge("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", func() float64 { return float64(t.writer.Status().MaxBytes) })
-	t.durability.register(r)
-	gauge("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", func() float64 {
-		taken := t.snapshotTaken()
-		if taken.IsZero() {
-			return 0
-		}
-		return float64(taken.UnixMilli()) / 1000
-	})
 }

@@ -38,6 +38,12 @@ type LogReport struct {
 	// Epoch is the number of the owner's claim. Of two owners, the one with the lower epoch has lost
 	// the messages to the other one.
 	Epoch uint64 `json:"epoch,omitempty"`
+	// Slot is the slot of the report, for a pod with several slots.
+	Slot int `json:"slot,omitempty"`
+	// Several is true in the report of a pod with several slots. It has no namespaces: those of a
+	// slot are in the report of Client.Slot. Slots are the slots that the pod owns, sorted.
+	Several bool  `json:"several,omitempty"`
+	Slots   []int `json:"slots,omitempty"`
 }
 
 // ConfigFormat is the newest format of live configs that this release reads: the first one with other

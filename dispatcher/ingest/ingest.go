@@ -197,10 +197,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	path := strings.TrimSuffix(r.URL.Path, "/")
-	typ, known := paths[path]
-	if !known {
-		typ, known = short[path]
-	}
+	typ, known := typeOf(path)
 	if !known {
 		if key, ok := settingsKey(path); ok {
 			h.settings(w, r, key)

@@ -61,6 +61,8 @@ type Forwarder struct {
 	// handled it.
 	Refuse func(w http.ResponseWriter, err error)
 	Logger *slog.Logger
+	// Slot is the slot of the requests, for processes with several slots; see TakeSlot.
+	Slot string
 
 	buffers          buffers
 	forwards         atomic.Int64
@@ -166,6 +168,9 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
 			p.Out.Header.Set(clientHeader, p.In.RemoteAddr)
+			if f.Slot != "" {
+				p.Out.Header.Set(slotHeader, f.Slot)
+			}
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {

@@ -12,10 +12,12 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/subtle"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -30,7 +32,9 @@ const (
 	// address of the client. Both are removed before the request is handled.
 	tokenHeader  = "Posthorn-Peer-Token"
 	clientHeader = "Posthorn-Peer-Client"
-	// HeaderBytes bounds the size of both headers.
+	// slotHeader is the slot of the request, for a process with several slots.
+	slotHeader = "Posthorn-Peer-Slot"
+	// HeaderBytes bounds the size of these headers.
 	HeaderBytes = 256
 	// serverName is the name in the certificates.
 	serverName = "owner.posthorn.internal"
@@ -92,6 +96,12 @@ func NewIdentity(pod, address string) (*Identity, error) {
 	}, nil
 }
 
+// ID is another one for each identity. It is public.
+func (i *Identity) ID() string {
+	hash := sha256.Sum256(i.announcement.Certificate)
+	return hex.EncodeToString(hash[:8])
+}
+
 // Announce returns the text for the log.
 func (i *Identity) Announce() []byte {
 	text, _ := json.Marshal(i.announcement) // Strings and bytes always marshal.
@@ -106,6 +116,13 @@ func (i *Identity) Config() *tls.Config {
 // Misdirected answers the requests of other processes while this one does not own the slot.
 func Misdirected(w http.ResponseWriter, _ *http.Request) {
 	http.Error(w, "this process does not own the slot", http.StatusMisdirectedRequest)
+}
+
+// TakeSlot returns the slot of a request that Handler has admitted, and removes it from the request.
+func TakeSlot(r *http.Request) string {
+	slot := r.Header.Get(slotHeader)
+	r.Header.Del(slotHeader)
+	return slot
 }
 
 // Handler admits the requests of other processes to next, as if the client had sent them here.

@@ -6,6 +6,7 @@ package promtext
 
 import (
 	"bufio"
+	"bytes"
 	"compress/gzip"
 	"io"
 	"math"
@@ -32,6 +33,36 @@ type Writer struct {
 	w    *bufio.Writer
 	name string
 	line []byte
+	// constant has the labels of all samples, and families, when set, the output by family.
+	constant Labels
+	families *families
+}
+
+// families are the outputs of several Parts by family, in the order of their first samples.
+type families struct {
+	byName map[string]*bytes.Buffer
+	order  []string
+}
+
+// Part is a stream whose samples get further labels.
+type Part struct {
+	Labels Labels
+	Write  func(*Writer)
+}
+
+// Merged is a stream of all parts, in which each family is written once. It keeps their output in
+// memory. Parts with the same family must have different labels.
+func Merged(parts ...Part) func(*Writer) {
+	return func(to *Writer) {
+		all := &families{byName: map[string]*bytes.Buffer{}}
+		for _, p := range parts {
+			w := &Writer{constant: p.Labels, families: all}
+			p.Write(w)
+		}
+		for _, name := range all.order {
+			_, _ = to.w.Write(all.byName[name].Bytes()) // Flush returns the error.
+		}
+	}
 }
 
 // NewWriter makes a Writer. Flush ends the output.
@@ -44,6 +75,13 @@ func (w *Writer) Flush() error { return w.w.Flush() }
 // backslash.
 func (w *Writer) Family(name string, kind Kind, help string) {
 	w.name = name
+	if w.families != nil {
+		if w.families.byName[name] != nil {
+			return
+		}
+		w.families.byName[name] = &bytes.Buffer{}
+		w.families.order = append(w.families.order, name)
+	}
 	w.line = append(w.line[:0], "# HELP "...)
 	w.line = append(append(append(w.line, name...), ' '), help...)
 	w.line = append(append(append(w.line, "\n# TYPE "...), name...), ' ')
@@ -64,8 +102,12 @@ func (w *Writer) Sample(value float64, labels Labels, more ...string) {
 
 func (w *Writer) sample(suffix string, value float64, labels Labels, more ...string) {
 	w.line = append(append(w.line[:0], w.name...), suffix...)
-	if labels != "" || len(more) > 0 {
-		w.line = append(append(w.line, '{'), labels...)
+	if labels != "" || w.constant != "" || len(more) > 0 {
+		w.line = append(append(w.line, '{'), w.constant...)
+		if w.constant != "" && labels != "" {
+			w.line = append(w.line, ',')
+		}
+		w.line = append(w.line, labels...)
 		w.line = append(appendLabels(w.line, more), '}')
 	}
 	w.line = append(w.line, ' ')
@@ -93,7 +135,13 @@ func (w *Writer) Histogram(bounds []float64, counts []uint64, sum float64, label
 	w.sample("_count", float64(total), labels)
 }
 
-func (w *Writer) flushLine() { _, _ = w.w.Write(w.line) } // Flush returns the error.
+func (w *Writer) flushLine() {
+	if w.families != nil {
+		w.families.byName[w.name].Write(w.line)
+		return
+	}
+	_, _ = w.w.Write(w.line) // Flush returns the error.
+}
 
 var escapeValue = strings.NewReplacer(`\`, `\\`, "\n", `\n`, `"`, `\"`)
 

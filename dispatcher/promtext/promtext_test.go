@@ -95,3 +95,39 @@ func TestHandler(t *testing.T) {
 		})
 	}
 }
+
+// Each family of several parts is written once, with the labels of the parts.
+func TestMerged(t *testing.T) {
+	part := func(slot string) Part {
+		return Part{Labels: NewLabels("slot", slot), Write: func(w *Writer) {
+			w.Family("one_total", Counter, "One.")
+			w.Sample(3, NewLabels("name", "a"))
+			w.Family("two", Gauge, "Two.")
+			w.Sample(1, "")
+		}}
+	}
+	var out strings.Builder
+	w := NewWriter(&out)
+	Merged(Part{Write: func(w *Writer) {
+		w.Family("ready", Gauge, "Ready.")
+		w.Sample(1, "")
+	}}, part("0"), part("1"))(w)
+	if err := w.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	const want = `# HELP ready Ready.
+# TYPE ready gauge
+ready 1
+# HELP one_total One.
+# TYPE one_total counter
+one_total{slot="0",name="a"} 3
+one_total{slot="1",name="a"} 3
+# HELP two Two.
+# TYPE two gauge
+two{slot="0"} 1
+two{slot="1"} 1
+`
+	if diff := cmp.Diff(want, out.String()); diff != "" {
+		t.Errorf("output (-want +got):\n%s", diff)
+	}
+}

@@ -28,6 +28,8 @@ type candidate struct {
 	exited pebblestore.Session
 	// announcement is the payload of the claim.
 	announcement []byte
+	// mayClaim is Options.MayClaim.
+	mayClaim func() bool
 	// end is the last record that the stream had at the start; nothing is proposed before it.
 	end uint64
 	// claimAfter is the time for which a suspect must be the last record before a claim.
@@ -56,6 +58,8 @@ func (c *candidate) next(now time.Time) step {
 		return step{until: c.pauseUntil}
 	case c.follower.next <= c.end:
 		return step{} // The copy is behind.
+	case c.mayClaim != nil && !c.mayClaim():
+		return step{until: now.Add(repeatAfter)}
 	}
 	k, due := c.due()
 	if now.Before(due) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"regexp"
 	"sync"
 	"time"
@@ -176,6 +177,13 @@ func (d *Directory) Slot(namespace string) (slot int, ok bool) {
 	defer d.mu.RUnlock()
 	slot, ok = d.slotOf[namespace]
 	return slot, ok
+}
+
+// All returns the slot of each namespace, those that are deleted included.
+func (d *Directory) All() map[string]int {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return maps.Clone(d.slotOf)
 }
 
 // Slots returns the number of slots that need an owner: the configured ones, and those of a former

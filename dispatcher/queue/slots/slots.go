@@ -5,8 +5,8 @@
 // lease and fence: each record names the sequence that it expects to follow, so that only the
 // session of the newest claim can append.
 //
-// An installation can have several slots: Directory has the slot of each namespace, and Place selects
-// the owners and the standbys. No command uses them yet.
+// An installation can have several slots: Directory has the slot of each namespace, Members the
+// processes, by their heartbeats, and Place selects the owners and the standbys.
 //
 // The package does not know which system keeps the stream; Log is all that it needs. The main
 // types are Slot (takes over or follows a slot), Writer (appends the batches of a session), publisher
@@ -139,6 +139,9 @@ type Options struct {
 	Applied func(sequence uint64)
 	// CaughtUp, when set, is called when the copy has all records that the stream had at the start.
 	CaughtUp func()
+	// MayClaim, when set, is asked before this pod questions the owner or claims the slot. While it
+	// returns false, the pod only follows the slot.
+	MayClaim func() bool
 
 	// claimAfter replaces the constant in the tests of the model.
 	claimAfter time.Duration

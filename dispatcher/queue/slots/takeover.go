@@ -163,7 +163,7 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 	}
 	c := newCandidate(f, s.Last, o.Now())
 	c.force, c.exited, c.claimAfter, c.announcement = force, o.Exited, o.claimAfter, o.Announcement
-	f.announced = o.Announced
+	c.mayClaim, f.announced = o.MayClaim, o.Announced
 	if err := c.run(ctx, log, o); err != nil {
 		return nil, fmt.Errorf("claim the slot: %w", err)
 	}

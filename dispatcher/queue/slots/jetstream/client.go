@@ -155,6 +155,41 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	}, nil
 }
 
+// directoryBytes has room for 50,000 namespaces.
+const directoryBytes = 16 << 20
+
+// OpenDirectory returns the stream with the slot of each namespace, and creates it when it is missing.
+// Its errors are those of OpenSlot.
+func (c *Client) OpenDirectory(ctx context.Context) (slots.Assignments, error) {
+	if err := c.check(ctx); err != nil {
+		return nil, err
+	}
+	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
+		Name: fmt.Sprintf("PH_%s_DIR", c.c.Name), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
+	})
+	if err != nil {
+		return nil, explain(err)
+	}
+	return a, nil
+}
+
+var _ slots.Bus = (*Client)(nil)
+
+// members is the subject of heartbeats.
+func (c *Client) members() string { return fmt.Sprintf("ph.%s.members", c.c.Name) }
+
+// Publish implements slots.Bus. No stream has the heartbeats.
+func (c *Client) Publish(heartbeat []byte) error { return c.nc.Publish(c.members(), heartbeat) }
+
+// Subscribe implements slots.Bus.
+func (c *Client) Subscribe(fn func([]byte)) (stop func(), err error) {
+	s, err := c.nc.Subscribe(c.members(), func(m *nats.Msg) { fn(m.Data) })
+	if err != nil {
+		return nil, fmt.Errorf("subscribe to the heartbeats of the other processes: %w", err)
+	}
+	return func() { _ = s.Unsubscribe() }, nil
+}
+
 // check checks the servers.
 func (c *Client) check(ctx context.Context) error {
 	if !c.nc.IsConnected() {

@@ -1,0 +1,187 @@
+// Package front finds the slot of a request, in a process of an installation with several slots:
+//
+//	request -> write key -> namespace (Index) -> slot (directory) -> the handler of the slot's owner
+//
+// It decides nothing about the request: the owner checks the key, the limits and the body, as without
+// a front. The main types are Front and Index.
+package front
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net/http"
+
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/limits"
+)
+
+// Front routes requests to the owners of their slots. Its fields are set before the first request.
+type Front struct {
+	// Ready returns why the configs or the directory are not read yet, or nil.
+	Ready func() error
+	Index *Index
+	// SlotOf returns the slot of a namespace; ok is false while it has none.
+	SlotOf func(namespace string) (slot int, ok bool)
+	// Doubtful are the slots that have namespaces without a live config: the config is lost, or the
+	// namespace is deleted. Only the owner of such a slot knows the keys of these namespaces.
+	Doubtful func() []int
+	// Slot returns the handler of a slot's owner, in this process or in another one, and Any that of
+	// any slot, for requests without a key.
+	Slot func(slot int) http.Handler
+	Any  func() http.Handler
+	// Memory bounds the bodies that are read to find the key.
+	Memory *limits.Memory
+	// Unreadable answers a request whose body did not arrive.
+	Unreadable func(w http.ResponseWriter, err error)
+
+	account limits.Account
+}
+
+// busyRetryAfter is the Retry-After, in seconds, of a request whose body exceeds the free memory.
+const busyRetryAfter = 2
+
+// ServeHTTP sends a request to the owner of its slot.
+func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if f.Ready() != nil {
+		admission.NotReady().Write(w)
+		return
+	}
+	if r.Method == http.MethodOptions { // A preflight has no key.
+		if namespace, ok := f.Index.Allowing(r.Header.Get("Origin")); ok {
+			f.serve(w, r, namespace)
+			return
+		}
+	}
+	key, inBody := ingest.WriteKey(r)
+	if namespace, ok := f.Index.Namespace(key); ok && key != "" {
+		f.serve(w, r, namespace)
+		return
+	}
+	if key == "" && !inBody {
+		f.Any().ServeHTTP(w, r)
+		return
+	}
+	memory := f.Memory.For(&f.account)
+	defer memory.Release()
+	body, bad := f.read(r, &memory)
+	switch {
+	case bad != nil:
+		bad(w)
+		return
+	case len(body) > event.MaxBodyBytes:
+		f.Any().ServeHTTP(w, r) // It refuses the size.
+		return
+	}
+	if inBody {
+		key = ingest.WriteKeyInBody(r, body)
+		if namespace, ok := f.Index.Namespace(key); ok {
+			f.serve(w, r, namespace)
+			return
+		}
+	}
+	f.ask(w, r, body)
+}
+
+// serve sends a request to the owner of a namespace's slot.
+func (f *Front) serve(w http.ResponseWriter, r *http.Request, namespace string) {
+	slot, ok := f.SlotOf(namespace)
+	if !ok { // A new namespace.
+		admission.NotReady().Write(w)
+		return
+	}
+	f.Slot(slot).ServeHTTP(w, r)
+}
+
+// read reads the body of a request, which can be read again then; at most one byte more than the largest
+// body.
+func (f *Front) read(r *http.Request, memory *limits.Reservation) (body []byte, bad func(http.ResponseWriter)) {
+	size := r.ContentLength
+	if size < 0 || size > event.MaxBodyBytes {
+		size = event.MaxBodyBytes
+	}
+	if !memory.Grow(2 * size) { // The inflated or the parsed body is about as large.
+		return nil, admission.Retry(busyRetryAfter, admission.CodeNotReady, "too many requests are in progress; send the request again").Write
+	}
+	body, err := io.ReadAll(io.LimitReader(r.Body, event.MaxBodyBytes+1))
+	if err != nil {
+		return nil, func(w http.ResponseWriter) { f.Unreadable(w, err) }
+	}
+	replay(r, body)
+	return body, nil
+}
+
+// replay makes a request's body begin with the part that was read.
+func replay(r *http.Request, read []byte) {
+	rest := r.Body
+	if again, ok := rest.(replayed); ok {
+		rest = again.rest
+	}
+	r.Body = replayed{io.MultiReader(bytes.NewReader(read), rest), rest}
+}
+
+type replayed struct {
+	io.Reader
+	rest io.ReadCloser
+}
+
+func (r replayed) Close() error { return r.rest.Close() }
+
+// ask sends a request whose key is in no live config to the owners of the doubtful slots, until one
+// knows the key. The last answer is that of any slot.
+func (f *Front) ask(w http.ResponseWriter, r *http.Request, body []byte) {
+	for _, slot := range f.Doubtful() {
+		var a answer
+		asked := r.Clone(r.Context())
+		asked.Body = io.NopCloser(bytes.NewReader(body))
+		f.Slot(slot).ServeHTTP(&a, asked)
+		if a.status != http.StatusUnauthorized {
+			a.write(w)
+			return
+		}
+	}
+	f.Any().ServeHTTP(w, r)
+}
+
+// answer keeps an answer.
+type answer struct {
+	header http.Header
+	status int
+	body   bytes.Buffer
+}
+
+// maxAnswer bounds an answer; those to calls have less than 1 KB.
+const maxAnswer = 1 << 20
+
+var errAnswer = errors.New("the answer is too large")
+
+func (a *answer) Header() http.Header {
+	if a.header == nil {
+		a.header = http.Header{}
+	}
+	return a.header
+}
+
+func (a *answer) WriteHeader(status int) {
+	if a.status == 0 && status >= http.StatusOK {
+		a.status = status
+	}
+}
+
+func (a *answer) Write(p []byte) (int, error) {
+	a.WriteHeader(http.StatusOK)
+	if a.body.Len()+len(p) > maxAnswer {
+		return 0, errAnswer
+	}
+	return a.body.Write(p)
+}
+
+func (a *answer) write(w http.ResponseWriter) {
+	for name, values := range a.header {
+		w.Header()[name] = values
+	}
+	w.WriteHeader(max(a.status, http.StatusOK))
+	_, _ = w.Write(a.body.Bytes())
+}

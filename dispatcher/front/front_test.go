@@ -1,0 +1,193 @@
+package front
+
+import (
+	"bytes"
+	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/limits"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+func hashOf(key string) string {
+	sum := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(sum[:])
+}
+
+// stored is the live config of a namespace with a Source.
+func stored(t *testing.T, namespace, key, reserved string) liveconfig.Stored {
+	t.Helper()
+	config, revision, err := liveconfig.Encode(liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace, Sources: []liveconfig.Source{
+		{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hashOf(key)}, AllowedOrigins: []string{"https://" + namespace + ".example"}},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	head := liveconfig.Head{Version: liveconfig.HeadVersion, Number: 1, Revision: revision}
+	if reserved != "" {
+		head.Reserved = []liveconfig.ReservedKey{{SHA256: hashOf(reserved)}}
+	}
+	encoded, err := liveconfig.EncodeHead(head)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return liveconfig.Stored{Config: config, Head: encoded}
+}
+
+func TestIndex(t *testing.T) {
+	var x Index
+	if err := x.Set("a", stored(t, "a", "key-a", "old")); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Set("b", stored(t, "b", "old", "")); err != nil {
+		t.Fatal(err)
+	}
+	want := func(key, namespace string) {
+		t.Helper()
+		if got, ok := x.Namespace(key); got != namespace || ok != (namespace != "") {
+			t.Errorf("namespace of %s: got %q and %v, want %q", key, got, ok, namespace)
+		}
+	}
+	want("key-a", "a")
+	want("old", "b") // A key of a Source takes precedence over a reserved one.
+	want("other", "")
+	if err := x.Set("b", liveconfig.Stored{Config: []byte("not a config")}); err == nil {
+		t.Error("an invalid config: got no error")
+	}
+	want("old", "b")
+	x.Delete("b")
+	want("old", "a")
+	if got, ok := x.Allowing("https://A.example"); got != "a" || !ok {
+		t.Errorf("origin: got %q and %v, want a", got, ok)
+	}
+	if got, ok := x.Allowing("https://b.example"); ok {
+		t.Errorf("origin of a deleted namespace: got %q, want none", got)
+	}
+	if !x.Has("a") || x.Has("b") {
+		t.Errorf("namespaces: got a %v and b %v, want true and false", x.Has("a"), x.Has("b"))
+	}
+}
+
+// slot answers with its number and the body that it got, or with a status.
+type slot struct {
+	number, status int
+	asked          *[]int
+}
+
+func (s slot) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	*s.asked = append(*s.asked, s.number)
+	body, _ := io.ReadAll(r.Body)
+	w.Header().Set("Slot", fmt.Sprint(s.number))
+	w.WriteHeader(s.status)
+	_, _ = w.Write(body)
+}
+
+func TestFront(t *testing.T) {
+	var asked []int
+	statuses := map[int]int{0: 401, 1: 200, 2: 200, 3: 503}
+	var x Index
+	for _, namespace := range []string{"a", "b", "new"} {
+		if err := x.Set(namespace, stored(t, namespace, "key-"+namespace, "old-"+namespace)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var doubtful []int
+	ready := error(nil)
+	f := &Front{
+		Ready: func() error { return ready }, Index: &x, Doubtful: func() []int { return doubtful },
+		SlotOf: func(namespace string) (int, bool) {
+			n, ok := map[string]int{"a": 1, "b": 2}[namespace]
+			return n, ok
+		},
+		Slot: func(n int) http.Handler { return slot{n, statuses[n], &asked} },
+		Any:  func() http.Handler { return slot{0, statuses[0], &asked} }, Memory: &limits.Memory{Max: 8 << 20},
+		Unreadable: func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusBadRequest) },
+	}
+	zipped := func(text string) string {
+		var b bytes.Buffer
+		z := gzip.NewWriter(&b)
+		_, _ = io.WriteString(z, text)
+		_ = z.Close()
+		return b.String()
+	}
+	const call = `{"userId":"u","event":"e"}`
+	inBody := func(key string) string { return `{"userId":"u","event":"e","writeKey":"` + key + `"}` }
+	large := strings.Repeat("x", event.MaxBodyBytes+10)
+	for _, c := range []struct {
+		name, path, key, body, origin, encoding string
+		doubtful                                []int
+		ready                                   error
+		status                                  int
+		asked                                   []int
+	}{
+		{name: "key in the header", key: "key-b", body: call, status: 200, asked: []int{2}},
+		{name: "removed key", key: "old-a", body: call, status: 200, asked: []int{1}},
+		{name: "key in the body", body: inBody("key-b"), status: 200, asked: []int{2}},
+		{name: "key in a compressed body", body: zipped(inBody("key-b")), encoding: "gzip", status: 200, asked: []int{2}},
+		{name: "settings", path: "/v1/projects/key-a/settings", status: 200, asked: []int{1}},
+		{name: "namespace without a slot", key: "key-new", body: call, status: 503},
+		{name: "unknown key", key: "x", body: call, status: 401, asked: []int{0}},
+		{name: "unknown key in the body", body: inBody("x"), status: 401, asked: []int{0}},
+		{name: "unknown key, and a slot that knows it", key: "x", body: call, doubtful: []int{0, 1, 3}, status: 200, asked: []int{0, 1}},
+		{name: "unknown key, and a slot without owner", key: "x", body: call, doubtful: []int{0, 3}, status: 503, asked: []int{0, 3}},
+		{name: "no key", path: "/v1/unknown", status: 401, asked: []int{0}},
+		{name: "body that is too large", body: large, status: 401, asked: []int{0}},
+		{name: "preflight", path: "OPTIONS", origin: "https://b.example", status: 200, asked: []int{2}},
+		{name: "before the first config", key: "key-b", body: call, ready: errors.New("starting"), status: 503},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			asked, doubtful, ready = nil, c.doubtful, c.ready
+			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/track", strings.NewReader(c.body))
+			switch {
+			case c.path == "OPTIONS":
+				r.Method = http.MethodOptions
+			case c.path != "":
+				r = httptest.NewRequestWithContext(t.Context(), http.MethodGet, c.path, http.NoBody)
+			}
+			if c.key != "" {
+				r.SetBasicAuth(c.key, "")
+			}
+			for name, value := range map[string]string{"Origin": c.origin, "Content-Encoding": c.encoding} {
+				if value != "" {
+					r.Header.Set(name, value)
+				}
+			}
+			w := httptest.NewRecorder()
+			f.ServeHTTP(w, r)
+			if w.Code != c.status || !slices.Equal(asked, c.asked) {
+				t.Errorf("got status %d of slots %v, want %d of %v", w.Code, asked, c.status, c.asked)
+			}
+			if w.Code == http.StatusOK && w.Body.String() != c.body {
+				t.Errorf("the slot got the body %.50q, want %.50q", w.Body, c.body)
+			}
+			if used := f.Memory.Used(); used != 0 {
+				t.Errorf("%d bytes are reserved after the request, want 0", used)
+			}
+		})
+	}
+}
+
+// Bodies that are read to find their key have bounded memory.
+func TestBodiesHaveBoundedMemory(t *testing.T) {
+	var asked []int
+	f := &Front{
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: 1 << 20},
+		Any: func() http.Handler { return slot{0, 200, &asked} },
+	}
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/batch", strings.NewReader(strings.Repeat("x", event.MaxBodyBytes)))
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
+	if w.Code != http.StatusServiceUnavailable || w.Header().Get("Retry-After") == "" || len(asked) != 0 {
+		t.Errorf("got status %d and Retry-After %q, want 503 with a time", w.Code, w.Header().Get("Retry-After"))
+	}
+}

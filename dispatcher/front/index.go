@@ -1,0 +1,144 @@
+package front
+
+import (
+	"encoding/hex"
+	"strings"
+	"sync"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
+)
+
+// Index finds the namespace of a write key or of a page's origin in the live configs of all namespaces.
+// It keeps only what it searches. The zero value has no namespaces. All methods may be called
+// concurrently.
+type Index struct {
+	mu         sync.RWMutex
+	namespaces map[string]entry
+	// known has the keys of Sources, and reserved those that a namespace had before.
+	known, reserved map[writekey.Hash]string
+	// origins has the namespaces that allow an origin, in lower case.
+	origins map[string]map[string]bool
+}
+
+// entry is what the maps of an Index have of a namespace.
+type entry struct {
+	known, reserved []writekey.Hash
+	origins         []string
+}
+
+// Set replaces the entries of a namespace. A live config that cannot be decoded changes nothing, because
+// the previous one remains in effect.
+func (x *Index) Set(namespace string, stored liveconfig.Stored) error {
+	live, err := stored.Decode()
+	if err != nil {
+		return err
+	}
+	var e entry
+	for _, s := range live.Sources {
+		for _, hash := range s.WriteKeySHA256 {
+			e.known = appendHash(e.known, hash)
+		}
+		for _, origin := range s.AllowedOrigins {
+			e.origins = append(e.origins, strings.ToLower(origin))
+		}
+	}
+	for _, key := range live.Head.Reserved {
+		e.reserved = appendHash(e.reserved, key.SHA256)
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.remove(namespace)
+	x.add(namespace, e)
+	return nil
+}
+
+func appendHash(list []writekey.Hash, text string) []writekey.Hash {
+	var hash writekey.Hash
+	if n, err := hex.Decode(hash[:], []byte(text)); err != nil || n != len(hash) {
+		return list // A decoded config has no such text.
+	}
+	return append(list, hash)
+}
+
+// Delete removes the entries of a namespace.
+func (x *Index) Delete(namespace string) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.remove(namespace)
+}
+
+// add adds the entries of a namespace. The mutex is held.
+func (x *Index) add(namespace string, e entry) {
+	if x.namespaces == nil {
+		x.namespaces = map[string]entry{}
+		x.known, x.reserved, x.origins = map[writekey.Hash]string{}, map[writekey.Hash]string{}, map[string]map[string]bool{}
+	}
+	x.namespaces[namespace] = e
+	for _, hash := range e.known {
+		if _, taken := x.known[hash]; !taken {
+			x.known[hash] = namespace
+		}
+	}
+	for _, hash := range e.reserved {
+		x.reserved[hash] = namespace
+	}
+	for _, origin := range e.origins {
+		if x.origins[origin] == nil {
+			x.origins[origin] = map[string]bool{}
+		}
+		x.origins[origin][namespace] = true
+	}
+}
+
+// remove removes the entries of a namespace. The mutex is held.
+func (x *Index) remove(namespace string) {
+	e := x.namespaces[namespace]
+	delete(x.namespaces, namespace)
+	for _, hash := range e.known {
+		if x.known[hash] == namespace {
+			delete(x.known, hash)
+		}
+	}
+	for _, hash := range e.reserved {
+		if x.reserved[hash] == namespace {
+			delete(x.reserved, hash)
+		}
+	}
+	for _, origin := range e.origins {
+		if delete(x.origins[origin], namespace); len(x.origins[origin]) == 0 {
+			delete(x.origins, origin)
+		}
+	}
+}
+
+// Namespace returns the namespace whose Source has or had a write key.
+func (x *Index) Namespace(key string) (namespace string, ok bool) {
+	hash := writekey.HashOf(key)
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	if namespace, ok = x.known[hash]; !ok {
+		namespace, ok = x.reserved[hash]
+	}
+	return namespace, ok
+}
+
+// Allowing returns a namespace with a Source that allows pages of an origin.
+func (x *Index) Allowing(origin string) (namespace string, ok bool) {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	for _, o := range []string{strings.ToLower(origin), "*"} {
+		for namespace := range x.origins[o] {
+			return namespace, true
+		}
+	}
+	return "", false
+}
+
+// Has reports whether a live config of the namespace was decoded.
+func (x *Index) Has(namespace string) bool {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	_, ok := x.namespaces[namespace]
+	return ok
+}

@@ -1,0 +1,622 @@
+package dispatcher
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/posthorn/posthorn/dispatcher/front"
+	"github.com/posthorn/posthorn/dispatcher/limits"
+	"github.com/posthorn/posthorn/dispatcher/peer"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// Slots describe an installation with several slots, for RunSlots.
+type Slots struct {
+	// Number is the number of slots. It can be raised later.
+	Number int
+	// Standbys is the number of processes that keep a copy of each slot in addition to its owner.
+	Standbys int
+	// Pins are the slots of namespaces that have none yet.
+	Pins map[string]int
+	// Open opens a slot, and OpenDirectory the directory.
+	Open          func(ctx context.Context, slot int) (slots.Remote, error)
+	OpenDirectory func(ctx context.Context) (slots.Assignments, error)
+	// Bus carries the heartbeats of the processes.
+	Bus slots.Bus
+	// Watch sends the live configs of all namespaces to a sink until ctx is done.
+	Watch func(ctx context.Context, to ConfigSink) error
+}
+
+// slotsFolder is the folder, in the data directory, of the stores of several slots.
+const slotsFolder = "slots"
+
+const (
+	// handOverTimeout bounds the wait for deliveries in flight at the end of a term. Receivers that
+	// answer later may get a message twice.
+	handOverTimeout = 2 * time.Second
+	// settleTime is the age of a process at which it knows the other processes.
+	settleTime = 2 * slots.HeartbeatInterval
+	// leaveTimeout bounds the hand-over of all slots at the end of the process. The rest is released.
+	leaveTimeout = 10 * time.Second
+	// directoryRetry is the wait after the directory could not be opened.
+	directoryRetry = 2 * time.Second
+)
+
+// RunSlots runs one dispatcher for each slot of a replicated log that this process owns, and keeps
+// copies of slots of other processes, until ctx is done. slots.Place selects the slots. Requests for
+// the namespaces of other slots are forwarded to the owners.
+//
+// RunSlots requires o.Listeners with a listener for other processes, and closes them at its end. Errors
+// of the log are those of RunSlot. An error is returned when a listener fails, or when the directory of
+// the namespaces was replaced.
+func RunSlots(ctx context.Context, o Options, s Slots) error {
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	switch {
+	case o.Repair:
+		return errRepairedLog
+	case o.Listeners.peers == nil:
+		return errors.New("dispatcher: several slots need an address for the other processes; set --peer-listen")
+	}
+	identity, err := peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String())
+	if err != nil {
+		return err
+	}
+	o.identity = identity
+	h := newHost(o, s)
+	defer o.Listeners.Close()
+	return h.run(ctx)
+}
+
+var errRepairedLog = errors.New("dispatcher: a store with a replicated log is not repaired; remove --repair: damaged files are restored from the log")
+
+// host is a process with several slots.
+type host struct {
+	o          Options
+	s          Slots
+	log        *slog.Logger
+	name       string
+	started    time.Time
+	namespaces *namespaces
+	members    *slots.Members
+	slots      []*hosted
+	// wake has a value when a heartbeat is due before its time.
+	wake chan struct{}
+	// fault is why the directory is not read.
+	fault    atomic.Pointer[string]
+	stopping atomic.Bool
+	running  sync.WaitGroup
+	quiet    quietness
+}
+
+func newHost(o Options, s Slots) *host {
+	h := &host{
+		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
+		namespaces: newNamespaces(o.Logger), members: slots.NewMembers(nil), wake: make(chan struct{}, 1),
+	}
+	if o.Memory != 0 {
+		planMemory(o.Memory).bound()
+		h.quiet.report = onQuiet()
+	}
+	connecting := connecting
+	h.fault.Store(&connecting)
+	for slot := range s.Number {
+		h.slots = append(h.slots, newHosted(h, slot))
+	}
+	return h
+}
+
+func (h *host) run(ctx context.Context) error {
+	h.log.Info("listening", "listen", h.o.Listeners.calls.Addr().String(), "admin", h.o.Listeners.admin.Addr().String(), "slots", h.s.Number)
+	// The process serves, and reports itself as leaving, while it hands over its slots.
+	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	group, serving := errgroup.WithContext(serving)
+	group.Go(func() error { return h.serve(serving) })
+	group.Go(func() error { return h.s.Watch(serving, h.namespaces) })
+	group.Go(func() error { return h.followDirectory(serving) })
+	group.Go(func() error { return h.place(serving) })
+	group.Go(func() error {
+		select {
+		case <-ctx.Done():
+			h.leave(serving)
+		case <-serving.Done():
+		}
+		stop()
+		return nil
+	})
+	err := group.Wait()
+	h.running.Wait()
+	if err == nil || errors.Is(err, context.Canceled) {
+		h.log.Info("stopped; pending messages are stored in the log")
+		return nil
+	}
+	return err
+}
+
+// leave hands over the slots until there are none, or no other process takes them.
+func (h *host) leave(ctx context.Context) {
+	begin := time.Now()
+	h.stopping.Store(true)
+	h.signal()
+	h.log.Info("stopping: handing over the slots")
+	pause := func(d time.Duration) bool {
+		select {
+		case <-time.After(d):
+			return true
+		case <-ctx.Done():
+			return false
+		}
+	}
+	// New calls are forwarded until the Service has removed the process.
+	for time.Since(begin) < leaveTimeout && len(h.owned()) > 0 && h.hasSuccessor() {
+		if !pause(50 * time.Millisecond) {
+			return
+		}
+	}
+	pause(h.o.ShutdownDelay - time.Since(begin))
+	for _, s := range h.slots {
+		s.stop()
+	}
+	h.running.Wait()
+}
+
+// hasSuccessor reports whether another process can take slots.
+func (h *host) hasSuccessor() bool {
+	members, _ := h.members.View(len(h.slots))
+	return slices.ContainsFunc(members, func(m slots.Member) bool { return m.Name != h.name && !m.Leaving })
+}
+
+// followDirectory reads the slots of the namespaces.
+func (h *host) followDirectory(ctx context.Context) error {
+	for ctx.Err() == nil {
+		directory, err := h.openDirectory(ctx)
+		if err != nil {
+			text := err.Error()
+			h.fault.Store(&text)
+			h.log.Warn("the directory of the slots cannot be read; trying again", "error", err, "after", directoryRetry.String())
+			select {
+			case <-time.After(directoryRetry):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		if n := directory.Slots(); n > len(h.slots) {
+			return fmt.Errorf("dispatcher: namespaces have slots up to %d, and --log-slots is %d: set it to %d or more", n-1, len(h.slots), n)
+		}
+		h.fault.Store(nil)
+		group, following := errgroup.WithContext(ctx)
+		group.Go(func() error {
+			h.namespaces.assign(following, directory, h.s.Pins)
+			return nil
+		})
+		group.Go(func() error { return directory.Run(following) })
+		return group.Wait()
+	}
+	return nil
+}
+
+func (h *host) openDirectory(ctx context.Context) (*slots.Directory, error) {
+	stream, err := h.s.OpenDirectory(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return slots.OpenDirectory(ctx, stream, h.s.Number, h.log)
+}
+
+// ready returns why the process must not get calls.
+func (h *host) ready() error {
+	if h.stopping.Load() {
+		return errors.New("stopping")
+	}
+	return h.canRoute()
+}
+
+// canRoute returns why requests cannot be routed.
+func (h *host) canRoute() error {
+	if fault := h.fault.Load(); fault != nil {
+		return errors.New(*fault)
+	}
+	if !h.namespaces.isSynced() {
+		return errors.New("waiting for the first full config")
+	}
+	return nil
+}
+
+// signal makes the next heartbeat due.
+func (h *host) signal() {
+	select {
+	case h.wake <- struct{}{}:
+	default:
+	}
+}
+
+// place exchanges heartbeats, and makes the moves of this process, until ctx is done.
+func (h *host) place(ctx context.Context) error {
+	stop, err := h.s.Bus.Subscribe(func(text []byte) {
+		var heartbeat slots.Heartbeat
+		if err := json.Unmarshal(text, &heartbeat); err != nil {
+			h.log.Warn("the heartbeat of a process cannot be read", "error", err)
+			return
+		}
+		if h.members.Hear(heartbeat) {
+			h.announceOwners()
+			h.signal()
+		}
+	})
+	if err != nil {
+		return err
+	}
+	defer stop()
+	h.followLocalCopies(ctx)
+	tick := time.NewTicker(slots.HeartbeatInterval)
+	defer tick.Stop()
+	for {
+		own := h.heartbeat()
+		h.members.Hear(own)
+		text, _ := json.Marshal(own) // Its fields always marshal.
+		if err := h.s.Bus.Publish(text); err != nil {
+			h.log.Debug("sending a heartbeat failed", "error", err)
+		}
+		h.announceOwners()
+		if time.Since(h.started) >= settleTime {
+			h.move(ctx)
+		}
+		select {
+		case <-tick.C:
+		case <-h.wake:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// heartbeat describes this process.
+func (h *host) heartbeat() slots.Heartbeat {
+	own := slots.Heartbeat{
+		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load(), Announcement: h.o.identity.Announce(),
+		Owned: h.owned(),
+	}
+	for _, s := range h.slots {
+		if following, ready := s.copied(); following {
+			own.Copies = append(own.Copies, slots.SlotCopied{Slot: s.slot, Ready: ready})
+		}
+	}
+	return own
+}
+
+// owned returns the slots that this process owns.
+func (h *host) owned() (list []slots.OwnedSlot) {
+	for _, s := range h.slots {
+		if t := s.term.Load(); t != nil && !t.hasEnded() && t.writer.MaySend() {
+			list = append(list, slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch()})
+		}
+	}
+	return list
+}
+
+// announceOwners makes the forwarders use the present owners.
+func (h *host) announceOwners() {
+	for _, s := range h.slots {
+		owner, ok := h.members.Owner(s.slot)
+		if !ok || owner.Member == h.name {
+			s.forwarder.SetOwner(nil)
+		} else {
+			s.forwarder.SetOwner(owner.Announcement)
+		}
+	}
+}
+
+// followLocalCopies starts to follow the slots with a copy in the data directory.
+func (h *host) followLocalCopies(ctx context.Context) {
+	for _, s := range h.slots {
+		if _, err := os.Stat(s.o.DataDir); err == nil {
+			s.start(ctx)
+		}
+	}
+}
+
+// move makes the moves of this process.
+func (h *host) move(ctx context.Context) {
+	members, placed := h.members.View(len(h.slots))
+	take := map[int]bool{}
+	for _, m := range slots.Place(members, placed, h.s.Standbys) {
+		if m.Member != h.name {
+			continue
+		}
+		s := h.slots[m.Slot]
+		switch m.Action {
+		case slots.Take:
+			take[m.Slot] = true
+			s.start(ctx)
+		case slots.StartFollowing:
+			s.start(ctx)
+		case slots.StopFollowing:
+			s.remove()
+		case slots.HandOver:
+			s.handOver()
+		}
+	}
+	for _, s := range h.slots {
+		s.mayClaim.Store(take[s.slot])
+	}
+}
+
+// quietness reports whether all stores of a process are idle.
+type quietness struct {
+	report func(quiet bool) // may be nil
+
+	mu   sync.Mutex
+	busy map[int]bool
+}
+
+// set takes the state of a slot's store.
+func (q *quietness) set(slot int, quiet bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.busy == nil {
+		q.busy = map[int]bool{}
+	}
+	before := len(q.busy)
+	if quiet {
+		delete(q.busy, slot)
+	} else {
+		q.busy[slot] = true
+	}
+	if before > 0 != (len(q.busy) > 0) {
+		q.report(len(q.busy) == 0)
+	}
+}
+
+// hosted is a slot, as a process with several slots has it.
+type hosted struct {
+	host *host
+	slot int
+	o    Options
+	log  *slog.Logger
+	door door
+	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
+	forwarder *peer.Forwarder
+	forward   http.Handler
+	// mayClaim is true while this process should take the slot.
+	mayClaim atomic.Bool
+	// standby is the copy while the process follows the slot, and term that while it owns it.
+	standby atomic.Pointer[standby]
+	term    atomic.Pointer[term]
+
+	mu sync.Mutex
+	// end ends the following of the slot; nil while the process does not follow it. ended is closed
+	// after that. endTerm ends the term in order; nil while there is none.
+	end     context.CancelFunc
+	ended   chan struct{}
+	endTerm context.CancelFunc
+}
+
+func newHosted(h *host, slot int) *hosted {
+	s := &hosted{host: h, slot: slot, log: h.log.With("slot", slot)}
+	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Slot: strconv.Itoa(slot)}
+	s.forward = forwardCalls(s.forwarder)
+	o := h.o
+	o.Logger, o.DataDir, o.Listeners = s.log, filepath.Join(h.o.DataDir, slotsFolder, strconv.Itoa(slot)), &Listeners{}
+	o.DrainTimeout, o.ShutdownDelay = min(cmp.Or(h.o.DrainTimeout, defaultDrain), handOverTimeout), 0
+	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
+	if h.quiet.report != nil {
+		o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
+	}
+	s.o = o
+	return s
+}
+
+// number is that of the slot; 0 in a process with one slot.
+func (s *hosted) number() int {
+	if s == nil {
+		return 0
+	}
+	return s.slot
+}
+
+// labels are those of the metrics of the slot.
+func (s *hosted) labels() prometheus.Labels { return prometheus.Labels{"slot": strconv.Itoa(s.slot)} }
+
+// share is the number of stores for which the memory of the process is planned: half of the slots,
+// because an installation with several slots has two processes or more. It is 1 for a process with one
+// store.
+func (s *hosted) share() int {
+	if s == nil {
+		return 1
+	}
+	return (len(s.host.slots) + 1) / 2
+}
+
+// changed makes the next heartbeat due. It does nothing in a process with one slot.
+func (s *hosted) changed() {
+	if s != nil {
+		s.host.signal()
+	}
+}
+
+// mayClaimFunc is Options.MayClaim of package slots; nil for a process with one slot.
+func (s *hosted) mayClaimFunc() func() bool {
+	if s == nil {
+		return nil
+	}
+	return s.mayClaim.Load
+}
+
+// copied reports whether the process follows the slot, and whether it could take it.
+func (s *hosted) copied() (following, ready bool) {
+	if s.term.Load() != nil {
+		return false, false
+	}
+	b := s.standby.Load()
+	return b != nil, b != nil && b.caughtUp.Load()
+}
+
+// start starts to follow the slot, unless the process does already.
+func (s *hosted) start(ctx context.Context) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.end != nil || ctx.Err() != nil {
+		return
+	}
+	following, end := context.WithCancel(ctx)
+	s.end, s.ended = end, make(chan struct{})
+	s.host.running.Add(1)
+	go func() {
+		defer s.host.running.Done()
+		defer close(s.ended)
+		s.follow(following)
+	}()
+}
+
+// stop ends the following and the ownership of the slot, without waiting.
+func (s *hosted) stop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.end != nil {
+		s.end()
+	}
+}
+
+// remove ends the following of the slot, and removes the copy.
+func (s *hosted) remove() {
+	s.mu.Lock()
+	end, ended := s.end, s.ended
+	s.mu.Unlock()
+	if end == nil || s.term.Load() != nil {
+		return
+	}
+	s.log.Info("another process keeps the copy of this slot; removing this one")
+	end()
+	<-ended
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.end = nil
+	if err := os.RemoveAll(s.o.DataDir); err != nil {
+		s.log.Warn("removing the copy of a slot failed", "error", err)
+	}
+}
+
+// handOver ends the ownership of the slot in order.
+func (s *hosted) handOver() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.endTerm != nil {
+		s.log.Info("handing over the slot to another process")
+		s.endTerm()
+		s.endTerm = nil
+	}
+}
+
+// follow follows the slot, and owns it when the process may, until ctx is done.
+func (s *hosted) follow(ctx context.Context) {
+	defer s.standby.Store(nil)
+	open := func(ctx context.Context) (slots.Remote, error) { return s.host.s.Open(ctx, s.slot) }
+	for ctx.Err() == nil {
+		b := newStandby(s.o)
+		s.standby.Store(b)
+		t, d := b.own(ctx, s.o, open)
+		if t == nil {
+			return
+		}
+		s.term.Store(t)
+		s.host.signal()
+		err := t.run(ctx, d, s.runTerm)
+		s.term.Store(nil)
+		s.host.signal()
+		if err != nil {
+			s.log.Error("the store of the slot failed; following the slot again", "error", err)
+			select {
+			case <-time.After(slotRetry):
+			case <-ctx.Done():
+			}
+		}
+	}
+}
+
+// runTerm runs a Dispatcher until ctx is done, or the slot is handed over.
+func (s *hosted) runTerm(ctx context.Context, d *Dispatcher) error {
+	running, end := context.WithCancel(ctx)
+	defer end()
+	s.mu.Lock()
+	s.endTerm = end
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.endTerm = nil
+	}()
+	var fed sync.WaitGroup
+	fed.Go(func() { s.host.namespaces.feed(running, s.slot, d) })
+	defer fed.Wait()
+	defer end()
+	return d.Run(running)
+}
+
+// ServeHTTP sends a call to the owner of the slot.
+func (s *hosted) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if inside := s.door.enter(); inside != nil {
+		defer inside.requests.Done()
+		inside.calls.ServeHTTP(w, r)
+		return
+	}
+	s.forward.ServeHTTP(w, r)
+}
+
+// any returns the handler of a slot that this process owns; otherwise that of a slot with an owner.
+func (h *host) any() http.Handler {
+	for _, s := range h.slots {
+		if s.term.Load() != nil {
+			return s
+		}
+	}
+	for _, s := range h.slots {
+		if s.forwarder.Owner() != "" {
+			return s
+		}
+	}
+	return h.slots[0]
+}
+
+// front routes the calls of clients.
+func (h *host) front() *front.Front {
+	return &front.Front{
+		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.namespaces.listDoubtful,
+		Slot: func(slot int) http.Handler { return h.slots[slot] }, Any: h.any,
+		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Unreadable: func(w http.ResponseWriter, err error) {
+			refuseForwarded(w, &peer.BodyError{Err: err})
+		},
+	}
+}
+
+// fromPeer handles a request that another process has forwarded.
+func (h *host) fromPeer(w http.ResponseWriter, r *http.Request) {
+	slot, err := strconv.Atoi(peer.TakeSlot(r))
+	if err != nil || slot < 0 || slot >= len(h.slots) {
+		peer.Misdirected(w, r)
+		return
+	}
+	inside := h.slots[slot].door.enter()
+	if inside == nil {
+		peer.Misdirected(w, r)
+		return
+	}
+	defer inside.requests.Done()
+	inside.calls.ServeHTTP(w, r)
+}

@@ -1,0 +1,310 @@
+package dispatcher
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// bus is a Bus in memory.
+type bus struct {
+	mu  sync.Mutex
+	fns map[int]func([]byte)
+	n   int
+}
+
+func (b *bus) Publish(text []byte) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, fn := range b.fns {
+		fn(text)
+	}
+	return nil
+}
+
+func (b *bus) Subscribe(fn func([]byte)) (func(), error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.n++
+	n := b.n
+	if b.fns == nil {
+		b.fns = map[int]func([]byte){}
+	}
+	b.fns[n] = fn
+	return func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		delete(b.fns, n)
+	}, nil
+}
+
+// installation has several slots in memory.
+type installation struct {
+	bus       bus
+	directory *slotstest.Assignments
+	remotes   []slots.Remote
+	configs   map[string]liveconfig.Stored
+	number    int
+	calls     *receivedCalls
+}
+
+// receivedCalls counts the messageIds that a receiver got.
+type receivedCalls struct {
+	mu  sync.Mutex
+	ids map[string]int
+}
+
+func newInstallation(t *testing.T, number int, namespaces ...string) *installation {
+	t.Helper()
+	in := &installation{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), configs: map[string]liveconfig.Stored{}, number: number, calls: &receivedCalls{ids: map[string]int{}}}
+	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		var call struct{ MessageID string }
+		if err := json.NewDecoder(r.Body).Decode(&call); err != nil {
+			t.Errorf("a message cannot be decoded: %v", err)
+		}
+		in.calls.mu.Lock()
+		defer in.calls.mu.Unlock()
+		in.calls.ids[call.MessageID]++
+	}))
+	t.Cleanup(receiver.Close)
+	for range number {
+		stream := slotstest.NewStream(1 << 30)
+		in.remotes = append(in.remotes, slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)})
+	}
+	for _, namespace := range namespaces {
+		c := testConfig(receiver.URL)
+		sum := sha256.Sum256([]byte("key-" + namespace))
+		c.Namespace, c.Sources[0].WriteKeySHA256 = namespace, liveconfig.KeyHashes{hex.EncodeToString(sum[:])}
+		c.Sources[0].AllowedOrigins = []string{"https://" + namespace + ".example"}
+		in.configs[namespace] = numbered(t, 1, c)
+	}
+	return in
+}
+
+// start runs a process of the installation until stop.
+func (in *installation) start(t *testing.T, name string) (l *Listeners, stop func()) {
+	t.Helper()
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name,
+		Egress: policy, Logger: slog.New(slog.DiscardHandler),
+	}
+	l, err = Listen(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = l
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- RunSlots(ctx, o, Slots{
+			Number: in.number, Standbys: 1, Bus: &in.bus,
+			Open:          func(_ context.Context, slot int) (slots.Remote, error) { return in.remotes[slot], nil },
+			OpenDirectory: func(context.Context) (slots.Assignments, error) { return in.directory, nil },
+			Watch: func(ctx context.Context, to ConfigSink) error {
+				for namespace, stored := range in.configs {
+					to.Set(namespace, stored)
+				}
+				to.Synced()
+				<-ctx.Done()
+				return nil
+			},
+		})
+	}()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("process %s ended with %v", name, err)
+		}
+	})
+	t.Cleanup(stop)
+	return l, stop
+}
+
+// slotsOf returns the number of slots that a process owns.
+func slotsOf(t *testing.T, l *Listeners) (owned, followed int) {
+	t.Helper()
+	_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots")
+	var states []adminapi.LogState
+	if err := json.Unmarshal([]byte(text), &states); err != nil {
+		t.Fatalf("%v: %s", err, text)
+	}
+	for _, s := range states {
+		if s.Owner {
+			owned++
+		} else {
+			followed++
+		}
+	}
+	return owned, followed
+}
+
+// waitSlots waits until a process owns a number of slots.
+func waitSlots(t *testing.T, l *Listeners, want int) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if owned, _ := slotsOf(t, l); owned != want {
+			return fmt.Errorf("the process owns %d slots", owned)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("want %d: %v", want, err)
+	}
+}
+
+// call sends a call until it is acknowledged.
+func (in *installation) call(t *testing.T, l *Listeners, namespace, id string, keyInBody bool) {
+	t.Helper()
+	body := map[string]string{"type": "track", "event": "e", "userId": "u", "messageId": id}
+	if keyInBody {
+		body["writeKey"] = "key-" + namespace
+	}
+	text, _ := json.Marshal(body)
+	if err := wait.Until(func() error {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", bytes.NewReader(text))
+		if err != nil {
+			return err
+		}
+		if !keyInBody {
+			r.SetBasicAuth("key-"+namespace, "")
+		}
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		answer, _ := io.ReadAll(resp.Body)
+		if resp.StatusCode == http.StatusUnauthorized {
+			t.Fatalf("call %s: status 401: %s", id, answer)
+		}
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("status %d: %s", resp.StatusCode, answer)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("call %s of namespace %s: %v", id, namespace, err)
+	}
+}
+
+// Two processes share the slots, forward the calls of the other's namespaces, and hand over their slots
+// when they end; nothing that was acknowledged is lost.
+func TestSeveralSlots(t *testing.T) {
+	namespaces := []string{"a", "b", "c", "d"}
+	in := newInstallation(t, 4, namespaces...)
+	first, stopFirst := in.start(t, "first")
+	waitSlots(t, first, 4)
+	sent := 0
+	send := func(l *Listeners) {
+		for _, namespace := range namespaces {
+			for _, keyInBody := range []bool{false, true} {
+				sent++
+				in.call(t, l, namespace, fmt.Sprintf("%s-%d", namespace, sent), keyInBody)
+			}
+		}
+	}
+	send(first)
+	second, _ := in.start(t, "second")
+	waitSlots(t, second, 2)
+	waitSlots(t, first, 2)
+	send(first)
+	send(second)
+	for _, l := range []*Listeners{first, second} {
+		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusOK {
+			t.Errorf("readyz: status %d: %s", status, text)
+		}
+		_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics")
+		for _, want := range []string{"posthorn_ready 1", `posthorn_log_owner{slot="0"}`, `posthorn_log_epoch{slot="`} {
+			if !strings.Contains(text, want) {
+				t.Errorf("the metrics lack %q", want)
+			}
+		}
+		if n := strings.Count(text, "# TYPE posthorn_storage_free_bytes "); n != 1 {
+			t.Errorf("the metrics have the family posthorn_storage_free_bytes %d times, want once", n)
+		}
+	}
+	stopFirst()
+	waitSlots(t, second, 4)
+	send(second)
+	if err := wait.Until(func() error {
+		in.calls.mu.Lock()
+		defer in.calls.mu.Unlock()
+		if len(in.calls.ids) != sent {
+			return fmt.Errorf("%d of %d calls were delivered", len(in.calls.ids), sent)
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+// Without the owner of its slot a call is refused with 503, and an unknown key with 401.
+func TestKeysOfSeveralSlots(t *testing.T) {
+	in := newInstallation(t, 2, "a", "b")
+	l, _ := in.start(t, "only")
+	waitSlots(t, l, 2)
+	in.call(t, l, "a", "1", false)
+	for _, keyInBody := range []bool{false, true} {
+		body := `{"userId":"u","event":"e"}`
+		if keyInBody {
+			body = `{"userId":"u","event":"e","writeKey":"nobody"}`
+		}
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !keyInBody {
+			r.SetBasicAuth("nobody", "")
+		}
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusUnauthorized {
+			t.Errorf("unknown key, in the body %v: got status %d, want 401", keyInBody, resp.StatusCode)
+		}
+	}
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodOptions, "http://"+l.Addr().String()+"/v1/track", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Origin", "https://b.example")
+	r.Header.Set("Access-Control-Request-Method", http.MethodPost)
+	resp, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if got := resp.Header.Get("Access-Control-Allow-Origin"); got != "https://b.example" {
+		t.Errorf("preflight of a page that namespace b allows: got origin %q", got)
+	}
+	if err := wait.Until(func() error {
+		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/0/report?since="); !strings.Contains(text, `"namespace"`) {
+			return errors.New(text)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("report of slot 0: %v", err)
+	}
+}

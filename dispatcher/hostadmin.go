@@ -1,0 +1,147 @@
+package dispatcher
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/admin"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/promtext"
+)
+
+// serve serves the listeners of the process until ctx is done.
+func (h *host) serve(ctx context.Context) error {
+	calls := http.NewServeMux()
+	admin.MountHealth(calls, h.ready)
+	calls.Handle("/", h.front())
+	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), http.HandlerFunc(h.fromPeer)}, func() time.Duration { return handOverTimeout })
+}
+
+// admin is the handler of the admin listener. The admin API of a slot that the process owns is below
+// /slots/N/.
+func (h *host) admin() http.Handler {
+	registry := newRegistry()
+	for _, s := range h.slots {
+		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.term.Load, s.forwarder, s.sequence})
+	}
+	guarded := http.NewServeMux()
+	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(registry).ServeHTTP(w, r) })
+	guarded.HandleFunc("GET /report", h.report)
+	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) {
+		states := []*adminapi.LogState{}
+		for _, s := range h.slots {
+			if state := s.state(); state != nil {
+				states = append(states, state)
+			}
+		}
+		writeJSON(w, http.StatusOK, states)
+	})
+	guarded.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, "this process has several slots; send the request to /slots/N/ for a slot of GET /slots", http.StatusNotFound)
+	})
+	root := http.NewServeMux()
+	admin.MountHealth(root, h.ready)
+	root.HandleFunc("/slots/{slot}/", h.adminOfSlot)
+	if h.o.AdminGuard != nil {
+		root.Handle("/", h.o.AdminGuard(guarded))
+	} else {
+		root.Handle("/", guarded)
+	}
+	return root
+}
+
+// adminOfSlot serves the admin API of a slot, which has the guard.
+func (h *host) adminOfSlot(w http.ResponseWriter, r *http.Request) {
+	slot, err := strconv.Atoi(r.PathValue("slot"))
+	if err == nil && slot >= 0 && slot < len(h.slots) {
+		if inside := h.slots[slot].door.enter(); inside != nil {
+			defer inside.requests.Done()
+			http.StripPrefix("/slots/"+r.PathValue("slot"), inside.admin).ServeHTTP(w, r)
+			return
+		}
+	}
+	message := fmt.Sprintf("this process does not own slot %s", r.PathValue("slot"))
+	if err == nil && slot >= 0 && slot < len(h.slots) {
+		if owner := h.slots[slot].forwarder.Owner(); owner != "" {
+			message += "; send the request to the owner, " + owner
+		}
+	}
+	http.Error(w, message, http.StatusNotFound)
+}
+
+// report is the report of the process. The namespaces are in the reports of the slots.
+func (h *host) report(w http.ResponseWriter, r *http.Request) {
+	report := adminapi.Report{Pod: h.o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: h.ready() == nil, Log: &adminapi.LogReport{Several: true}}
+	var cursor strings.Builder
+	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
+	for _, owned := range h.owned() {
+		report.Log.Slots = append(report.Log.Slots, owned.Slot)
+		fmt.Fprintf(&cursor, ".%d", owned.Slot)
+	}
+	if report.Cursor = cursor.String(); r.URL.Query().Get(adminapi.ReportCursor) == report.Cursor {
+		w.WriteHeader(http.StatusNotModified)
+		return
+	}
+	writeJSON(w, http.StatusOK, report)
+}
+
+func writeJSON(w http.ResponseWriter, status int, value any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_ = json.NewEncoder(w).Encode(value) // The client has closed the connection.
+}
+
+// state returns the part of the process in the log of the slot; nil for none.
+func (s *hosted) state() *adminapi.LogState {
+	var state *adminapi.LogState
+	if inside := s.door.enter(); inside != nil {
+		defer inside.requests.Done()
+		state = inside.dispatcher.logState()
+	} else if b := s.standby.Load(); b != nil {
+		state = b.state(s.o.Pod)
+	}
+	if state != nil {
+		state.Slot = s.slot
+	}
+	return state
+}
+
+// sequence returns the sequence of the last record that the process has; 0 for none.
+func (s *hosted) sequence() uint64 {
+	if t := s.term.Load(); t != nil {
+		return t.writer.Status().Sequence
+	}
+	if b := s.standby.Load(); b != nil {
+		return b.applied.Load()
+	}
+	return 0
+}
+
+// metrics serves the metrics of the process and of all its slots.
+func (h *host) metrics(registry prometheus.Gatherer) http.Handler {
+	gatherers := prometheus.Gatherers{registry}
+	var streams []promtext.Part
+	streams = append(streams, promtext.Part{Write: func(w *promtext.Writer) {
+		w.Family("posthorn_ready", promtext.Gauge, "1 while calls are accepted.")
+		w.Sample(number(h.ready() == nil), "")
+	}})
+	for _, s := range h.slots {
+		inside := s.door.enter()
+		if inside == nil {
+			continue
+		}
+		inside.requests.Done() // The metrics of a closed store are its last ones.
+		d := inside.dispatcher
+		gatherers = append(gatherers, d.metrics)
+		labels := promtext.NewLabels("slot", strconv.Itoa(s.slot))
+		streams = append(streams, promtext.Part{Labels: labels, Write: d.writeMetrics}, promtext.Part{Labels: labels, Write: d.engine.WriteMetrics})
+	}
+	return promtext.Handler(gatherers, promtext.Merged(streams...))
+}

@@ -1,0 +1,97 @@
+package dispatcher
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/peer"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// logMetrics are the metrics of a slot of the replicated log.
+type logMetrics struct {
+	// term returns that of this process; nil in a standby.
+	term func() *term
+	// forwarder is nil in a process that does not forward calls.
+	forwarder *peer.Forwarder
+	// sequence returns the sequence of the last known record.
+	sequence func() uint64
+}
+
+var _ prometheus.Collector = logMetrics{}
+
+// The metrics of the log in every process.
+var (
+	logForwarded = prometheus.NewDesc("posthorn_log_forwarded_requests_total", "Requests that this process forwarded to the owner as a standby, by result.", []string{"result"}, nil)
+	logOwner     = prometheus.NewDesc("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", nil, nil)
+	logSequence  = prometheus.NewDesc("posthorn_log_sequence", "Number of the last record of the log that this process has.", nil, nil)
+)
+
+// ownerMetrics are the metrics of an owner.
+var ownerMetrics = []struct {
+	desc  *prometheus.Desc
+	value func(*term, slots.Status, slots.Durability) float64
+}{
+	{prometheus.NewDesc("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+		return float64(t.writer.Epoch())
+	}},
+	{prometheus.NewDesc("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+		return number(t.writer.MaySend())
+	}},
+	{prometheus.NewDesc("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+		return s.Unacknowledged.Seconds()
+	}},
+	{prometheus.NewDesc("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+		return float64(s.Bytes)
+	}},
+	{prometheus.NewDesc("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+		return float64(s.MaxBytes)
+	}},
+	{prometheus.NewDesc("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+		return float64(len(d.Weak))
+	}},
+	{prometheus.NewDesc("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+		return number(d.Sync == slots.SyncAlways)
+	}},
+	{prometheus.NewDesc("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+		return float64(d.Replicas)
+	}},
+	{prometheus.NewDesc("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+		return float64(d.Current)
+	}},
+	{prometheus.NewDesc("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+		taken := t.snapshotTaken()
+		if taken.IsZero() {
+			return 0
+		}
+		return float64(taken.UnixMilli()) / 1000
+	}},
+}
+
+// Describe implements prometheus.Collector. A process becomes an owner later.
+func (m logMetrics) Describe(to chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{logForwarded, logOwner, logSequence} {
+		to <- d
+	}
+	for _, o := range ownerMetrics {
+		to <- o.desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (m logMetrics) Collect(to chan<- prometheus.Metric) {
+	add := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
+		to <- prometheus.MustNewConstMetric(d, kind, value, labels...)
+	}
+	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Answered()), "answered")
+	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Failed()), "failed")
+	t := m.term()
+	add(logOwner, prometheus.GaugeValue, number(t != nil))
+	add(logSequence, prometheus.GaugeValue, float64(m.sequence()))
+	if t == nil {
+		return
+	}
+	status, known := t.writer.Status(), t.durability.known()
+	for _, o := range ownerMetrics {
+		add(o.desc, prometheus.GaugeValue, o.value(t, status, known))
+	}
+}

@@ -1,0 +1,275 @@
+package dispatcher
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/front"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// ConfigSink receives the live configs of all namespaces; see configsource.Sink.
+type ConfigSink interface {
+	Set(namespace string, stored liveconfig.Stored)
+	Delete(namespace string)
+	Synced(failed ...string)
+}
+
+// namespaces has the live configs of a process with several slots. Each Dispatcher gets those of its
+// slot, by a goroutine of its own: one that waits for its disk delays no other.
+type namespaces struct {
+	log   *slog.Logger
+	index front.Index
+
+	mu     sync.Mutex
+	stored map[string]liveconfig.Stored
+	// synced is true when the configs of all namespaces are stored, except for the failed ones.
+	synced    bool
+	failed    []string
+	directory *slots.Directory // nil before it was read
+	feeders   map[int]*feeder
+	// unassigned are the namespaces that may have no slot. wake has a value when there are some.
+	unassigned map[string]bool
+	wake       chan struct{}
+	// doubtful are the slots of namespaces without a valid live config at doubtfulAt.
+	doubtful   []int
+	doubtfulAt time.Time
+}
+
+func newNamespaces(log *slog.Logger) *namespaces {
+	return &namespaces{
+		log: log, stored: map[string]liveconfig.Stored{}, feeders: map[int]*feeder{}, unassigned: map[string]bool{}, wake: make(chan struct{}, 1),
+	}
+}
+
+var _ ConfigSink = (*namespaces)(nil)
+
+// Set implements ConfigSink.
+func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
+	// The Dispatcher of the slot reports an invalid config.
+	_ = n.index.Set(namespace, stored)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.stored[namespace] = stored
+	n.changed(namespace)
+}
+
+// Delete implements ConfigSink.
+func (n *namespaces) Delete(namespace string) {
+	n.index.Delete(namespace)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.stored, namespace)
+	n.changed(namespace)
+}
+
+// Synced implements ConfigSink.
+func (n *namespaces) Synced(failed ...string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.synced, n.failed = true, slices.Clone(failed)
+	for _, f := range n.feeders {
+		f.sync()
+	}
+}
+
+// changed passes a changed config to the Dispatcher of its slot. The mutex is held.
+func (n *namespaces) changed(namespace string) {
+	slot, ok := n.slotOf(namespace)
+	if !ok {
+		if _, exists := n.stored[namespace]; exists {
+			n.unassigned[namespace] = true
+			select {
+			case n.wake <- struct{}{}:
+			default:
+			}
+		}
+		return
+	}
+	if f := n.feeders[slot]; f != nil {
+		f.add(namespace)
+	}
+}
+
+// slotOf returns the slot of a namespace. The mutex is held.
+func (n *namespaces) slotOf(namespace string) (slot int, ok bool) {
+	if n.directory == nil {
+		return 0, false
+	}
+	return n.directory.Slot(namespace)
+}
+
+// SlotOf returns the slot of a namespace; ok is false while it has none.
+func (n *namespaces) SlotOf(namespace string) (slot int, ok bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.slotOf(namespace)
+}
+
+// isSynced reports whether requests can be routed.
+func (n *namespaces) isSynced() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.synced && n.directory != nil
+}
+
+// doubtfulInterval is how long a list of doubtful slots is used: requests with an unknown key can be
+// many.
+const doubtfulInterval = time.Second
+
+// listDoubtful returns the slots of namespaces without a valid live config, sorted.
+func (n *namespaces) listDoubtful() []int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if now := time.Now(); n.directory != nil && now.Sub(n.doubtfulAt) >= doubtfulInterval {
+		n.doubtful, n.doubtfulAt = nil, now
+		for namespace, slot := range n.directory.All() {
+			if !slices.Contains(n.doubtful, slot) && !n.index.Has(namespace) {
+				n.doubtful = append(n.doubtful, slot)
+			}
+		}
+		slices.Sort(n.doubtful)
+	}
+	return n.doubtful
+}
+
+// assignRetry is the wait after the directory did not answer.
+const assignRetry = time.Second
+
+// assign gives a slot to each namespace with a live config until ctx is done. pins are slots by
+// namespace.
+func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int) {
+	n.mu.Lock()
+	n.directory = directory
+	for namespace := range n.stored {
+		n.changed(namespace)
+	}
+	n.mu.Unlock()
+	for {
+		n.mu.Lock()
+		waiting := slices.Sorted(maps.Keys(n.unassigned))
+		n.mu.Unlock()
+		var err error
+		for _, namespace := range waiting {
+			pin, pinned := pins[namespace]
+			if !pinned {
+				pin = slots.PinNone
+			}
+			if _, err = directory.Assign(ctx, namespace, pin); err != nil {
+				n.log.Warn("a namespace has no slot yet; its calls are answered 503", "namespace", namespace, "error", err)
+				break
+			}
+			n.mu.Lock()
+			delete(n.unassigned, namespace)
+			n.changed(namespace)
+			n.mu.Unlock()
+		}
+		var again <-chan time.Time
+		if err != nil {
+			again = time.After(assignRetry)
+		}
+		select {
+		case <-n.wake:
+		case <-again:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// feed passes the live configs of a slot to its Dispatcher until ctx is done.
+func (n *namespaces) feed(ctx context.Context, slot int, to ConfigSink) {
+	f := &feeder{pending: map[string]bool{}, wake: make(chan struct{}, 1)}
+	n.mu.Lock()
+	n.feeders[slot] = f
+	for namespace := range n.stored {
+		if at, ok := n.slotOf(namespace); ok && at == slot {
+			f.pending[namespace] = true
+		}
+	}
+	f.unsynced = true
+	f.signal()
+	n.mu.Unlock()
+	defer func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if n.feeders[slot] == f {
+			delete(n.feeders, slot)
+		}
+	}()
+	for {
+		select {
+		case <-f.wake:
+		case <-ctx.Done():
+			return
+		}
+		for ctx.Err() == nil && n.feedNext(f, slot, to) {
+		}
+	}
+}
+
+// feedNext passes one change; false if there is none.
+func (n *namespaces) feedNext(f *feeder, slot int, to ConfigSink) bool {
+	n.mu.Lock()
+	for namespace := range f.pending {
+		delete(f.pending, namespace)
+		stored, exists := n.stored[namespace]
+		n.mu.Unlock()
+		if exists {
+			to.Set(namespace, stored)
+		} else {
+			to.Delete(namespace)
+		}
+		return true
+	}
+	defer n.mu.Unlock()
+	if !f.unsynced || !n.synced {
+		return false
+	}
+	f.unsynced = false
+	failed := n.failedOf(slot)
+	n.mu.Unlock()
+	to.Synced(failed...)
+	n.mu.Lock()
+	return true
+}
+
+// failedOf returns the failed namespaces of a slot. Those without a slot belong to the first one. The
+// mutex is held.
+func (n *namespaces) failedOf(slot int) (list []string) {
+	for _, namespace := range n.failed {
+		if at, _ := n.slotOf(namespace); at == slot {
+			list = append(list, namespace)
+		}
+	}
+	return list
+}
+
+// feeder has the changes that a Dispatcher does not have yet. The mutex of namespaces guards it.
+type feeder struct {
+	pending  map[string]bool
+	unsynced bool
+	wake     chan struct{}
+}
+
+func (f *feeder) add(namespace string) {
+	f.pending[namespace] = true
+	f.signal()
+}
+
+func (f *feeder) sync() {
+	f.unsynced = true
+	f.signal()
+}
+
+func (f *feeder) signal() {
+	select {
+	case f.wake <- struct{}{}:
+	default:
+	}
+}

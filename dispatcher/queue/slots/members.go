@@ -1,0 +1,153 @@
+package slots
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Bus carries heartbeats between the processes of an installation. It may lose some, and keeps none.
+type Bus interface {
+	// Publish sends a heartbeat to all processes, this one included.
+	Publish(heartbeat []byte) error
+	// Subscribe calls fn for each heartbeat until stop.
+	Subscribe(fn func(heartbeat []byte)) (stop func(), err error)
+}
+
+// Heartbeat is what a process reports to the others, every HeartbeatInterval and after each change. No
+// promise depends on it: it only selects who claims a slot, and where requests are forwarded.
+type Heartbeat struct {
+	Member string `json:"member"`
+	// Milliseconds since the start of the process.
+	Milliseconds int64 `json:"age"`
+	// Leaving is that of Member.
+	Leaving bool `json:"leaving,omitempty"`
+	// Announcement is how other processes reach this one.
+	Announcement []byte       `json:"announcement,omitempty"`
+	Owned        []OwnedSlot  `json:"owned,omitempty"`
+	Copies       []SlotCopied `json:"copies,omitempty"`
+}
+
+// OwnedSlot is a slot whose log has acknowledged a record of the process lately.
+type OwnedSlot struct {
+	Slot  int    `json:"slot"`
+	Epoch uint64 `json:"epoch"`
+}
+
+// SlotCopied is a slot that the process follows.
+type SlotCopied struct {
+	Slot  int  `json:"slot"`
+	Ready bool `json:"ready,omitempty"`
+}
+
+const (
+	// HeartbeatInterval is the longest time between two heartbeats of a process.
+	HeartbeatInterval = time.Second
+	// lostAfter is the time without a heartbeat after which a process is not a member.
+	lostAfter = 3 * time.Second
+)
+
+// Members are the processes of an installation, as their heartbeats describe them. All methods may be
+// called concurrently.
+type Members struct {
+	now func() time.Time
+
+	mu    sync.Mutex
+	heard map[string]heard
+	slots map[int]seen
+}
+
+type heard struct {
+	Heartbeat
+	at time.Time
+}
+
+// seen is the state of a slot at the last call of View.
+type seen struct {
+	owner string
+	// unowned is when the owner was lost; zero while there is one.
+	unowned time.Time
+}
+
+// NewMembers makes Members. now is a clock that is never set back; nil is that of leases.
+func NewMembers(now func() time.Time) *Members {
+	if now == nil {
+		now = bootClock
+	}
+	return &Members{now: now, heard: map[string]heard{}, slots: map[int]seen{}}
+}
+
+// Hear takes a heartbeat. It reports whether the slots or the state of its member have changed.
+func (m *Members) Hear(h Heartbeat) (changed bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before, known := m.heard[h.Member]
+	m.heard[h.Member] = heard{h, m.now()}
+	return !known || before.Leaving != h.Leaving || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
+}
+
+// View returns the arguments of Place for a number of slots.
+func (m *Members) View(slots int) (members []Member, placed []Placed) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	now := m.now()
+	placed = make([]Placed, slots)
+	for _, h := range m.alive(now) {
+		members = append(members, Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving})
+		for _, c := range h.Copies {
+			if c.Slot >= 0 && c.Slot < slots {
+				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready})
+			}
+		}
+	}
+	for i := range placed {
+		before := m.slots[i]
+		placed[i].Owner, placed[i].Previous = "", before.owner
+		if owner, ok := m.owner(i, now); ok {
+			placed[i].Owner, placed[i].Previous = owner.Member, ""
+			m.slots[i] = seen{owner: owner.Member}
+			continue
+		}
+		if before.unowned.IsZero() {
+			before.unowned = now
+			m.slots[i] = before
+		}
+		placed[i].Unowned = now.Sub(before.unowned)
+	}
+	return members, placed
+}
+
+// Owner returns the last heartbeat of the owner of a slot.
+func (m *Members) Owner(slot int) (Heartbeat, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.owner(slot, m.now())
+}
+
+// alive returns the members by name, and forgets the others. The mutex is held.
+func (m *Members) alive(now time.Time) (list []heard) {
+	for name, h := range m.heard {
+		if now.Sub(h.at) > lostAfter {
+			delete(m.heard, name)
+			continue
+		}
+		list = append(list, h)
+	}
+	slices.SortFunc(list, func(a, b heard) int { return cmp.Compare(a.Member, b.Member) })
+	return list
+}
+
+// owner returns the member that owns a slot: of several the one with the highest epoch. The mutex is
+// held.
+func (m *Members) owner(slot int, now time.Time) (owner Heartbeat, ok bool) {
+	epoch := uint64(0)
+	for _, h := range m.alive(now) {
+		for _, o := range h.Owned {
+			if o.Slot == slot && o.Epoch > epoch {
+				owner, epoch, ok = h.Heartbeat, o.Epoch, true
+			}
+		}
+	}
+	return owner, ok
+}

@@ -1,0 +1,285 @@
+package replicated
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// severalSlots is the number of slots, and severalNamespaces that of the namespaces.
+const (
+	severalSlots      = 4
+	severalNamespaces = 6
+)
+
+// host is a process with several slots, in the process of the test.
+type host struct {
+	listeners *dispatcher.Listeners
+	log       *jetstream.Client
+	stop      func()
+}
+
+// startHost starts a process whose log is in servers.
+func startHost(t *testing.T, s *servers, name string, configs map[string]liveconfig.Stored) *host {
+	t.Helper()
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	logger := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelError})).With("process", name)
+	h := &host{}
+	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Replicas: replicas, MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
+		t.Fatal(err)
+	}
+	o := dispatcher.Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name, Egress: policy, Logger: logger,
+	}
+	if h.listeners, err = dispatcher.Listen(o); err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = h.listeners
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	ended := make(chan error, 1)
+	go func() {
+		ended <- dispatcher.RunSlots(ctx, o, dispatcher.Slots{
+			Number: severalSlots, Standbys: 1, Bus: h.log, Open: h.log.OpenSlot, OpenDirectory: h.log.OpenDirectory,
+			Watch: func(ctx context.Context, to dispatcher.ConfigSink) error {
+				for namespace, stored := range configs {
+					to.Set(namespace, stored)
+				}
+				to.Synced()
+				<-ctx.Done()
+				return nil
+			},
+		})
+	}()
+	h.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("process %s ended with %v", name, err)
+		}
+		h.log.Close()
+	})
+	t.Cleanup(h.stop)
+	return h
+}
+
+// slots returns the slots that a process owns, and the number of those that it could take.
+func (h *host) slots(t *testing.T) (owned []int, ready int) {
+	t.Helper()
+	resp, err := http.Get("http://" + h.listeners.AdminAddr().String() + "/slots") //nolint:noctx // bounded by the test
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var states []adminapi.LogState
+	if err := json.NewDecoder(resp.Body).Decode(&states); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range states {
+		if s.Owner {
+			owned = append(owned, s.Slot)
+		} else if s.Ready {
+			ready++
+		}
+	}
+	return owned, ready
+}
+
+// waitOwned waits until processes own all slots, each at most a number of them.
+func waitOwned(t *testing.T, most int, hosts ...*host) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		total := 0
+		for i, h := range hosts {
+			owned, _ := h.slots(t)
+			if total += len(owned); len(owned) > most {
+				return fmt.Errorf("process %d owns %d slots", i, len(owned))
+			}
+		}
+		if total != severalSlots {
+			return fmt.Errorf("%d slots have an owner", total)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("want %d slots with owners, at most %d of each: %v", severalSlots, most, err)
+	}
+}
+
+// severalConfigs are the live configs of namespaces whose calls a receiver gets.
+func severalConfigs(t *testing.T, url string) map[string]liveconfig.Stored {
+	t.Helper()
+	configs := map[string]liveconfig.Stored{}
+	for n := range severalNamespaces {
+		namespace := fmt.Sprintf("team-%d", n)
+		sum := sha256.Sum256([]byte(namespace))
+		config, revision, err := liveconfig.Encode(liveconfig.Config{
+			Version: liveconfig.FormatVersion, Namespace: namespace,
+			Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
+			Destinations: []liveconfig.Destination{{
+				Name: "crm", Generation: 1, Revision: "d", State: liveconfig.Active, Sources: []string{"web"},
+				Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
+				Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
+				Success:     liveconfig.AnyEndpoint,
+				Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 100, MaxBackoffMS: 1000, MaxInFlight: 8},
+				DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
+			}},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		head, err := liveconfig.EncodeHead(liveconfig.Head{Version: liveconfig.HeadVersion, Number: 1, Revision: revision})
+		if err != nil {
+			t.Fatal(err)
+		}
+		configs[namespace] = liveconfig.Stored{Config: config, Head: head}
+	}
+	return configs
+}
+
+// load sends calls of all namespaces to all processes, each until it is acknowledged.
+type load struct {
+	mu           sync.Mutex
+	acknowledged []string
+	// last is the time of the last acknowledged call of a namespace, and gap the longest time without one.
+	last map[string]time.Time
+	gap  time.Duration
+}
+
+func (l *load) run(ctx context.Context, hosts []*host) {
+	var group sync.WaitGroup
+	for n := range severalNamespaces {
+		namespace := fmt.Sprintf("team-%d", n)
+		group.Go(func() {
+			for i := 0; ctx.Err() == nil; i++ {
+				id := fmt.Sprintf("%s-%d", namespace, i)
+				for turn := n; !post(hosts[turn%len(hosts)], namespace, id); turn++ {
+					if ctx.Err() != nil {
+						return // It was not acknowledged.
+					}
+					time.Sleep(20 * time.Millisecond)
+				}
+				l.mu.Lock()
+				l.acknowledged = append(l.acknowledged, id)
+				now := time.Now()
+				if last, ok := l.last[namespace]; ok {
+					l.gap = max(l.gap, now.Sub(last))
+				}
+				l.last[namespace] = now
+				l.mu.Unlock()
+			}
+		})
+	}
+	group.Wait()
+}
+
+// takeGap returns the longest time without an acknowledged call of a namespace since the last call.
+func (l *load) takeGap() time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	gap := l.gap
+	l.gap = 0
+	return gap
+}
+
+func post(h *host, namespace, id string) bool {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+h.listeners.Addr().String()+"/v1/track", bytes.NewBufferString(`{"event":"E","userId":"u","messageId":"`+id+`"}`))
+	if err != nil {
+		return false
+	}
+	q.SetBasicAuth(namespace, "")
+	resp, err := http.DefaultClient.Do(q)
+	if err != nil {
+		return false
+	}
+	defer resp.Body.Close()
+	_, _ = io.Copy(io.Discard, resp.Body)
+	return resp.StatusCode == http.StatusOK
+}
+
+// Three processes share four slots. A process without a connection to the log loses its slots to the
+// others, one that ends hands them over, and no acknowledged call is lost.
+func TestSeveralSlots(t *testing.T) {
+	s, r := startServers(t), newReceiver(t)
+	configs := severalConfigs(t, r.URL)
+	var hosts []*host
+	for i := range 3 {
+		hosts = append(hosts, startHost(t, s, fmt.Sprintf("process-%d", i), configs))
+	}
+	waitOwned(t, 2, hosts...)
+	if err := wait.Until(func() error {
+		copies := 0
+		for _, h := range hosts {
+			_, ready := h.slots(t)
+			copies += ready
+		}
+		if copies < severalSlots {
+			return fmt.Errorf("%d slots have a standby", copies)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("want a standby of each slot: %v", err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	l := &load{last: map[string]time.Time{}}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		l.run(ctx, hosts)
+	}()
+	time.Sleep(3 * time.Second)
+	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.takeGap().Round(time.Millisecond))
+
+	hosts[0].log.Close()
+	waitOwned(t, severalSlots/2, hosts[1:]...)
+	time.Sleep(3 * time.Second)
+	t.Logf("after the loss of a process: %v", l.takeGap().Round(time.Millisecond))
+
+	hosts[1].stop()
+	waitOwned(t, severalSlots, hosts[2])
+	time.Sleep(3 * time.Second)
+	t.Logf("after the orderly end of a process: %v", l.takeGap().Round(time.Millisecond))
+
+	stop()
+	<-ended
+	if err := wait.Until(func() error {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		var missing []string
+		for _, id := range l.acknowledged {
+			if r.got[id] == 0 {
+				missing = append(missing, id)
+			}
+		}
+		if len(missing) > 0 {
+			return fmt.Errorf("%d of %d acknowledged calls were not delivered, for example %s", len(missing), len(l.acknowledged), missing[0])
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+	repeated := 0
+	for _, n := range r.got {
+		repeated += n - 1
+	}
+	t.Logf("%d acknowledged calls, %d repeated deliveries", len(l.acknowledged), repeated)
+}
