@@ -21,6 +21,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/front"
 	"github.com/posthorn/posthorn/dispatcher/limits"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
@@ -39,7 +40,7 @@ type Slots struct {
 	// Bus carries the heartbeats of the processes.
 	Bus slots.Bus
 	// Watch sends the live configs of all namespaces to a sink until ctx is done.
-	Watch func(ctx context.Context, to ConfigSink) error
+	Watch func(ctx context.Context, to liveconfig.Sink) error
 }
 
 // slotsFolder is the folder, in the data directory, of the stores of several slots.

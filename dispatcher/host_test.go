@@ -122,7 +122,7 @@ func (in *installation) start(t *testing.T, name string) (l *Listeners, stop fun
 			Number: in.number, Standbys: 1, Bus: &in.bus,
 			Open:          func(_ context.Context, slot int) (slots.Remote, error) { return in.remotes[slot], nil },
 			OpenDirectory: func(context.Context) (slots.Assignments, error) { return in.directory, nil },
-			Watch: func(ctx context.Context, to ConfigSink) error {
+			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range in.configs {
 					to.Set(namespace, stored)
 				}

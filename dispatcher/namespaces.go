@@ -13,13 +13,6 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
 
-// ConfigSink receives the live configs of all namespaces; see configsource.Sink.
-type ConfigSink interface {
-	Set(namespace string, stored liveconfig.Stored)
-	Delete(namespace string)
-	Synced(failed ...string)
-}
-
 // namespaces has the live configs of a process with several slots. Each Dispatcher gets those of its
 // slot, by a goroutine of its own: one that waits for its disk delays no other.
 type namespaces struct {
@@ -47,9 +40,9 @@ func newNamespaces(log *slog.Logger) *namespaces {
 	}
 }
 
-var _ ConfigSink = (*namespaces)(nil)
+var _ liveconfig.Sink = (*namespaces)(nil)
 
-// Set implements ConfigSink.
+// Set implements liveconfig.Sink.
 func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 	// The Dispatcher of the slot reports an invalid config.
 	_ = n.index.Set(namespace, stored)
@@ -59,7 +52,7 @@ func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 	n.changed(namespace)
 }
 
-// Delete implements ConfigSink.
+// Delete implements liveconfig.Sink.
 func (n *namespaces) Delete(namespace string) {
 	n.index.Delete(namespace)
 	n.mu.Lock()
@@ -68,7 +61,7 @@ func (n *namespaces) Delete(namespace string) {
 	n.changed(namespace)
 }
 
-// Synced implements ConfigSink.
+// Synced implements liveconfig.Sink.
 func (n *namespaces) Synced(failed ...string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -183,7 +176,7 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 }
 
 // feed passes the live configs of a slot to its Dispatcher until ctx is done.
-func (n *namespaces) feed(ctx context.Context, slot int, to ConfigSink) {
+func (n *namespaces) feed(ctx context.Context, slot int, to liveconfig.Sink) {
 	f := &feeder{pending: map[string]bool{}, wake: make(chan struct{}, 1)}
 	n.mu.Lock()
 	n.feeders[slot] = f
@@ -214,7 +207,7 @@ func (n *namespaces) feed(ctx context.Context, slot int, to ConfigSink) {
 }
 
 // feedNext passes one change; false if there is none.
-func (n *namespaces) feedNext(f *feeder, slot int, to ConfigSink) bool {
+func (n *namespaces) feedNext(f *feeder, slot int, to liveconfig.Sink) bool {
 	n.mu.Lock()
 	for namespace := range f.pending {
 		delete(f.pending, namespace)

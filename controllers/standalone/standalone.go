@@ -44,16 +44,6 @@ const (
 	statusInterval = time.Second
 )
 
-// Sink receives encoded live configs; the dispatcher implements it.
-type Sink interface {
-	// Set provides the newest config of a namespace.
-	Set(namespace string, stored liveconfig.Stored)
-	// Delete reports that a namespace has no config.
-	Delete(namespace string)
-	// Synced reports that Set was called for every namespace, except for the failed ones.
-	Synced(failed ...string)
-}
-
 // Options configure a Control.
 type Options struct {
 	// Dir is the folder of manifests.
@@ -66,7 +56,7 @@ type Options struct {
 	SecretValues []SecretValue
 	// Policy applies to every destination.
 	Policy compile.Policy
-	Sink   Sink
+	Sink   liveconfig.Sink
 	// Changes returns what changed in the dispatcher since the cursor of the last report, or nil; it
 	// is called every second.
 	Changes func(cursor string) *adminapi.Report

@@ -14,7 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// Configs receives the encoded configs of namespaces (configsource.Sink), rejects invalid ones, and
+// Configs receives the encoded configs of namespaces (liveconfig.Sink), rejects invalid ones, and
 // puts the others into effect at its Gate. A rejected config changes nothing: the namespace's previous config
 // remains in effect. A namespace whose config is missing although it was not deleted is parked: its
 // messages are kept, and its calls are answered 503.

@@ -20,23 +20,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Sink receives the encoded live configs of namespaces.
-type Sink interface {
-	// Set provides the newest config of a namespace.
-	Set(namespace string, stored liveconfig.Stored)
-	// Delete reports that a namespace has no config.
-	Delete(namespace string)
-	// Synced reports that Set was called at least once for every namespace, except for the failed
-	// ones. A later call replaces the failed namespaces.
-	Synced(failed ...string)
-}
-
 // Watch sends the live-config Secrets of a namespace to sink until ctx is done. It needs permission
 // to list and watch Secrets in that namespace only. Synced is called after the operator's marker
 // Secret shows that the operator has compiled every namespace at least once. So a dispatcher that
 // starts before the operator does not mistake an empty namespace for an empty config. While the API
 // server is unreachable, the last configs remain in effect.
-func Watch(ctx context.Context, client kubernetes.Interface, namespace string, sink Sink, log *slog.Logger) error {
+func Watch(ctx context.Context, client kubernetes.Interface, namespace string, sink liveconfig.Sink, log *slog.Logger) error {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithNamespace(namespace),
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
@@ -125,7 +114,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 type assembler struct {
 	store   cache.Store
 	release string
-	sink    Sink
+	sink    liveconfig.Sink
 
 	mu sync.Mutex
 	// incomplete are the namespaces with a missing part.

@@ -136,6 +136,17 @@ type Stored struct {
 	invalid error
 }
 
+// Sink receives the encoded live configs of namespaces.
+type Sink interface {
+	// Set provides the newest config of a namespace.
+	Set(namespace string, stored Stored)
+	// Delete reports that a namespace has no config.
+	Delete(namespace string)
+	// Synced reports that Set was called at least once for every namespace, except for the failed
+	// ones. A later call replaces the failed namespaces.
+	Synced(failed ...string)
+}
+
 // Incomplete reports whether a Secret of the live config does not exist. The operator writes it again.
 func (s Stored) Incomplete() bool { return s.missing != "" }
 

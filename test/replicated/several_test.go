@@ -59,7 +59,7 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 	go func() {
 		ended <- dispatcher.RunSlots(ctx, o, dispatcher.Slots{
 			Number: severalSlots, Standbys: 1, Bus: h.log, Open: h.log.OpenSlot, OpenDirectory: h.log.OpenDirectory,
-			Watch: func(ctx context.Context, to dispatcher.ConfigSink) error {
+			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range configs {
 					to.Set(namespace, stored)
 				}

@@ -60,7 +60,7 @@ func (f *fleet) watch(ctx context.Context, client kubernetes.Interface) error {
 	return configsource.Watch(ctx, client, release, f, slog.New(slog.DiscardHandler))
 }
 
-// Set implements configsource.Sink.
+// Set implements liveconfig.Sink.
 func (f *fleet) Set(namespace string, stored liveconfig.Stored) {
 	live, err := stored.Decode()
 	if err != nil {
@@ -69,10 +69,10 @@ func (f *fleet) Set(namespace string, stored liveconfig.Stored) {
 	f.change(func() { f.configs[namespace] = live })
 }
 
-// Delete implements configsource.Sink.
+// Delete implements liveconfig.Sink.
 func (f *fleet) Delete(namespace string) { f.change(func() { delete(f.configs, namespace) }) }
 
-// Synced implements configsource.Sink.
+// Synced implements liveconfig.Sink.
 func (f *fleet) Synced(...string) { f.change(func() { f.synced = true }) }
 
 func (f *fleet) change(do func()) {
