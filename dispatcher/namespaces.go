@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/front"
@@ -19,13 +20,15 @@ type namespaces struct {
 	log   *slog.Logger
 	index front.Index
 
-	mu     sync.Mutex
-	stored map[string]liveconfig.Stored
-	// synced is true when the configs of all namespaces are stored, except for the failed ones.
-	synced    bool
-	failed    []string
-	directory *slots.Directory // nil before it was read
-	feeders   map[int]*feeder
+	// directory is nil before it was read. synced is true when the configs of all namespaces are stored,
+	// except for the failed ones. Both are read for each call.
+	directory atomic.Pointer[slots.Directory]
+	synced    atomic.Bool
+
+	mu      sync.Mutex
+	stored  map[string]liveconfig.Stored
+	failed  []string
+	feeders map[int]*feeder
 	// unassigned are the namespaces that may have no slot. wake has a value when there are some.
 	unassigned map[string]bool
 	wake       chan struct{}
@@ -65,15 +68,22 @@ func (n *namespaces) Delete(namespace string) {
 func (n *namespaces) Synced(failed ...string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.synced, n.failed = true, slices.Clone(failed)
+	n.failed = slices.Clone(failed)
+	n.synced.Store(true)
+	n.sync()
+}
+
+// sync passes Synced to all Dispatchers. The mutex is held.
+func (n *namespaces) sync() {
 	for _, f := range n.feeders {
-		f.sync()
+		f.unsynced = true
+		f.signal()
 	}
 }
 
 // changed passes a changed config to the Dispatcher of its slot. The mutex is held.
 func (n *namespaces) changed(namespace string) {
-	slot, ok := n.slotOf(namespace)
+	slot, ok := n.SlotOf(namespace)
 	if !ok {
 		if _, exists := n.stored[namespace]; exists {
 			n.unassigned[namespace] = true
@@ -89,27 +99,16 @@ func (n *namespaces) changed(namespace string) {
 	}
 }
 
-// slotOf returns the slot of a namespace. The mutex is held.
-func (n *namespaces) slotOf(namespace string) (slot int, ok bool) {
-	if n.directory == nil {
-		return 0, false
-	}
-	return n.directory.Slot(namespace)
-}
-
 // SlotOf returns the slot of a namespace; ok is false while it has none.
 func (n *namespaces) SlotOf(namespace string) (slot int, ok bool) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.slotOf(namespace)
+	if directory := n.directory.Load(); directory != nil {
+		return directory.Slot(namespace)
+	}
+	return 0, false
 }
 
 // isSynced reports whether requests can be routed.
-func (n *namespaces) isSynced() bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.synced && n.directory != nil
-}
+func (n *namespaces) isSynced() bool { return n.synced.Load() && n.directory.Load() != nil }
 
 // doubtfulInterval is how long a list of doubtful slots is used: requests with an unknown key can be
 // many.
@@ -119,9 +118,10 @@ const doubtfulInterval = time.Second
 func (n *namespaces) listDoubtful() []int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if now := time.Now(); n.directory != nil && now.Sub(n.doubtfulAt) >= doubtfulInterval {
+	directory := n.directory.Load()
+	if now := time.Now(); directory != nil && now.Sub(n.doubtfulAt) >= doubtfulInterval {
 		n.doubtful, n.doubtfulAt = nil, now
-		for namespace, slot := range n.directory.All() {
+		for namespace, slot := range directory.All() {
 			if !slices.Contains(n.doubtful, slot) && !n.index.Has(namespace) {
 				n.doubtful = append(n.doubtful, slot)
 			}
@@ -138,10 +138,11 @@ const assignRetry = time.Second
 // namespace.
 func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int) {
 	n.mu.Lock()
-	n.directory = directory
+	n.directory.Store(directory)
 	for namespace := range n.stored {
 		n.changed(namespace)
 	}
+	n.sync()
 	n.mu.Unlock()
 	for {
 		n.mu.Lock()
@@ -181,7 +182,7 @@ func (n *namespaces) feed(ctx context.Context, slot int, to liveconfig.Sink) {
 	n.mu.Lock()
 	n.feeders[slot] = f
 	for namespace := range n.stored {
-		if at, ok := n.slotOf(namespace); ok && at == slot {
+		if at, ok := n.SlotOf(namespace); ok && at == slot {
 			f.pending[namespace] = true
 		}
 	}
@@ -191,9 +192,7 @@ func (n *namespaces) feed(ctx context.Context, slot int, to liveconfig.Sink) {
 	defer func() {
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		if n.feeders[slot] == f {
-			delete(n.feeders, slot)
-		}
+		delete(n.feeders, slot)
 	}()
 	for {
 		select {
@@ -201,42 +200,45 @@ func (n *namespaces) feed(ctx context.Context, slot int, to liveconfig.Sink) {
 		case <-ctx.Done():
 			return
 		}
-		for ctx.Err() == nil && n.feedNext(f, slot, to) {
+		for ctx.Err() == nil {
+			pass := n.next(f, slot)
+			if pass == nil {
+				break
+			}
+			pass(to)
 		}
 	}
 }
 
-// feedNext passes one change; false if there is none.
-func (n *namespaces) feedNext(f *feeder, slot int, to liveconfig.Sink) bool {
+// next takes the next change of a Dispatcher's configs and returns a function that passes it; nil if
+// there is none. All known configs are passed before Synced.
+func (n *namespaces) next(f *feeder, slot int) func(liveconfig.Sink) {
 	n.mu.Lock()
+	defer n.mu.Unlock()
 	for namespace := range f.pending {
 		delete(f.pending, namespace)
 		stored, exists := n.stored[namespace]
-		n.mu.Unlock()
-		if exists {
-			to.Set(namespace, stored)
-		} else {
-			to.Delete(namespace)
+		return func(to liveconfig.Sink) {
+			if exists {
+				to.Set(namespace, stored)
+			} else {
+				to.Delete(namespace)
+			}
 		}
-		return true
 	}
-	defer n.mu.Unlock()
-	if !f.unsynced || !n.synced {
-		return false
+	if !f.unsynced || !n.isSynced() {
+		return nil
 	}
 	f.unsynced = false
 	failed := n.failedOf(slot)
-	n.mu.Unlock()
-	to.Synced(failed...)
-	n.mu.Lock()
-	return true
+	return func(to liveconfig.Sink) { to.Synced(failed...) }
 }
 
 // failedOf returns the failed namespaces of a slot. Those without a slot belong to the first one. The
 // mutex is held.
 func (n *namespaces) failedOf(slot int) (list []string) {
 	for _, namespace := range n.failed {
-		if at, _ := n.slotOf(namespace); at == slot {
+		if at, _ := n.SlotOf(namespace); at == slot {
 			list = append(list, namespace)
 		}
 	}
@@ -252,11 +254,6 @@ type feeder struct {
 
 func (f *feeder) add(namespace string) {
 	f.pending[namespace] = true
-	f.signal()
-}
-
-func (f *feeder) sync() {
-	f.unsynced = true
 	f.signal()
 }
 
