@@ -18,13 +18,26 @@ type admitted struct {
 	dispatcher   *Dispatcher
 	calls, admin http.Handler
 	requests     sync.WaitGroup
+	// closing is done when the door closes, by close.
+	closing context.Context
+	close   context.CancelFunc
 }
 
 // open admits requests to a Dispatcher.
 func (d *door) open(to *Dispatcher, calls, admin http.Handler) {
+	inside := &admitted{dispatcher: to, calls: calls, admin: admin}
+	inside.closing, inside.close = context.WithCancel(context.Background())
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.inside = &admitted{dispatcher: to, calls: calls, admin: admin}
+	d.inside = inside
+}
+
+// serveAdmin serves a request of the admin API until the door closes: some of them have no end.
+func (a *admitted) serveAdmin(w http.ResponseWriter, r *http.Request) {
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	defer context.AfterFunc(a.closing, cancel)()
+	a.admin.ServeHTTP(w, r.WithContext(ctx))
 }
 
 // enter returns what is behind the door, or nil. The caller calls requests.Done after its request.
@@ -37,7 +50,7 @@ func (d *door) enter() *admitted {
 	return d.inside
 }
 
-// close admits no more requests, and waits for those in progress until ctx is done.
+// close admits no more requests, ends those of the admin API, and waits for the others until ctx is done.
 func (d *door) close(ctx context.Context) error {
 	d.mu.Lock()
 	inside := d.inside
@@ -46,6 +59,7 @@ func (d *door) close(ctx context.Context) error {
 	if inside == nil {
 		return nil
 	}
+	inside.close()
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)

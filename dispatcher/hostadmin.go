@@ -32,7 +32,7 @@ func (h *host) admin() http.Handler {
 		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.term.Load, s.forwarder, s.sequence})
 	}
 	guarded := http.NewServeMux()
-	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(registry).ServeHTTP(w, r) })
+	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(w, r, registry) })
 	guarded.HandleFunc("GET /report", h.report)
 	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) {
 		states := []*adminapi.LogState{}
@@ -63,7 +63,7 @@ func (h *host) adminOfSlot(w http.ResponseWriter, r *http.Request) {
 	if err == nil && slot >= 0 && slot < len(h.slots) {
 		if inside := h.slots[slot].door.enter(); inside != nil {
 			defer inside.requests.Done()
-			http.StripPrefix("/slots/"+r.PathValue("slot"), inside.admin).ServeHTTP(w, r)
+			http.StripPrefix("/slots/"+r.PathValue("slot"), http.HandlerFunc(inside.serveAdmin)).ServeHTTP(w, r)
 			return
 		}
 	}
@@ -124,24 +124,23 @@ func (s *hosted) sequence() uint64 {
 	return 0
 }
 
-// metrics serves the metrics of the process and of all its slots.
-func (h *host) metrics(registry prometheus.Gatherer) http.Handler {
+// metrics serves the metrics of the process and of all its slots. The stores remain open meanwhile.
+func (h *host) metrics(w http.ResponseWriter, r *http.Request, registry prometheus.Gatherer) {
 	gatherers := prometheus.Gatherers{registry}
-	var streams []promtext.Part
-	streams = append(streams, promtext.Part{Write: func(w *promtext.Writer) {
+	streams := []promtext.Part{{Write: func(w *promtext.Writer) {
 		w.Family("posthorn_ready", promtext.Gauge, "1 while calls are accepted.")
 		w.Sample(number(h.ready() == nil), "")
-	}})
+	}}}
 	for _, s := range h.slots {
 		inside := s.door.enter()
 		if inside == nil {
 			continue
 		}
-		inside.requests.Done() // The metrics of a closed store are its last ones.
+		defer inside.requests.Done()
 		d := inside.dispatcher
 		gatherers = append(gatherers, d.metrics)
 		labels := promtext.NewLabels("slot", strconv.Itoa(s.slot))
 		streams = append(streams, promtext.Part{Labels: labels, Write: d.writeMetrics}, promtext.Part{Labels: labels, Write: d.engine.WriteMetrics})
 	}
-	return promtext.Handler(gatherers, promtext.Merged(streams...))
+	promtext.Handler(gatherers, promtext.Merged(streams...)).ServeHTTP(w, r)
 }
