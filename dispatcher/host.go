@@ -572,7 +572,7 @@ func (s *hosted) runTerm(ctx context.Context, d *Dispatcher) error {
 
 // ServeHTTP sends a call to the owner of the slot.
 func (s *hosted) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if inside := s.door.enter(); inside != nil {
+	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
 		inside.calls.ServeHTTP(w, r)
 		return
@@ -599,21 +599,41 @@ func (h *host) any() http.Handler {
 func (h *host) front() *front.Front {
 	return &front.Front{
 		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.namespaces.listDoubtful,
-		Slot: func(slot int) http.Handler { return h.slots[slot] }, Any: h.any,
+		Slot: h.handlerOf, Any: h.any,
 		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Unreadable: func(w http.ResponseWriter, err error) {
 			refuseForwarded(w, &peer.BodyError{Err: err})
 		},
 	}
 }
 
+// handlerOf returns the handler of a slot. One that this process does not know was added meanwhile.
+func (h *host) handlerOf(slot int) http.Handler {
+	if slot < len(h.slots) {
+		return h.slots[slot]
+	}
+	return http.HandlerFunc(refuseCall)
+}
+
+// slotNamed returns the slot with a number in decimal; nil if there is none.
+func (h *host) slotNamed(number string) *hosted {
+	if slot, err := strconv.Atoi(number); err == nil && slot >= 0 && slot < len(h.slots) {
+		return h.slots[slot]
+	}
+	return nil
+}
+
+// enter admits a request to the Dispatcher of the slot. The result is nil if this process does not own
+// the slot; otherwise the caller calls requests.Done after its request.
+func (s *hosted) enter() *admitted {
+	if s == nil {
+		return nil
+	}
+	return s.door.enter()
+}
+
 // fromPeer handles a request that another process has forwarded.
 func (h *host) fromPeer(w http.ResponseWriter, r *http.Request) {
-	slot, err := strconv.Atoi(peer.TakeSlot(r))
-	if err != nil || slot < 0 || slot >= len(h.slots) {
-		peer.Misdirected(w, r)
-		return
-	}
-	inside := h.slots[slot].door.enter()
+	inside := h.slotNamed(peer.TakeSlot(r)).enter()
 	if inside == nil {
 		peer.Misdirected(w, r)
 		return

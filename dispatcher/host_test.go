@@ -267,14 +267,14 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	for _, keyInBody := range []bool{false, true} {
 		body := `{"userId":"u","event":"e"}`
 		if keyInBody {
-			body = `{"userId":"u","event":"e","writeKey":"nobody"}`
+			body = `{"userId":"u","event":"e","writeKey":"unknown"}`
 		}
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(body))
 		if err != nil {
 			t.Fatal(err)
 		}
 		if !keyInBody {
-			r.SetBasicAuth("nobody", "")
+			r.SetBasicAuth("unknown", "")
 		}
 		resp, err := http.DefaultClient.Do(r)
 		if err != nil {
@@ -306,5 +306,32 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 		return nil
 	}); err != nil {
 		t.Errorf("report of slot 0: %v", err)
+	}
+	for _, slot := range []string{"2", "-1", "x"} {
+		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/"+slot+"/report"); status != http.StatusNotFound || !strings.Contains(text, "does not own slot "+slot) {
+			t.Errorf("report of slot %s: got status %d and %q, want 404 with the slot", slot, status, text)
+		}
+	}
+	// Namespace c has no config, so its slot is asked about unknown keys.
+	if _, err := in.directory.Create(t.Context(), slots.Assignment{Namespace: "c", Slot: 9}); err != nil {
+		t.Fatal(err)
+	}
+	if err := wait.Until(func() error {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"userId":"u","event":"e"}`))
+		if err != nil {
+			return err
+		}
+		r.SetBasicAuth("unknown", "")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			return err
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusServiceUnavailable {
+			return fmt.Errorf("got status %d", resp.StatusCode)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("unknown key, and a slot that this process does not know: want 503: %v", err)
 	}
 }

@@ -46,32 +46,32 @@ func (h *host) admin() http.Handler {
 	guarded.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "this process has several slots; send the request to /slots/N/ for a slot of GET /slots", http.StatusNotFound)
 	})
+	guarded.HandleFunc("/slots/{slot}/", h.refuseSlot)
+	others := http.Handler(guarded)
+	if h.o.AdminGuard != nil {
+		others = h.o.AdminGuard(guarded)
+	}
 	root := http.NewServeMux()
 	admin.MountHealth(root, h.ready)
-	root.HandleFunc("/slots/{slot}/", h.adminOfSlot)
-	if h.o.AdminGuard != nil {
-		root.Handle("/", h.o.AdminGuard(guarded))
-	} else {
-		root.Handle("/", guarded)
-	}
+	root.Handle("/", others)
+	root.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, r *http.Request) {
+		number := r.PathValue("slot")
+		inside := h.slotNamed(number).enter()
+		if inside == nil {
+			others.ServeHTTP(w, r)
+			return
+		}
+		defer inside.requests.Done()
+		http.StripPrefix("/slots/"+number, http.HandlerFunc(inside.serveAdmin)).ServeHTTP(w, r) // It has the guard.
+	})
 	return root
 }
 
-// adminOfSlot serves the admin API of a slot, which has the guard.
-func (h *host) adminOfSlot(w http.ResponseWriter, r *http.Request) {
-	slot, err := strconv.Atoi(r.PathValue("slot"))
-	if err == nil && slot >= 0 && slot < len(h.slots) {
-		if inside := h.slots[slot].door.enter(); inside != nil {
-			defer inside.requests.Done()
-			http.StripPrefix("/slots/"+r.PathValue("slot"), http.HandlerFunc(inside.serveAdmin)).ServeHTTP(w, r)
-			return
-		}
-	}
-	message := fmt.Sprintf("this process does not own slot %s", r.PathValue("slot"))
-	if err == nil && slot >= 0 && slot < len(h.slots) {
-		if owner := h.slots[slot].forwarder.Owner(); owner != "" {
-			message += "; send the request to the owner, " + owner
-		}
+// refuseSlot answers a request for a slot that this process does not own.
+func (h *host) refuseSlot(w http.ResponseWriter, r *http.Request) {
+	message := "this process does not own slot " + r.PathValue("slot")
+	if s := h.slotNamed(r.PathValue("slot")); s != nil && s.forwarder.Owner() != "" {
+		message += "; send the request to the owner, " + s.forwarder.Owner()
 	}
 	http.Error(w, message, http.StatusNotFound)
 }
@@ -101,7 +101,7 @@ func writeJSON(w http.ResponseWriter, status int, value any) {
 // state returns the part of the process in the log of the slot; nil for none.
 func (s *hosted) state() *adminapi.LogState {
 	var state *adminapi.LogState
-	if inside := s.door.enter(); inside != nil {
+	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
 		state = inside.dispatcher.logState()
 	} else if b := s.standby.Load(); b != nil {
@@ -132,7 +132,7 @@ func (h *host) metrics(w http.ResponseWriter, r *http.Request, registry promethe
 		w.Sample(number(h.ready() == nil), "")
 	}}}
 	for _, s := range h.slots {
-		inside := s.door.enter()
+		inside := s.enter()
 		if inside == nil {
 			continue
 		}
