@@ -307,6 +307,9 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("report of slot 0: %v", err)
 	}
+	if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/1/log"); !strings.Contains(text, `"slot":1`) {
+		t.Errorf("log of slot 1: got %s", text)
+	}
 	for _, slot := range []string{"2", "-1", "x"} {
 		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/"+slot+"/report"); status != http.StatusNotFound || !strings.Contains(text, "does not own slot "+slot) {
 			t.Errorf("report of slot %s: got status %d and %q, want 404 with the slot", slot, status, text)

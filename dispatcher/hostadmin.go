@@ -100,17 +100,14 @@ func writeJSON(w http.ResponseWriter, status int, value any) {
 
 // state returns the part of the process in the log of the slot; nil for none.
 func (s *hosted) state() *adminapi.LogState {
-	var state *adminapi.LogState
 	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
-		state = inside.dispatcher.logState()
-	} else if b := s.standby.Load(); b != nil {
-		state = b.state(s.o.Pod)
+		return inside.dispatcher.logState()
 	}
-	if state != nil {
-		state.Slot = s.slot
+	if b := s.standby.Load(); b != nil {
+		return b.state(s.o)
 	}
-	return state
+	return nil
 }
 
 // sequence returns the sequence of the last record that the process has; 0 for none.

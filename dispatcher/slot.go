@@ -250,8 +250,8 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 }
 
 // state returns the part of this standby in the log.
-func (s *standby) state(pod string) *adminapi.LogState {
-	state := &adminapi.LogState{Pod: pod, Sequence: s.applied.Load()}
+func (s *standby) state(o Options) *adminapi.LogState {
+	state := &adminapi.LogState{Pod: o.Pod, Slot: o.hosted.number(), Sequence: s.applied.Load()}
 	if s.calls != nil {
 		state.OwnerName = s.calls.Owner()
 	}
@@ -271,7 +271,7 @@ func (d *Dispatcher) logState() *adminapi.LogState {
 	}
 	status := t.writer.Status()
 	state := &adminapi.LogState{
-		Pod: d.options.Pod, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
+		Pod: d.options.Pod, Slot: t.slot, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(),
 	}
 	t.durability.describe(state)
@@ -331,7 +331,7 @@ func (s *standby) admin(o Options) http.Handler {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
 	})
-	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o.Pod) })
+	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
 	guarded.HandleFunc("/", s.refuseAdmin)
 	if o.AdminGuard != nil {
 		return s.handler(o.AdminGuard(guarded))

@@ -40,8 +40,8 @@ type LogReport struct {
 	Epoch uint64 `json:"epoch,omitempty"`
 	// Slot is the slot of the report, for a pod with several slots.
 	Slot int `json:"slot,omitempty"`
-	// Several is true in the report of a pod with several slots. It has no namespaces: those of a
-	// slot are in the report of Client.Slot. Slots are the slots that the pod owns, sorted.
+	// Several is true in the report of a pod with several slots. It has no namespaces: those of slot
+	// N are on GET /slots/N/report. Slots are the slots that the pod owns, sorted.
 	Several bool  `json:"several,omitempty"`
 	Slots   []int `json:"slots,omitempty"`
 }
