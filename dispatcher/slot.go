@@ -3,7 +3,6 @@ package dispatcher
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -328,8 +327,7 @@ func (s *standby) admin(o Options) http.Handler {
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
 	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
+		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
 	})
 	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
 	guarded.HandleFunc("/", s.refuseAdmin)
@@ -367,9 +365,7 @@ func (s *standby) refuseAdmin(w http.ResponseWriter, _ *http.Request) {
 			message = "this process is a standby, without messages; send the request to the owner, " + owner
 		}
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(http.StatusServiceUnavailable)
-	_ = json.NewEncoder(w).Encode(map[string]string{"error": message})
+	writeJSON(w, http.StatusServiceUnavailable, map[string]string{"error": message})
 }
 
 // newPeerServer makes the server for the calls that standbys forward. identity may be nil if it does
