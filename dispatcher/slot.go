@@ -451,9 +451,10 @@ func (t *term) report() *adminapi.LogReport {
 	return &adminapi.LogReport{Epoch: t.writer.Epoch(), Slot: t.slot}
 }
 
-// abandon ends the term without a record: writes that wait for the log end with an error.
+// abandon ends the term without a record if the log does not answer: writes that wait for it end with
+// an error.
 func (t *term) abandon() {
-	if t != nil {
+	if t != nil && t.writer.Status().Unacknowledged >= closeGrace {
 		t.logger.Warn("the log does not answer; stopping without it. Calls in progress are refused")
 		t.writer.Close()
 	}
