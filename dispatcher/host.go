@@ -257,7 +257,6 @@ func (h *host) place(ctx context.Context) error {
 			return
 		}
 		if h.members.Hear(heartbeat) {
-			h.announceOwners()
 			h.signal()
 		}
 	})

@@ -56,11 +56,12 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	key, inBody := ingest.WriteKey(r)
-	if namespace, ok := f.Index.Namespace(key); ok && key != "" {
-		f.serve(w, r, namespace)
-		return
-	}
-	if key == "" && !inBody {
+	if key != "" {
+		if namespace, ok := f.Index.Namespace(key); ok {
+			f.serve(w, r, namespace)
+			return
+		}
+	} else if !inBody {
 		f.Any().ServeHTTP(w, r)
 		return
 	}
