@@ -194,7 +194,11 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, podsVersion: podsVersion, answering: !slices.ContainsFunc(pods, func(p health.Pod) bool { return !p.Answers() || p.Outdated }), now: r.now(), memos: r.memosOf(namespace)}
+	p := statusPass{
+		statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, podsVersion: podsVersion,
+		answering: !slices.ContainsFunc(pods, func(pod health.Pod) bool { return !pod.Answers() || pod.Outdated }),
+		now:       r.now(), memos: r.memosOf(namespace),
+	}
 	p.group.SetLimit(maxWritesAtOnce)
 	for i, k := range r.kinds {
 		p.updateAll(ctx, objects[i], k.Health)
