@@ -113,7 +113,7 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 			longest, all.gap = max(longest, all.gap), 0
 		}
 	}
-	repeated := checkDelivered(t, all, r)
+	repeated := checkDelivered(t, all.acknowledged, r)
 	checkMetrics(t, pods)
 	checkCopies(t, s, pods)
 	t.Logf("%d acknowledged calls, %d repeated deliveries; %d of %d takeovers after the loss of the owner within %v; longest time without an acknowledged call %v",
@@ -215,19 +215,19 @@ func acknowledge(t *testing.T, s *sender, n int) {
 
 // checkDelivered waits until the receiver has every acknowledged call, and returns the number of
 // repeated deliveries.
-func checkDelivered(t *testing.T, s *sender, r *receiver) (repeated int) {
+func checkDelivered(t *testing.T, acknowledged []string, r *receiver) (repeated int) {
 	t.Helper()
 	err := wait.Until(func() error {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		missing := 0
-		for _, id := range s.acknowledged {
+		var missing []string
+		for _, id := range acknowledged {
 			if r.got[id] == 0 {
-				missing++
+				missing = append(missing, id)
 			}
 		}
-		if missing > 0 {
-			return fmt.Errorf("%d of %d acknowledged calls were not delivered", missing, len(s.acknowledged))
+		if len(missing) > 0 {
+			return fmt.Errorf("%d of %d acknowledged calls were not delivered, for example %s", len(missing), len(acknowledged), missing[0])
 		}
 		return nil
 	})

@@ -261,25 +261,6 @@ func TestSeveralSlots(t *testing.T) {
 
 	stop()
 	<-ended
-	if err := wait.Until(func() error {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		var missing []string
-		for _, id := range l.acknowledged {
-			if r.got[id] == 0 {
-				missing = append(missing, id)
-			}
-		}
-		if len(missing) > 0 {
-			return fmt.Errorf("%d of %d acknowledged calls were not delivered, for example %s", len(missing), len(l.acknowledged), missing[0])
-		}
-		return nil
-	}); err != nil {
-		t.Error(err)
-	}
-	repeated := 0
-	for _, n := range r.got {
-		repeated += n - 1
-	}
+	repeated := checkDelivered(t, l.acknowledged, r)
 	t.Logf("%d acknowledged calls, %d repeated deliveries", len(l.acknowledged), repeated)
 }
