@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"sync"
 	"testing"
@@ -157,9 +158,11 @@ func severalConfigs(t *testing.T, url string) map[string]liveconfig.Stored {
 type load struct {
 	mu           sync.Mutex
 	acknowledged []string
-	// last is the time of the last acknowledged call of a namespace, and gap the longest time without one.
-	last map[string]time.Time
-	gap  time.Duration
+	// count is the number of acknowledged calls of a namespace, last the time of the last one, and gap
+	// the longest time without one.
+	count map[string]int
+	last  map[string]time.Time
+	gap   time.Duration
 }
 
 func (l *load) run(ctx context.Context, hosts []*host) {
@@ -182,6 +185,7 @@ func (l *load) run(ctx context.Context, hosts []*host) {
 					l.gap = max(l.gap, now.Sub(last))
 				}
 				l.last[namespace] = now
+				l.count[namespace]++
 				l.mu.Unlock()
 			}
 		})
@@ -189,8 +193,26 @@ func (l *load) run(ctx context.Context, hosts []*host) {
 	group.Wait()
 }
 
-// takeGap returns the longest time without an acknowledged call of a namespace since the last call.
-func (l *load) takeGap() time.Duration {
+// progress waits until each namespace has further acknowledged calls, and returns the longest time
+// without one since the last call of progress.
+func (l *load) progress(t *testing.T) time.Duration {
+	t.Helper()
+	l.mu.Lock()
+	before := maps.Clone(l.count)
+	l.mu.Unlock()
+	if err := wait.Until(func() error {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		for n := range severalNamespaces {
+			namespace := fmt.Sprintf("team-%d", n)
+			if got := l.count[namespace] - before[namespace]; got < 100 {
+				return fmt.Errorf("%d acknowledged calls of namespace %s", got, namespace)
+			}
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("want 100 more of each namespace: %v", err)
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	gap := l.gap
@@ -240,24 +262,21 @@ func TestSeveralSlots(t *testing.T) {
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	l := &load{last: map[string]time.Time{}}
+	l := &load{count: map[string]int{}, last: map[string]time.Time{}}
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		l.run(ctx, hosts)
 	}()
-	time.Sleep(3 * time.Second)
-	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.takeGap().Round(time.Millisecond))
+	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.progress(t).Round(time.Millisecond))
 
 	hosts[0].log.Close()
 	waitOwned(t, severalSlots/2, hosts[1:]...)
-	time.Sleep(3 * time.Second)
-	t.Logf("after the loss of a process: %v", l.takeGap().Round(time.Millisecond))
+	t.Logf("after the loss of a process: %v", l.progress(t).Round(time.Millisecond))
 
 	hosts[1].stop()
 	waitOwned(t, severalSlots, hosts[2])
-	time.Sleep(3 * time.Second)
-	t.Logf("after the orderly end of a process: %v", l.takeGap().Round(time.Millisecond))
+	t.Logf("after the orderly end of a process: %v", l.progress(t).Round(time.Millisecond))
 
 	stop()
 	<-ended
