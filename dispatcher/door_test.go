@@ -41,8 +41,8 @@ func TestDoorCloses(t *testing.T) {
 		t.Errorf("the first request that ends: got %s, want admin", got)
 	}
 	select {
-	case <-closed:
-		t.Error("the door closed beside a call in progress")
+	case err := <-closed:
+		t.Errorf("the door closed beside a call in progress, with error %v", err)
 	default:
 	}
 	if d.enter() != nil {
