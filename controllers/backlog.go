@@ -157,7 +157,7 @@ func (p *prober) backlogs() backlogs {
 	p.mu.Unlock()
 	all := backlogs{}
 	for name, last := range reports {
-		if name == logStore || last.report == nil {
+		if last.report == nil || last.report.Log != nil {
 			continue
 		}
 		pending := int64(0)

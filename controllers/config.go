@@ -450,7 +450,7 @@ const maxReportWait = 5 * time.Second
 func (r *configReconciler) dispatchers(namespace string) compile.Dispatchers {
 	pods, complete := r.reports()
 	reports := compile.Reports{Silent: !complete}
-	for _, pod := range pods {
+	for _, pod := range storesOf(pods, namespace) {
 		reports.Unknown = reports.Unknown || !hasConfigs(pod.Report) && !hasConfigs(pod.Configs)
 		config := pod.Report.Config(namespace)
 		switch {

@@ -3,6 +3,8 @@ package controllers
 import (
 	"context"
 	"errors"
+	"fmt"
+	"iter"
 	"maps"
 	"net"
 	"net/http"
@@ -42,12 +44,14 @@ type prober struct {
 	changed func(reportChange)
 	// silenced is called when a ready pod becomes silent, and when it answers again.
 	silenced func(pod Pod, silent bool)
-	slots    chan struct{}
+	atOnce   chan struct{}
 
 	mu     sync.Mutex
 	probes map[Pod]*probe
-	// last has the last report by the name of the store, also of pods that are not ready; see store.
+	// last has the last report by the name of the store, also of pods that are not ready; see probe.stores.
 	last map[string]lastReport
+	// slots is the number of slots of a replicated log with several; 0 for none.
+	slots int
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
 	listed   bool
@@ -69,8 +73,10 @@ type probe struct {
 	refresh chan struct{}
 	// requested is true after the first request.
 	requested bool
-	// state is the merge of the pod's reports; nil until the first answer.
+	// state is the merge of the pod's reports; nil until the first answer. For a pod with several slots,
+	// slots are the merges of the reports of those that it owns.
 	state *adminapi.Index
+	slots map[int]*adminapi.Index
 	// started is the start of the probe, and answered the time of the last answer; at first,
 	// of the start.
 	started, answered time.Time
@@ -84,7 +90,7 @@ type probe struct {
 func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(reportChange), silenced func(pod Pod, silent bool)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed, silenced: silenced,
-		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
+		atOnce: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
 		client: &http.Client{
 			Transport:     transport,
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
@@ -219,14 +225,50 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 	}
 }
 
+// reported is the answer of a pod.
+type reported struct {
+	// report has the changes since the last answer; nil for none.
+	report *adminapi.Report
+	// slots are the same for the slots that the pod owns.
+	slots map[int]*adminapi.Report
+}
+
 // +kubebuilder:rbac:urls=/report,verbs=get
 
-// fetch returns the changes since a pod's last report, or nil if there are none.
-func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Report, error) {
-	client := adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.slots, ReportTimeout: reportTimeout}
+// fetch requests the changes since a pod's last answer.
+func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (r reported, err error) {
+	client := &adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.atOnce, ReportTimeout: reportTimeout}
+	if r.report, err = changes(ctx, client, probe.state); err != nil {
+		return r, err
+	}
+	var log *adminapi.LogReport
+	if r.report != nil {
+		log = r.report.Log
+	} else if probe.state != nil {
+		log = probe.state.Log
+	}
+	if log == nil || !log.Several {
+		return r, nil
+	}
+	r.slots = map[int]*adminapi.Report{}
+	for _, slot := range log.Slots {
+		report, err := changes(ctx, client.Slot(slot), probe.slots[slot])
+		if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+			continue // The pod has handed the slot over meanwhile.
+		}
+		if err != nil {
+			return r, fmt.Errorf("slot %d: %w", slot, err)
+		}
+		r.slots[slot] = report
+	}
+	return r, nil
+}
+
+// changes returns what changed since the last report, or nil if nothing did.
+func changes(ctx context.Context, client *adminapi.Client, last *adminapi.Index) (*adminapi.Report, error) {
 	cursor := ""
-	if probe.state != nil {
-		cursor = probe.state.Cursor
+	if last != nil {
+		cursor = last.Cursor
 	}
 	report, err := client.Report(ctx, cursor)
 	if errors.Is(err, adminapi.ErrNotModified) {
@@ -236,10 +278,15 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Re
 }
 
 // record stores the result of a request to a pod and calls changed and silenced.
-func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *adminapi.Report, err error) {
+func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r reported, err error) {
 	now := time.Now()
 	if pod.Unready {
-		p.recordUnready(probe, report, err)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		// The last report remains that of the time when the pod was ready: a pod that starts has not loaded
+		// its objects yet.
+		probe.requested, probe.failing = true, err != nil
+		p.merge(pod, probe, r)
 		return
 	}
 	p.mu.Lock()
@@ -258,17 +305,13 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 			log.FromContext(ctx).Info("dispatcher pod reports again", "pod", pod.Name)
 		}
 		probe.failing, probe.silent, probe.answered = false, false, now
-		if report != nil {
-			before := probe.state
-			if before == nil { // A report equal to that of the predecessor is no change.
-				before = p.last[pod.Name].report
+		merged := p.merge(pod, probe, r)
+		change.namespaces, change.all, change.pods = merged.namespaces, merged.all, change.pods || merged.pods
+		for name, state := range probe.stores(pod) {
+			if p.owns(name, state) {
+				change.all = change.all || p.last[name].outdated
+				p.last[name] = lastReport{report: state, answered: now}
 			}
-			probe.state, change.namespaces = before.Merge(*report, p.like(probe))
-			change.all = concernsAll(before, probe.state)
-		}
-		if name, owned := p.store(pod, probe); owned {
-			change.all = change.all || p.last[name].outdated
-			p.last[name] = lastReport{report: probe.state, answered: now}
 		}
 	}
 	silent := probe.silent
@@ -283,30 +326,74 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 	}
 }
 
-// recordUnready stores the result of a request to a pod that is not ready. The last report remains
-// that of the time when the pod was ready: a pod that starts has not loaded its objects yet.
-func (p *prober) recordUnready(probe *probe, report *adminapi.Report, err error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	probe.requested, probe.failing = true, err != nil
-	if report != nil {
-		probe.state, _ = probe.state.Merge(*report, p.like(probe))
+// merge updates the states of a pod by its answer. The mutex is held.
+func (p *prober) merge(pod Pod, probe *probe, r reported) (change reportChange) {
+	// next returns the state of a store after a report. A report equal to that of the predecessor is no
+	// change.
+	next := func(name string, before *adminapi.Index, report *adminapi.Report) *adminapi.Index {
+		if report == nil {
+			return before
+		}
+		if before == nil && !pod.Unready {
+			before = p.last[name].report
+		}
+		after, namespaces := before.Merge(*report, p.like(probe))
+		change.namespaces = append(change.namespaces, namespaces...)
+		change.all = change.all || concernsAll(before, after)
+		return after
+	}
+	if r.report != nil && r.report.Log != nil && r.report.Log.Several {
+		probe.state = adminapi.NewIndex(*r.report) // It has no namespaces.
+		p.slots = max(p.slots, r.report.Log.Number)
+	} else {
+		probe.state = next(pod.Name, probe.state, r.report)
+	}
+	slots := map[int]*adminapi.Index{}
+	for slot, report := range r.slots {
+		if slots[slot] = next(slotStore(slot), probe.slots[slot], report); slots[slot] == nil {
+			delete(slots, slot)
+		}
+	}
+	present := func(_, _ *adminapi.Index) bool { return true }
+	change.pods = !maps.EqualFunc(slots, probe.slots, present)
+	probe.slots = slots
+	return change
+}
+
+// logStore is the name of the store of a replicated log with one slot. Any of its pods can own it.
+const logStore = "replicated log"
+
+// slotStore is the name of the store of one slot of several.
+func slotStore(slot int) string { return fmt.Sprintf("%s, slot %04d", logStore, slot) }
+
+// stores returns the names and states of a pod's stores: the one of the pod, which its successor has,
+// too, or those of a replicated log, without those of which it is a standby.
+func (p *probe) stores(pod Pod) iter.Seq2[string, *adminapi.Index] {
+	return func(yield func(string, *adminapi.Index) bool) {
+		switch {
+		case p.state == nil || p.state.Log == nil:
+			yield(pod.Name, p.state)
+		case p.state.Log.Several:
+			for slot, state := range p.slots {
+				if !yield(slotStore(slot), state) {
+					return
+				}
+			}
+		case !p.state.Log.Standby:
+			yield(logStore, p.state)
+		}
 	}
 }
 
-// logStore is the name of the store of a replicated log. Any of its pods can own it.
-const logStore = "replicated log"
-
-// store returns the name of a pod's store: that of the pod, which its successor has, too, or logStore.
-// owned is false for a pod of a replicated log that is a standby, or that has lost the store to
-// another pod. The mutex is held.
-func (p *prober) store(pod Pod, probe *probe) (name string, owned bool) {
-	if probe.state == nil || probe.state.Log == nil {
-		return pod.Name, true
+// owns reports whether the state of a store is not older than the last one. A pod that has lost a
+// store of a replicated log to another pod has a lower epoch. The mutex is held.
+func (p *prober) owns(name string, state *adminapi.Index) bool {
+	if state == nil || state.Log == nil {
+		return true
 	}
-	log, last := probe.state.Log, p.last[logStore]
+	last := p.last[name]
 	// The epochs of a log that was created again begin with 1.
-	return logStore, !log.Standby && (last.report == nil || last.outdated || log.Epoch >= last.report.Log.Epoch)
+	return last.report == nil || last.outdated || state.Log.Epoch >= last.report.Log.Epoch
 }
 
 // like returns the state of another pod, or nil. The mutex is held.
@@ -335,28 +422,29 @@ func (p *prober) updateMetrics() {
 	dispatchers.WithLabelValues("false").Set(float64(ready - answering))
 }
 
-// reports returns the pods with their last reports, sorted by name. complete is false
+// reports returns the stores of the pods with their last reports, sorted by name. complete is false
 // until every ready pod without a report has had a request, because a report that is not
 // requested yet would look like a change.
 func (p *prober) reports() (pods []health.Pod, complete bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pods = make([]health.Pod, 0, len(p.last))
+	pods = make([]health.Pod, 0, len(p.last)+p.slots)
 	complete = p.listed
-	// sharing are the pods whose store has another name.
+	// sharing are the pods whose stores have other names.
 	ready, unready, sharing := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
-		name, owned := p.store(pod, probe)
-		last := p.last[name]
-		sharing[pod.Name] = sharing[pod.Name] || name != pod.Name
-		switch {
-		case !owned:
-		case !pod.Unready:
-			ready[name] = true
-			complete = complete && (probe.requested || last.report != nil)
-			pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
-		case !probe.failing:
-			unready[name] = probe.state
+		sharing[pod.Name] = sharing[pod.Name] || probe.state != nil && probe.state.Log != nil
+		for name, state := range probe.stores(pod) {
+			last := p.last[name]
+			switch {
+			case !p.owns(name, state):
+			case !pod.Unready:
+				ready[name] = true
+				complete = complete && (probe.requested || last.report != nil)
+				pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
+			case !probe.failing:
+				unready[name] = state
+			}
 		}
 	}
 	absent := slices.Collect(maps.Keys(p.last))
@@ -370,8 +458,43 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated})
 		}
 	}
+	for slot := range p.slots {
+		if name := slotStore(slot); !ready[name] && p.last[name].report == nil {
+			pods = append(pods, health.Pod{Name: name, Configs: unready[name], Silent: true})
+		}
+	}
 	slices.SortFunc(pods, func(a, b health.Pod) int { return strings.Compare(a.Name, b.Name) })
 	return pods, complete
+}
+
+// storesOf returns the stores that can have data of a namespace. In a replicated log with several slots
+// one slot has them. The slot of a namespace that none reports is not known: a slot without a report is
+// returned for it, or any if there is none.
+func storesOf(pods []health.Pod, namespace string) []health.Pod {
+	isSlot := func(pod health.Pod) bool { return strings.HasPrefix(pod.Name, logStore+", ") }
+	if !slices.ContainsFunc(pods, isSlot) {
+		return pods
+	}
+	has := func(x *adminapi.Index) bool {
+		return x.Namespace(namespace) != nil || x.Config(namespace).Namespace != ""
+	}
+	var list []health.Pod
+	var known bool
+	var substitute *health.Pod
+	for _, pod := range pods {
+		switch {
+		case !isSlot(pod):
+			list = append(list, pod)
+		case has(pod.Report) || has(pod.Configs):
+			list, known = append(list, pod), true
+		case substitute == nil || substitute.Report != nil && (pod.Report == nil || !substitute.Answers() && pod.Answers()):
+			substitute = &pod
+		}
+	}
+	if !known {
+		list = append(list, *substitute)
+	}
+	return list
 }
 
 // concernsAll reports whether the states of a pod differ in a part that concerns every

@@ -2,8 +2,13 @@ package controllers
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"reflect"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -65,9 +70,9 @@ func TestSilentPod(t *testing.T) {
 		} {
 			time.Sleep(step.after)
 			if step.err != nil {
-				p.record(ctx, pod, probe, nil, step.err)
+				p.record(ctx, pod, probe, reported{}, step.err)
 			} else {
-				p.record(ctx, pod, probe, report, nil)
+				p.record(ctx, pod, probe, reported{report: report}, nil)
 			}
 			p.expire(time.Now())
 			got, event := state()
@@ -113,7 +118,7 @@ func TestUnreadyPod(t *testing.T) {
 		{"unchanged", nil, nil, adminapi.NewIndex(*unready)},
 		{"refused again", nil, errors.New("connection refused"), nil},
 	} {
-		p.record(ctx, pod, probe, step.report, step.err)
+		p.record(ctx, pod, probe, reported{report: step.report}, step.err)
 		got, complete := p.reports()
 		want := []health.Pod{{Name: "dispatcher-0", Report: ready, Configs: step.want, Absent: true}}
 		if diff := cmp.Diff(want, got, everyField); diff != "" || !complete {
@@ -163,7 +168,7 @@ func TestReplacedPod(t *testing.T) {
 				t.Errorf("%s: complete %v, pods (-want +got):\n%s", step, complete, diff)
 			}
 		}
-		p.record(ctx, old, newProbe(p, old, false), first, nil)
+		p.record(ctx, old, newProbe(p, old, false), reported{report: first}, nil)
 		expect("ready", health.Pod{Report: adminapi.NewIndex(*first)})
 		delete(p.probes, old)
 		expect("absent", health.Pod{Report: adminapi.NewIndex(*first), Absent: true})
@@ -172,7 +177,7 @@ func TestReplacedPod(t *testing.T) {
 		expect("absent for a long time", health.Pod{Report: adminapi.NewIndex(*first), Absent: true, Outdated: true})
 		probe := newProbe(p, replacement, true)
 		expect("replaced", health.Pod{Report: adminapi.NewIndex(*first), Silent: true, Outdated: true, Starting: true})
-		p.record(ctx, replacement, probe, second, nil)
+		p.record(ctx, replacement, probe, reported{report: second}, nil)
 		expect("the replacement answers", health.Pod{Report: adminapi.NewIndex(*second), Starting: true})
 		time.Sleep(startGrace + time.Second)
 		p.expire(time.Now())
@@ -226,7 +231,7 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 			if report == nil {
 				err = lost
 			}
-			p.record(t.Context(), pods[i], probes[i], report, err)
+			p.record(t.Context(), pods[i], probes[i], reported{report: report}, err)
 		}
 		got, complete := p.reports()
 		step.want.Name = logStore
@@ -244,11 +249,11 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
 	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
 	first := newProbe(p, pod, false)
-	p.record(t.Context(), pod, first, ready, nil)
+	p.record(t.Context(), pod, first, reported{report: ready}, nil)
 	delete(p.probes, pod)
 	pod.Unready, p.notReady = true, []string{pod.Name}
 	unready := &adminapi.Report{Log: &adminapi.LogReport{Epoch: 1}}
-	p.record(t.Context(), pod, newProbe(p, pod, false), unready, nil)
+	p.record(t.Context(), pod, newProbe(p, pod, false), reported{report: unready}, nil)
 	got, complete := p.reports()
 	want := []health.Pod{{Name: logStore, Report: adminapi.NewIndex(*ready), Configs: adminapi.NewIndex(*unready), Absent: true}}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
@@ -274,13 +279,100 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Log.Epoch)
 			}
 		}
-		p.record(t.Context(), pod, probe, report(7), nil)
+		p.record(t.Context(), pod, probe, reported{report: report(7)}, nil)
 		expect("before", report(7))
-		p.record(t.Context(), pod, probe, report(1), nil)
+		p.record(t.Context(), pod, probe, reported{report: report(1)}, nil)
 		expect("a lower epoch", report(7))
 		time.Sleep(outdatedAfter + time.Second)
 		p.expire(time.Now())
-		p.record(t.Context(), pod, probe, report(1), nil)
+		p.record(t.Context(), pod, probe, reported{report: report(1)}, nil)
 		expect("a lower epoch for a long time", report(1))
 	})
+}
+
+// A pod with several slots reports each slot by itself. The status of a namespace comes from its slot,
+// also while the slot has no owner.
+func TestSeveralSlots(t *testing.T) {
+	slot := func(epoch uint64, namespaces ...string) *adminapi.Report {
+		r := &adminapi.Report{Ready: true, Cursor: fmt.Sprint(epoch), Log: &adminapi.LogReport{Epoch: epoch}}
+		for _, name := range namespaces {
+			r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Revision: fmt.Sprint(epoch)})
+		}
+		return r
+	}
+	type slots = map[int]*adminapi.Report
+	var answer reported
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		report := answer.report
+		var number int
+		if _, err := fmt.Sscanf(r.URL.Path, "/slots/%d/report", &number); err == nil {
+			report = answer.slots[number]
+		}
+		switch {
+		case report == nil:
+			http.Error(w, "not owned", http.StatusNotFound)
+		case report.Cursor != "" && r.URL.Query().Get(adminapi.ReportCursor) == report.Cursor:
+			w.WriteHeader(http.StatusNotModified)
+		default:
+			_ = json.NewEncoder(w).Encode(report)
+		}
+	}))
+	defer server.Close()
+	var last reportChange
+	p := newProber(nil, time.Second, http.DefaultTransport, func(c reportChange) { last = c }, func(Pod, bool) {})
+	p.listed = true
+	pods := []Pod{{Name: "a", URL: server.URL}, {Name: "b", URL: server.URL}}
+	probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
+	poll := func(pod int, owned slots, listed ...int) reportChange {
+		t.Helper()
+		last = reportChange{}
+		answer = reported{report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Several: true, Number: 3, Slots: listed}}, slots: owned}
+		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.record(t.Context(), pods[pod], probes[pod], r, nil)
+		return last
+	}
+	// expect checks the store of a namespace: its name, the revision, and its flags.
+	expect := func(step, namespace, want string) {
+		t.Helper()
+		all, complete := p.reports()
+		got := ""
+		for _, pod := range storesOf(all, namespace) {
+			got += fmt.Sprintf("%s %v", pod.Name, pod.Answers())
+			if n := pod.Report.Namespace(namespace); n != nil {
+				got += " " + n.Revision
+			}
+		}
+		if got != want || !complete || len(all) != 3 {
+			t.Errorf("%s: namespace %s: got %q of %d stores, complete %v; want %q of 3", step, namespace, got, len(all), complete, want)
+		}
+	}
+	poll(0, slots{0: slot(1, "shop"), 1: slot(1, "news")}, 0, 1)
+	poll(1, nil)
+	expect("the first reports", "shop", slotStore(0)+" true 1")
+	expect("the first reports", "news", slotStore(1)+" true 1")
+	expect("slot 2 has no owner", "blog", slotStore(2)+" false")
+	poll(1, slots{2: slot(1, "blog")}, 2)
+	expect("slot 2 has an owner", "blog", slotStore(2)+" true 1")
+	expect("a new namespace", "new", slotStore(0)+" true")
+	if change := poll(1, slots{2: slot(1, "blog")}, 2); !reflect.DeepEqual(change, reportChange{}) {
+		t.Errorf("equal reports: got change %+v, want none", change)
+	}
+
+	// A slot is in the list, and handed over before its report is read.
+	if change := poll(0, slots{0: slot(1, "shop")}, 0, 1); !change.pods || len(change.namespaces) > 0 || change.all {
+		t.Errorf("handed over: got change %+v, want one of the pods only", change)
+	}
+	expect("slot 1 has no owner", "news", slotStore(1)+" false 1")
+	if change := poll(1, slots{1: slot(2, "news"), 2: slot(1, "blog")}, 1, 2); !slices.Equal(change.namespaces, []string{"news"}) || change.all {
+		t.Errorf("taken over: got change %+v, want one of news", change)
+	}
+	expect("slot 1 was taken over", "news", slotStore(1)+" true 2")
+	poll(0, slots{0: slot(1, "shop"), 1: slot(1, "news")}, 0, 1)
+	expect("the former owner does not know it", "news", slotStore(1)+" true 2")
+	if len(p.backlogs()) != 0 {
+		t.Errorf("backlogs: got %v, want none: each pod can deliver the messages", p.backlogs())
+	}
 }

@@ -190,6 +190,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if !complete {
 		return reconcile.Result{}, nil // The prober triggers a reconciliation when they are complete.
 	}
+	pods = storesOf(pods, namespace)
 	objects, err := listNamespace(ctx, r, r.kinds, namespace, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return reconcile.Result{}, err

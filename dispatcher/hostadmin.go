@@ -46,23 +46,22 @@ func (h *host) admin() http.Handler {
 	guarded.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "this process has several slots; send the request to /slots/N/ for a slot of GET /slots", http.StatusNotFound)
 	})
-	guarded.HandleFunc("/slots/{slot}/", h.refuseSlot)
-	others := http.Handler(guarded)
+	others, refused := http.Handler(guarded), http.Handler(http.HandlerFunc(h.refuseSlot))
 	if h.o.AdminGuard != nil {
-		others = h.o.AdminGuard(guarded)
+		others, refused = h.o.AdminGuard(others), h.o.AdminGuard(refused)
 	}
 	root := http.NewServeMux()
 	admin.MountHealth(root, h.ready)
 	root.Handle("/", others)
 	root.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, r *http.Request) {
 		number := r.PathValue("slot")
-		inside := h.slotNamed(number).enter()
-		if inside == nil {
-			others.ServeHTTP(w, r)
-			return
+		// Who may read /report may read that of each slot: both guards get the path without the slot.
+		handler := refused
+		if inside := h.slotNamed(number).enter(); inside != nil {
+			defer inside.requests.Done()
+			handler = http.HandlerFunc(inside.serveAdmin)
 		}
-		defer inside.requests.Done()
-		http.StripPrefix("/slots/"+number, http.HandlerFunc(inside.serveAdmin)).ServeHTTP(w, r) // It has the guard.
+		http.StripPrefix("/slots/"+number, handler).ServeHTTP(w, r)
 	})
 	return root
 }
@@ -78,7 +77,7 @@ func (h *host) refuseSlot(w http.ResponseWriter, r *http.Request) {
 
 // report is the report of the process. The namespaces are in the reports of the slots.
 func (h *host) report(w http.ResponseWriter, r *http.Request) {
-	report := adminapi.Report{Pod: h.o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: h.ready() == nil, Log: &adminapi.LogReport{Several: true}}
+	report := adminapi.Report{Pod: h.o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: h.ready() == nil, Log: &adminapi.LogReport{Several: true, Number: h.s.Number}}
 	var cursor strings.Builder
 	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
 	for _, owned := range h.owned() {

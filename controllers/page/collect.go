@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"net/http"
 	"net/url"
 	"slices"
 	"strings"
@@ -27,17 +28,21 @@ func (k key) String() string { return k.Namespace + "/" + k.Name }
 // state is what the page read last.
 type state struct {
 	view
+	answers map[string]*answer // by pod
 	// objectsAt is when the objects were read. They are read only for a view.
 	objectsAt time.Time
 }
 
 // view is the data of one moment; it is immutable.
 type view struct {
-	now     time.Time
-	indices map[string]*adminapi.Index // by pod
-	silent  map[string]error           // pods that did not answer
-	missing error                      // why other pods are not connected
-	only    string                     // the namespace that is shown; "" is all
+	now time.Time
+	// indices are the states of the stores: by pod, or by slot for processes with several slots.
+	indices map[string]*adminapi.Index
+	pods    int
+	silent  map[string]error // pods that did not answer
+	unowned []int            // slots that no pod owns, sorted
+	missing error            // why other pods are not connected
+	only    string           // the namespace that is shown; "" is all
 
 	sources      map[string][]v1alpha1.Source
 	destinations map[key]*v1alpha1.WebhookDestination
@@ -71,64 +76,128 @@ func (p *Page) collect(ctx context.Context) (view, error) {
 // podTimeout bounds the wait for one dispatcher.
 const podTimeout = 5 * time.Second
 
-// dispatchers returns the dispatchers that can have messages, and the reason why others are missing.
+// dispatchers returns the admin APIs of the stores, by the names of view.indices, and the reason why
+// others are missing.
 func (p *Page) dispatchers() (map[string]*adminapi.Client, error) {
 	all, missing := p.options.Dispatchers()
-	standbys := p.standbys.Load()
-	if standbys == nil || len(*standbys) == 0 {
+	owned := p.owned.Load()
+	if owned == nil || len(*owned) == 0 {
 		return all, missing
 	}
-	all = maps.Clone(all)
-	maps.DeleteFunc(all, func(pod string, _ *adminapi.Client) bool { return (*standbys)[pod] })
-	return all, missing
+	stores := map[string]*adminapi.Client{}
+	for pod, client := range all {
+		slots, shared := (*owned)[pod]
+		if !shared {
+			stores[pod] = client
+		}
+		for _, slot := range slots {
+			stores[slotName(slot)] = client.Slot(slot)
+		}
+	}
+	return stores, missing
+}
+
+func slotName(slot int) string { return fmt.Sprintf("slot %d", slot) }
+
+// answer is what a dispatcher reported.
+type answer struct {
+	index *adminapi.Index
+	slots map[int]*adminapi.Index // of a process with several slots
+	err   error
+}
+
+// read requests what changed; an error keeps the last state.
+func (a *answer) read(ctx context.Context, client *adminapi.Client) {
+	index, err := merged(ctx, client, a.index)
+	if a.err = err; err != nil {
+		return
+	}
+	a.index = index
+	if index.Log == nil || !index.Log.Several {
+		return
+	}
+	slots := map[int]*adminapi.Index{}
+	for _, slot := range index.Log.Slots {
+		x, err := merged(ctx, client.Slot(slot), a.slots[slot])
+		if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+			continue // It was handed over meanwhile.
+		}
+		if err != nil {
+			a.err = fmt.Errorf("slot %d: %w", slot, err)
+			return
+		}
+		slots[slot] = x
+	}
+	a.slots = slots
+}
+
+// merged returns the state after what changed since the last one.
+func merged(ctx context.Context, client *adminapi.Client, last *adminapi.Index) (*adminapi.Index, error) {
+	cursor := ""
+	if last != nil {
+		cursor = last.Cursor
+	}
+	report, err := client.Report(ctx, cursor)
+	if errors.Is(err, adminapi.ErrNotModified) {
+		return last, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	next, _ := last.Merge(*report, nil)
+	return next, nil
 }
 
 // readReports merges what changed in every dispatcher; a silent one keeps its last state.
 func (p *Page) readReports(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, podTimeout)
 	defer cancel()
-	type answer struct {
-		index *adminapi.Index
-		err   error
-	}
 	answers := map[string]*answer{}
 	var group sync.WaitGroup
 	dispatchers, missing := p.options.Dispatchers()
 	for pod, client := range dispatchers {
-		a := &answer{index: p.live.indices[pod]}
+		a := &answer{}
+		if last := p.live.answers[pod]; last != nil {
+			*a = *last
+		}
 		answers[pod] = a
-		group.Go(func() {
-			cursor := ""
-			if a.index != nil {
-				cursor = a.index.Cursor
-			}
-			report, err := client.Report(ctx, cursor)
-			switch {
-			case errors.Is(err, adminapi.ErrNotModified):
-			case err != nil:
-				a.err = err
-			default:
-				a.index, _ = a.index.Merge(*report, nil)
-			}
-		})
+		group.Go(func() { a.read(ctx, client) })
 	}
 	group.Wait()
 	indices, silent := map[string]*adminapi.Index{}, map[string]error{}
-	standbys := map[string]bool{}
+	owned, owners, number := map[string][]int{}, map[int]string{}, 0
 	for pod, a := range answers {
-		if a.index != nil {
+		switch {
+		case a.index == nil:
+		case a.index.Log == nil || !a.index.Log.Several:
 			indices[pod] = a.index
 			if a.index.Log != nil && a.index.Log.Standby {
-				standbys[pod] = true
+				owned[pod] = nil
+			}
+		default:
+			owned[pod], number = nil, max(number, a.index.Log.Number)
+			for slot, x := range a.slots {
+				// A silent process may have lost the slot to another one.
+				if other := indices[slotName(slot)]; other == nil || other.Log.Epoch < x.Log.Epoch {
+					indices[slotName(slot)], owners[slot] = x, pod
+				}
 			}
 		}
 		if a.err != nil {
 			silent[pod] = a.err
 		}
 	}
-	p.standbys.Store(&standbys)
-	p.live.indices, p.live.silent, p.live.missing, p.live.now = indices, silent, missing, time.Now()
-	p.live.only = p.options.Namespace
+	p.live.unowned = nil
+	for slot := range number {
+		if pod, ok := owners[slot]; ok {
+			owned[pod] = append(owned[pod], slot)
+		} else {
+			p.live.unowned = append(p.live.unowned, slot)
+		}
+	}
+	p.owned.Store(&owned)
+	p.live.answers, p.live.indices, p.live.silent, p.live.missing, p.live.now = answers, indices, silent, missing, time.Now()
+	p.live.pods, p.live.only = len(answers), p.options.Namespace
 }
 
 func (p *Page) readObjects(ctx context.Context) error {

@@ -93,7 +93,7 @@ type deletion struct {
 }
 
 func (p *Page) newOverview(v view, query string) overview {
-	o := overview{Query: query, Pods: len(v.indices) + unreached(v), Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
+	o := overview{Query: query, Pods: v.pods, Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
 	for _, list := range v.sources {
 		o.Sources += len(list)
 	}
@@ -105,6 +105,10 @@ func (p *Page) newOverview(v view, query string) overview {
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.silent)) {
 		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check its log; its last numbers are shown"})
+	}
+	for _, slot := range v.unowned {
+		o.Accepting = false
+		o.Problems = append(o.Problems, problem{Object: slotName(slot) + " of the log", Text: "has no owner: calls of its namespaces are answered 503", Fix: "a dispatcher takes it over within about 15 s; if none does, check their logs"})
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]
@@ -225,16 +229,6 @@ func (r *sourceRow) add(s *adminapi.SourceReport) {
 	if s.LastRejected.After(c.LastRejected) {
 		c.LastRejected, c.LastRejection = s.LastRejected, s.LastRejection
 	}
-}
-
-// unreached counts the dispatchers that have not answered yet.
-func unreached(v view) (n int) {
-	for pod := range v.silent {
-		if v.indices[pod] == nil {
-			n++
-		}
-	}
-	return n
 }
 
 func (p *Page) shows(namespace string) bool {

@@ -52,9 +52,9 @@ type Page struct {
 	started time.Time
 	access  *access // nil without a key
 
-	// standbys are the dispatchers that reported no messages, as standbys of a replicated log; nil
-	// before the first reports.
-	standbys atomic.Pointer[map[string]bool]
+	// owned has the pods of a replicated log that do not have one store of their own, with the slots
+	// that they own; nil before the first reports.
+	owned atomic.Pointer[map[string][]int]
 
 	mu   sync.Mutex // guards what is below
 	live state

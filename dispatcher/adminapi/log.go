@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"strconv"
+	"strings"
 	"time"
 )
 
@@ -58,4 +60,26 @@ func (c *Client) Log(ctx context.Context) (*LogState, error) {
 	defer resp.Body.Close()
 	var s LogState
 	return &s, json.NewDecoder(resp.Body).Decode(&s)
+}
+
+// Slots returns the parts of a process with several slots in the log, sorted by slot; nil for a process
+// with one or none.
+func (c *Client) Slots(ctx context.Context) (states []LogState, err error) {
+	resp, err := c.Get(ctx, "/slots", "application/json")
+	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	err = json.NewDecoder(resp.Body).Decode(&states)
+	return states, err
+}
+
+// Slot returns a client of the admin API of a slot that the process owns.
+func (c *Client) Slot(slot int) *Client {
+	other := *c
+	other.URL = strings.TrimSuffix(c.URL, "/") + "/slots/" + strconv.Itoa(slot)
+	return &other
 }

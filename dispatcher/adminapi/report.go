@@ -41,8 +41,10 @@ type LogReport struct {
 	// Slot is the slot of the report, for a pod with several slots.
 	Slot int `json:"slot,omitempty"`
 	// Several is true in the report of a pod with several slots. It has no namespaces: those of slot
-	// N are on GET /slots/N/report. Slots are the slots that the pod owns, sorted.
+	// N are on GET /slots/N/report. Number is the number of slots of the log, and Slots are the slots
+	// that the pod owns, sorted.
 	Several bool  `json:"several,omitempty"`
+	Number  int   `json:"number,omitempty"`
 	Slots   []int `json:"slots,omitempty"`
 }
 
