@@ -110,9 +110,11 @@ func (p *Page) newOverview(v view, query string) overview {
 		o.Accepting = false
 		o.Problems = append(o.Problems, problem{Object: slotName(slot) + " of the log", Text: "has no owner: calls of its namespaces are answered 503", Fix: "a dispatcher takes it over within about 15 s; if none does, check their logs"})
 	}
+	disks := map[string]int64{} // Several slots of a pod are on one disk.
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]
-		o.Used, o.Total = o.Used+x.Storage.UsedBytes, o.Total+x.Storage.TotalBytes
+		o.Used, o.Total = o.Used+x.Storage.UsedBytes, o.Total+x.Storage.TotalBytes-disks[x.Pod]
+		disks[x.Pod] = x.Storage.TotalBytes
 		if !x.Ready {
 			o.Accepting = false
 			o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "is not ready: it has not loaded a config yet", Fix: "check its log"})

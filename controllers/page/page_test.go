@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -389,5 +391,45 @@ func TestResults(t *testing.T) {
 	}
 	if len(all.Groups) != maxRows+2 {
 		t.Errorf("the kept groups: got %d, want %d", len(all.Groups), maxRows+2)
+	}
+}
+
+// The stores of processes with several slots are their slots. Of two processes that report a slot, the
+// one with the higher epoch owns it.
+func TestSeveralSlots(t *testing.T) {
+	process := func(pod string, epochs map[int]uint64) *adminapi.Client {
+		root := adminapi.LogReport{Several: true, Number: 3, Slots: slices.Sorted(maps.Keys(epochs))}
+		mux := http.NewServeMux()
+		mux.HandleFunc("/report", func(w http.ResponseWriter, _ *http.Request) {
+			_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Log: &root})
+		})
+		for slot, epoch := range epochs {
+			mux.HandleFunc(fmt.Sprintf("/slots/%d/report", slot), func(w http.ResponseWriter, _ *http.Request) {
+				r := adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Storage: adminapi.StorageReport{UsedBytes: 1, TotalBytes: 100}, Log: &adminapi.LogReport{Slot: slot, Epoch: epoch}}
+				_ = json.NewEncoder(w).Encode(r)
+			})
+		}
+		server := httptest.NewServer(mux)
+		t.Cleanup(server.Close)
+		return &adminapi.Client{URL: server.URL}
+	}
+	pods := map[string]*adminapi.Client{"a": process("a", map[int]uint64{0: 1, 1: 1}), "b": process("b", map[int]uint64{1: 2})}
+	p := New(Options{Dispatchers: func() (map[string]*adminapi.Client, error) { return pods, nil }})
+	p.readReports(t.Context())
+	stores, _ := p.dispatchers()
+	if got := slices.Sorted(maps.Keys(stores)); !slices.Equal(got, []string{"slot 0", "slot 1"}) {
+		t.Fatalf("stores: got %v, want slots 0 and 1", got)
+	}
+	for name, want := range map[string]string{"slot 0": pods["a"].URL + "/slots/0", "slot 1": pods["b"].URL + "/slots/1"} {
+		if stores[name].URL != want {
+			t.Errorf("%s: got %s, want %s", name, stores[name].URL, want)
+		}
+	}
+	o := p.newOverview(p.live.view, "")
+	if len(o.Problems) != 1 || o.Problems[0].Object != "slot 2 of the log" || o.Accepting {
+		t.Errorf("got problems %+v, accepting %v; want one, slot 2 without an owner", o.Problems, o.Accepting)
+	}
+	if o.Pods != 2 || o.Used != 2 || o.Total != 200 {
+		t.Errorf("got %d pods, %d of %d bytes; want 2, 2 of 200", o.Pods, o.Used, o.Total)
 	}
 }

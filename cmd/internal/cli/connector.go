@@ -114,9 +114,13 @@ func (d *direct) names(ctx context.Context, resource string) ([]string, error) {
 	return d.namesIn(ctx, d.ns, resource)
 }
 
-func (d *direct) connect(context.Context) ([]target, func(), error) {
+func (d *direct) connect(ctx context.Context) ([]target, func(), error) {
 	t, err := d.target()
-	return []target{t}, func() {}, err
+	if err != nil {
+		return nil, nil, err
+	}
+	targets, err := stores(ctx, []target{t})
+	return targets, func() {}, err
 }
 
 // target returns the admin API at the address, which may lack a scheme.

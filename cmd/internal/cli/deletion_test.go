@@ -20,7 +20,7 @@ import (
 func TestInterruptedDeletionContinues(t *testing.T) {
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, `{"metadata":{"name":"delete-1"},"status":{}}`)
 		time.AfterFunc(50*time.Millisecond, stop) // The response has arrived, or the request fails with the same result.
 	}))

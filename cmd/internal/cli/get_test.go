@@ -215,7 +215,7 @@ func TestWatchPrintsAWarningOnce(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	var requests atomic.Int64
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, _ *http.Request) {
 		n := requests.Add(1)
 		w.Header().Add("Warning", fmt.Sprintf(`299 - "3 pending messages will be discarded in %s, at 2026-11-23T15:25:46Z"`, []string{"8m33s", "8m32s", "1h0m0.5s"}[min(n-1, 2)]))
 		if n >= 2 {

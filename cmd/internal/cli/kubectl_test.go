@@ -193,7 +193,7 @@ func TestCommandsAskEveryPod(t *testing.T) {
 func TestAttemptsAreLimited(t *testing.T) {
 	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	serves := func(name string, seconds ...int) target {
-		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, _ *http.Request) {
 			out := json.NewEncoder(w)
 			for _, s := range seconds {
 				a := adminapi.Attempt{Time: start.Add(time.Duration(s) * time.Second), MessageID: fmt.Sprintf("m%d", s)}
@@ -263,7 +263,7 @@ func (s senderTo) connect(context.Context) (trackingAPI, func(), error) {
 // The same commands send directly and through a cluster.
 func TestSendingCommands(t *testing.T) {
 	var got []string
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		key, _, _ := r.BasicAuth()
 		body, _ := io.ReadAll(r.Body)
 		got = append(got, key, r.Method+" "+r.URL.Path, string(body))
@@ -338,7 +338,7 @@ func TestRefusedFlags(t *testing.T) {
 
 // A cluster without the kinds gives another error than one without the destination.
 func TestKubectlWithoutCRDs(t *testing.T) {
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		answer, ok := map[string]string{"/api": `{"kind": "APIVersions", "versions": ["v1"]}`, "/apis": `{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}`}[r.URL.Path]
 		if !ok {
@@ -489,7 +489,7 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 // trace asks every pod, and shows the others while one fails.
 func TestTraceAsksEveryPod(t *testing.T) {
 	answers := func(name string, status int, trace adminapi.MessageTrace) target {
-		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path != "/trace" || r.FormValue("id") != "m1" {
 				status = http.StatusBadRequest
 			}
@@ -530,7 +530,7 @@ func TestTraceAsksEveryPod(t *testing.T) {
 // reports an incomplete search.
 func TestTraceOfAUser(t *testing.T) {
 	asked := make(chan string, 10)
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		asked <- r.URL.Query().Encode()
 		_ = json.NewEncoder(w).Encode(adminapi.MessageTrace{
 			UserID: "u 1", Incomplete: "the search ended after 7 messages",
@@ -577,7 +577,7 @@ func TestTraceOfAUser(t *testing.T) {
 // dispatcher is not asked, and the error names the Role.
 func TestTokenForBodies(t *testing.T) {
 	var got []string
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		got = append(got, r.URL.Path+" "+r.Header.Get("Authorization"))
 		_, _ = w.Write([]byte("{}"))
 	}))

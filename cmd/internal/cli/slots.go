@@ -23,17 +23,20 @@ type allConnector interface {
 	connectAll(ctx context.Context) (targets []target, closeAll func(), err error)
 }
 
-func (d *direct) connectAll(ctx context.Context) ([]target, func(), error) { return d.connect(ctx) }
+func (d *direct) connectAll(context.Context) ([]target, func(), error) {
+	t, err := d.target()
+	return []target{t}, func() {}, err
+}
 
-// newSlots makes the command that shows the owner and the standbys of a replicated log.
+// newSlots makes the command that shows the owners and the standbys of a replicated log.
 func newSlots(flags connectorFlags) *cobra.Command {
 	var r connector
 	var output string
 	cmd := &cobra.Command{
 		Use:   "slots",
-		Short: "Show the owner and the standbys of a replicated log",
-		Long: `Shows which dispatcher owns the messages in a replicated log (--log), and how many
-records the standbys are behind. It exits 1 if there is no owner, if the owner
+		Short: "Show the owners and the standbys of a replicated log",
+		Long: `Shows which dispatcher owns the messages of each slot of a replicated log (--log), and how
+many records the standbys are behind. It exits 1 if a slot has no owner, if an owner
 cannot deliver, if a process is not ready, if a server of the log lacks records, or if
 a setting of the servers can lose calls.`,
 		Example: `  posthorn slots
@@ -48,16 +51,9 @@ a setting of the servers can lose calls.`,
 				return err
 			}
 			defer closeAll()
-			var states []adminapi.LogState
-			for _, t := range targets {
-				s, err := t.Log(cmd.Context())
-				if err != nil {
-					return t.explain(err)
-				}
-				if s != nil {
-					s.Pod = cmp.Or(t.pod, s.Pod)
-					states = append(states, *s)
-				}
+			states, number, err := logStates(cmd.Context(), targets)
+			if err != nil {
+				return err
 			}
 			if len(states) == 0 {
 				return errors.New("there is no replicated log: the calls are durable in the data directories")
@@ -69,10 +65,10 @@ a setting of the servers can lose calls.`,
 						return err
 					}
 				}
-				return slotsProblem(io.Discard, states, len(targets))
+				return slotsProblem(io.Discard, states, number, len(targets))
 			}
 			printSlots(cmd.OutOrStdout(), states, time.Now())
-			return slotsProblem(cmd.OutOrStdout(), states, len(targets))
+			return slotsProblem(cmd.OutOrStdout(), states, number, len(targets))
 		},
 	}
 	r = flags(cmd)
@@ -80,11 +76,43 @@ a setting of the servers can lose calls.`,
 	return cmd
 }
 
-// printSlots prints one line per process.
+// logStates returns the parts of the processes in the log, sorted by slot, and the number of slots.
+func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, err error) {
+	number = 1
+	for _, t := range targets {
+		of, err := t.Slots(ctx)
+		if err != nil {
+			return nil, 0, t.explain(err)
+		}
+		if of == nil {
+			s, err := t.Log(ctx)
+			if err != nil {
+				return nil, 0, t.explain(err)
+			}
+			if s != nil {
+				of = append(of, *s)
+			}
+		} else {
+			r, err := t.Report(ctx, "")
+			if err != nil {
+				return nil, 0, t.explain(err)
+			}
+			number = max(number, r.Log.Number)
+		}
+		for _, s := range of {
+			s.Pod = cmp.Or(t.pod, s.Pod)
+			states = append(states, s)
+		}
+	}
+	slices.SortStableFunc(states, func(a, b adminapi.LogState) int { return cmp.Compare(a.Slot, b.Slot) })
+	return states, number, nil
+}
+
+// printSlots prints one line per slot and process.
 func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
-	last := uint64(0)
+	last := map[int]uint64{}
 	for _, s := range states {
-		last = max(last, s.Sequence)
+		last[s.Slot] = max(last[s.Slot], s.Sequence)
 	}
 	table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
 	fmt.Fprintln(table, "SLOT\tPROCESS\tROLE\tREADY\tEPOCH\tRECORD\tBEHIND\tSTREAM\tLAST SNAPSHOT")
@@ -99,23 +127,27 @@ func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
 				snapshot = duration.HumanDuration(now.Sub(s.Snapshot)) + " ago"
 			}
 		}
-		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(s.Pod, "-"), role, s.Ready, epoch, s.Sequence, last-s.Sequence, stream, snapshot)
+		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(s.Pod, "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
 	}
 	_ = table.Flush() // An error of w also ends the command's later output.
 }
 
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
-// slotsProblem prints what is wrong; its error makes the command exit 1.
-func slotsProblem(w io.Writer, states []adminapi.LogState, asked int) error {
+// slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
+func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int) error {
 	var problems []string
-	owners := 0
+	owned := map[int]bool{}
 	for _, s := range states {
 		name := cmp.Or(s.Pod, "the process")
+		slot := "the slot"
+		if number > 1 {
+			slot = fmt.Sprintf("slot %d", s.Slot)
+		}
 		if s.Owner {
-			owners++
+			owned[s.Slot] = true
 			if !s.MaySend {
-				problems = append(problems, name+" owns the slot and cannot deliver: the log does not answer")
+				problems = append(problems, fmt.Sprintf("%s owns %s and cannot deliver: the log does not answer", name, slot))
 			}
 			problems = append(problems, s.Weak...)
 			if s.CurrentReplicas < s.Replicas {
@@ -126,12 +158,24 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, asked int) error {
 			problems = append(problems, name+" is not ready: "+s.Reason)
 		}
 	}
-	// A single process can be a standby of an owner that was not asked.
-	if owners == 0 && (asked > 1 || states[0].OwnerName == "") {
-		problems = append(problems, "no process owns the slot; a standby takes over within about 15 s")
-	} else if owners == 0 {
-		fmt.Fprintf(w, "\nThe owner is %s.\n", states[0].OwnerName)
+	for slot := range number {
+		if owned[slot] {
+			continue
+		}
+		// A single process can be a standby of an owner that was not asked.
+		known := slices.IndexFunc(states, func(s adminapi.LogState) bool { return s.Slot == slot && s.OwnerName != "" })
+		switch {
+		case known >= 0 && asked == 1 && number == 1:
+			fmt.Fprintf(w, "\nThe owner is %s.\n", states[known].OwnerName)
+		case known >= 0 && asked == 1:
+			fmt.Fprintf(w, "\nThe owner of slot %d is %s.\n", slot, states[known].OwnerName)
+		case number == 1:
+			problems = append(problems, "no process owns the slot; a standby takes over within about 15 s")
+		case asked > 1:
+			problems = append(problems, fmt.Sprintf("no process owns slot %d; another one takes it over within about 15 s", slot))
+		}
 	}
+	problems = slices.Compact(problems)
 	if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Sync == "Unknown" }) {
 		fmt.Fprintln(w, "\nIt is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL.")
 	}

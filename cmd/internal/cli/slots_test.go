@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -16,12 +17,17 @@ func TestSlots(t *testing.T) {
 		change(&s)
 		return s
 	}
+	in := func(slot int, s adminapi.LogState) adminapi.LogState {
+		return with(s, func(s *adminapi.LogState) { s.Slot = slot })
+	}
 	var table strings.Builder
-	printSlots(&table, []adminapi.LogState{owner, standby}, now)
+	ahead := in(1, with(owner, func(s *adminapi.LogState) { s.Sequence = 500 }))
+	printSlots(&table, []adminapi.LogState{owner, standby, ahead}, now)
 	want := []string{
 		"SLOT PROCESS ROLE READY EPOCH RECORD BEHIND STREAM LAST SNAPSHOT",
 		"0 dispatcher-0 owner true 3 120 0 1.2 MB of 4000.0 MB 5m ago",
 		"0 dispatcher-1 standby true - 118 2 - -",
+		"1 dispatcher-0 owner true 3 500 0 1.2 MB of 4000.0 MB 5m ago",
 	}
 	for i, line := range strings.Split(strings.TrimSpace(table.String()), "\n") {
 		if got := strings.Join(strings.Fields(line), " "); i >= len(want) || got != want[i] {
@@ -30,23 +36,41 @@ func TestSlots(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		states []adminapi.LogState
+		number int
 		asked  int
 		fails  bool
 		text   string
 	}{
-		"owner and standby":   {[]adminapi.LogState{owner, standby}, 2, false, ""},
-		"one standby":         {[]adminapi.LogState{standby}, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
-		"standbys alone":      {[]adminapi.LogState{standby, standby}, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
-		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
-		"weak settings":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"} })}, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
-		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
-		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
-		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 2, true, "dispatcher-1 is not ready: connecting to the log."},
+		"owner and standby":   {[]adminapi.LogState{owner, standby}, 1, 2, false, ""},
+		"one standby":         {[]adminapi.LogState{standby}, 1, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
+		"standbys alone":      {[]adminapi.LogState{standby, standby}, 1, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
+		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
+		"weak settings":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"} })}, 1, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
+		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
+		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
+		"owners of two slots": {[]adminapi.LogState{owner, in(1, owner)}, 2, 1, false, ""},
+		"slot without owner":  {[]adminapi.LogState{owner, in(2, standby), in(2, standby)}, 3, 2, true, "no process owns slot 1; another one takes it over within about 15 s.\nno process owns slot 2; another one takes it over within about 15 s."},
+		"slots of one of two": {[]adminapi.LogState{owner, in(1, standby)}, 3, 1, false, "The owner of slot 1 is dispatcher-0 (10.0.0.7:8444)."},
+		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
 	} {
 		var out strings.Builder
-		err := slotsProblem(&out, c.states, c.asked)
+		err := slotsProblem(&out, c.states, c.number, c.asked)
 		if got := strings.TrimSpace(out.String()); got != c.text || (err != nil) != c.fails {
 			t.Errorf("%s: got %q and error %v, want %q, failed %v", name, got, err, c.text, c.fails)
 		}
 	}
+}
+
+// oneStore is the admin API of a process with one store: next answers all requests except those that ask
+// for the stores.
+func oneStore(next http.HandlerFunc) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/healthz":
+		case "/slots":
+			http.NotFound(w, r)
+		default:
+			next(w, r)
+		}
+	})
 }

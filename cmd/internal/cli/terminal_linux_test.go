@@ -59,7 +59,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	inJSON := strings.Trim(string(quoted), `"`)
 	letter := `{"key":"k","source":"default/web","destination":"default/crm","messageId":"` + inJSON + `","type":"track","event":"` + inJSON + `","reason":"Rejected","message":"` + inJSON + `","response":"` + inJSON + `"}`
 	attempt := `{"source":"default/web","destination":"default/crm","endpoint":"e","messageId":"` + inJSON + `","message":"` + inJSON + `"}`
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/deadletters", "/bodies/deadletters/k":
 			fmt.Fprintln(w, letter)
@@ -148,7 +148,7 @@ func TestPurgeAsksOnTerminal(t *testing.T) {
 		code, purged int
 	}{"y\n": {command.ExitOK, 1}, "yes\n": {command.ExitOK, 1}, "n\n": {command.ExitFailure, 0}, "\n": {command.ExitFailure, 0}} {
 		var purged atomic.Int64
-		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 			var a adminapi.DeadLetterAction
 			if err := json.NewDecoder(r.Body).Decode(&a); err != nil {
 				t.Errorf("%s: %v", r.URL.Path, err)
@@ -183,7 +183,7 @@ func TestPurgeAsksOnTerminal(t *testing.T) {
 // A purge that finds nothing asks nothing, so it must not remove a dead letter that is stored meanwhile.
 func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 	var requests, purged atomic.Int64
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/report" {
 			_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "default", Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
 			return
@@ -269,7 +269,7 @@ OK        Config     current
 func TestPurgeIsBoundToTheCount(t *testing.T) {
 	counted := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
 	var got adminapi.DeadLetterAction
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		var a adminapi.DeadLetterAction
 		if err := json.NewDecoder(r.Body).Decode(&a); err != nil {
 			t.Error(err)

@@ -170,7 +170,7 @@ func TestSinkSendsOn(t *testing.T) {
 	var got []*http.Request
 	var bodies []string
 	status := http.StatusTeapot
-	next := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	next := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
 		got, bodies = append(got, r), append(bodies, string(body))
 		w.WriteHeader(status)
