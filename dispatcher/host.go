@@ -202,6 +202,7 @@ func (h *host) followDirectory(ctx context.Context) error {
 			return fmt.Errorf("dispatcher: namespaces have slots up to %d, and --log-slots is %d: set it to %d or more", n-1, len(h.slots), n)
 		}
 		h.fault.Store(nil)
+		h.signal()
 		group, following := errgroup.WithContext(ctx)
 		group.Go(func() error {
 			h.namespaces.assign(following, directory, h.s.Pins)
@@ -275,7 +276,8 @@ func (h *host) place(ctx context.Context) error {
 			h.log.Debug("sending a heartbeat failed", "error", err)
 		}
 		h.announceOwners()
-		if time.Since(h.started) >= settleTime {
+		// The directory exists before the first slot, so that a log of one slot is recognized.
+		if time.Since(h.started) >= settleTime && h.fault.Load() == nil {
 			h.move(ctx)
 		}
 		select {

@@ -109,6 +109,16 @@ func (in *installation) start(t *testing.T, name string) (l *Listeners, stop fun
 	o := Options{
 		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name,
 		Egress: policy, Logger: slog.New(slog.DiscardHandler),
+		// The path of a slot's API is authorized without the slot.
+		AdminGuard: func(next http.Handler) http.Handler {
+			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if strings.HasPrefix(r.URL.Path, "/slots/") {
+					http.Error(w, "forbidden", http.StatusForbidden)
+					return
+				}
+				next.ServeHTTP(w, r)
+			})
+		},
 	}
 	l, err = Listen(o)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 func newDispatcher() *cobra.Command {
@@ -78,12 +79,15 @@ The chart runs it; see docs/install.md.`,
 			if data.options.AdminTLS != nil {
 				others = append(others, func(ctx context.Context) error { return certificate.Watch(ctx, client, namespace, log) })
 			}
-			return data.serve(cmd.Context(), log, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+			watch := func(ctx context.Context, to liveconfig.Sink) error {
+				return configsource.Watch(ctx, client, namespace, to, log)
+			}
+			return data.serve(cmd.Context(), log, service{watch: watch, others: others, run: func(ctx context.Context, d *dispatcher.Dispatcher) error {
 				group, ctx := errgroup.WithContext(ctx)
 				group.Go(func() error { return d.Run(ctx) })
-				group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
+				group.Go(func() error { return watch(ctx, d) })
 				return group.Wait()
-			}, others...)
+			}})
 		},
 	}
 	f := cmd.Flags()
@@ -96,6 +100,7 @@ The chart runs it; see docs/install.md.`,
 	f.StringVar(&data.options.ProbeListen, "probe-listen", "", "address of /healthz and /readyz alone, for the kubelet's probes; they are also at --listen")
 	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long calls are accepted after the stop signal, until the Service has removed the pod")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
+	data.log.registerSlots(cmd)
 	logging.Register(cmd)
 	return cmd
 }

@@ -129,6 +129,9 @@ func (d *dataFlags) parse() (err error) {
 // checkPeerListen checks that the other processes can connect to the address.
 func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.TCPAddr, error)) error {
 	if d.options.PeerListen == "" {
+		if d.log.slots > 1 {
+			return command.Usagef("--log-slots needs --peer-listen: requests are forwarded to the process that has the slot of their namespace")
+		}
 		return nil
 	}
 	if !d.isReplicated() {

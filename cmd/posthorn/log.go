@@ -10,6 +10,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
 )
@@ -18,14 +19,25 @@ import (
 type logFlags struct {
 	config   jetstream.Config
 	maxBytes string
+	// Of the dispatcher only; slots is 0 elsewhere.
+	slots, standbys int
+	pins            map[string]int
+}
+
+// registerSlots registers the flags of a process that can have several slots.
+func (l *logFlags) registerSlots(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.IntVar(&l.slots, "log-slots", 1, "number of slots of --log: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
+	f.IntVar(&l.standbys, "log-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
+	f.StringToIntVar(&l.pins, "log-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
 }
 
 func (l *logFlags) register(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers. Empty: the write-ahead log is in --data")
+	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
 	f.StringVar(&l.config.Name, "log-name", "posthorn", "name of this installation in the NATS servers")
 	f.IntVar(&l.config.Replicas, "log-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
-	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream; above 70 % calls are answered 503. The object stores get four times as much")
+	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
 	f.StringVar(&l.config.Credentials, "log-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")
 	f.StringVar(&l.config.CA, "log-ca", "", "PEM file of the certificates that sign those of the NATS servers; empty: the system's")
 	f.StringVar(&l.config.Cert, "log-cert", "", "PEM file of the client certificate for the NATS servers")
@@ -37,6 +49,9 @@ func (l *logFlags) register(cmd *cobra.Command) {
 // parse validates the flags.
 func (l *logFlags) parse() error {
 	if l.config.URL == "" {
+		if l.slots > 1 {
+			return command.Usagef("--log-slots needs --log")
+		}
 		return nil
 	}
 	size, err := resource.ParseQuantity(l.maxBytes)
@@ -47,17 +62,44 @@ func (l *logFlags) parse() error {
 	if err := l.config.Validate(); err != nil {
 		return command.Usagef("--log: %v", err)
 	}
+	switch {
+	case l.slots == 0: // A command with one slot.
+	case l.slots < 1 || l.slots > slots.MaxSlots:
+		return command.Usagef("--log-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
+	case l.standbys < 0 || l.standbys > maxStandbys:
+		return command.Usagef("--log-standbys %d: use 0 to %d", l.standbys, maxStandbys)
+	case l.slots == 1 && len(l.pins) > 0:
+		return command.Usagef("--log-pin needs --log-slots")
+	}
+	for namespace, slot := range l.pins {
+		if slot < 0 || slot >= l.slots {
+			return command.Usagef("--log-pin %s=%d: use a slot from 0 to %d", namespace, slot, l.slots-1)
+		}
+	}
 	return nil
 }
+
+// maxStandbys bounds the copies of a slot: each process that keeps one reads all its messages.
+const maxStandbys = 4
 
 // isReplicated reports whether the calls are stored in a replicated log.
 func (d *dataFlags) isReplicated() bool { return d.log.config.URL != "" }
 
-// serve makes the dispatcher and calls run with it, and runs the other functions beside it. With a
-// replicated log, run is called each time when this process becomes the owner.
-func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, run func(context.Context, *dispatcher.Dispatcher) error, others ...func(context.Context) error) error {
+// service is what runs with the dispatcher of a process.
+type service struct {
+	// run runs with the Dispatcher. With a replicated log, it is called each time when this process becomes
+	// the owner.
+	run func(context.Context, *dispatcher.Dispatcher) error
+	// watch sends the live configs to a process with several slots; nil for a command with one.
+	watch func(context.Context, liveconfig.Sink) error
+	// others run until the process ends.
+	others []func(context.Context) error
+}
+
+// serve makes the dispatcher and runs the service with it.
+func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) error {
 	group, ctx := errgroup.WithContext(ctx)
-	for _, other := range others {
+	for _, other := range s.others {
 		group.Go(func() error { return other(ctx) })
 	}
 	if d.isReplicated() {
@@ -71,8 +113,16 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, run func(contex
 			return err
 		}
 		defer client.Close()
-		open := func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }
-		group.Go(func() error { return dispatcher.RunSlot(ctx, d.options, open, run) })
+		if d.log.slots > 1 {
+			group.Go(func() error {
+				return dispatcher.RunSlots(ctx, d.options, dispatcher.Slots{
+					Number: d.log.slots, Standbys: d.log.standbys, Pins: d.log.pins,
+					Open: client.OpenSlot, OpenDirectory: client.OpenDirectory, Bus: client, Watch: s.watch,
+				})
+			})
+		} else {
+			group.Go(func() error { return dispatcher.RunSlot(ctx, d.options, client.OpenOnlySlot, s.run) })
+		}
 		isUp := func() error { return nil } // A standby is ready, too.
 		group.Go(func() error { return newNotifier(listeners.AdminAddr(), isUp, log).run(ctx) })
 	} else {
@@ -80,7 +130,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, run func(contex
 		if err != nil {
 			return err
 		}
-		group.Go(func() error { return run(ctx, one) })
+		group.Go(func() error { return s.run(ctx, one) })
 		group.Go(func() error { return newNotifier(one.AdminAddr(), one.Ready, log).run(ctx) })
 	}
 	return group.Wait()

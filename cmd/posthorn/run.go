@@ -80,7 +80,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			return data.serve(cmd.Context(), log, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher) error {
 				control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
 				status, err := newStatusPage(d.AdminAddr())
 				if err != nil {
@@ -97,7 +97,7 @@ this machine; 'posthorn get' shows the status, too.`,
 				group.Go(func() error { return control.Run(ctx) })
 				group.Go(func() error { return status.Run(ctx) })
 				return group.Wait()
-			}, watchCertificate)
+			}})
 		},
 	}
 	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")

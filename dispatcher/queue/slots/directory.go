@@ -40,16 +40,16 @@ type Assignment struct {
 // namespaceName excludes the characters that have a meaning in subjects.
 var namespaceName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$`)
 
-// maxSlots bounds the slots of a release.
-const maxSlots = 1024
+// MaxSlots bounds the slots of an installation.
+const MaxSlots = 1024
 
 // Validate returns an error that names the field and the rule.
 func (a Assignment) Validate() error {
 	switch {
 	case !namespaceName.MatchString(a.Namespace):
 		return fmt.Errorf("namespace %q is not a DNS name: use at most 253 lower-case letters, digits, dots and hyphens", a.Namespace)
-	case a.Slot < 0 || a.Slot >= maxSlots:
-		return fmt.Errorf("slot %d of namespace %s is not between 0 and %d", a.Slot, a.Namespace, maxSlots-1)
+	case a.Slot < 0 || a.Slot >= MaxSlots:
+		return fmt.Errorf("slot %d of namespace %s is not between 0 and %d", a.Slot, a.Namespace, MaxSlots-1)
 	}
 	return nil
 }
@@ -81,8 +81,8 @@ var errRead = errors.New("all records were read")
 // OpenDirectory reads the directory of a release with a number of slots. The number may be raised
 // later. If it is lowered, slots that have namespaces are kept.
 func OpenDirectory(ctx context.Context, log Assignments, slots int, logger *slog.Logger) (*Directory, error) {
-	if slots < 1 || slots > maxSlots {
-		return nil, fmt.Errorf("%d slots: use 1 to %d", slots, maxSlots)
+	if slots < 1 || slots > MaxSlots {
+		return nil, fmt.Errorf("%d slots: use 1 to %d", slots, MaxSlots)
 	}
 	d := &Directory{log: log, slots: slots, logger: logger, slotOf: map[string]int{}, namespaces: make([]int, slots)}
 	last, err := log.Last(ctx)

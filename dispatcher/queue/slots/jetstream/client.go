@@ -126,13 +126,48 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 // Close closes the connection.
 func (c *Client) Close() { c.nc.Close() }
 
+// OpenOnlySlot is OpenSlot for slot 0 of a log with one slot. It fails if the log has several: a process
+// with one would not deliver the messages of the others.
+func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
+	if err := c.check(ctx); err != nil {
+		return r, err
+	}
+	several, err := c.exists(ctx, c.directory())
+	if err != nil {
+		return r, err
+	}
+	if several {
+		return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
+	}
+	return c.OpenSlot(ctx, 0)
+}
+
+// exists reports whether a stream exists.
+func (c *Client) exists(ctx context.Context, name string) (bool, error) {
+	js, err := jetstream.New(c.nc)
+	if err != nil {
+		return false, err
+	}
+	switch _, err := js.Stream(ctx, name); {
+	case errors.Is(err, jetstream.ErrStreamNotFound):
+		return false, nil
+	case err != nil:
+		return false, explain(fmt.Errorf("look up stream %s: %w", name, err))
+	}
+	return true, nil
+}
+
+// directory and slotStream return the names of streams.
+func (c *Client) directory() string          { return fmt.Sprintf("PH_%s_DIR", c.c.Name) }
+func (c *Client) slotStream(slot int) string { return fmt.Sprintf("PH_%s_W%d", c.c.Name, slot) }
+
 // OpenSlot returns the stream and the object stores of a slot, and creates them when they are missing.
 // It fails when the servers or the settings cannot keep what Posthorn promises.
 func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err error) {
 	if err := c.check(ctx); err != nil {
 		return r, err
 	}
-	base := fmt.Sprintf("PH_%s_W%d", c.c.Name, slot)
+	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
 		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes,
 	})
@@ -159,13 +194,27 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 const directoryBytes = 16 << 20
 
 // OpenDirectory returns the stream with the slot of each namespace, and creates it when it is missing.
-// Its errors are those of OpenSlot.
+// It is opened before the slots. Its errors are those of OpenSlot, and one for a log with one slot: that
+// slot has messages of namespaces that the directory would give to other slots.
 func (c *Client) OpenDirectory(ctx context.Context) (slots.Assignments, error) {
 	if err := c.check(ctx); err != nil {
 		return nil, err
 	}
+	several, err := c.exists(ctx, c.directory())
+	if err != nil {
+		return nil, err
+	}
+	if !several {
+		one, err := c.exists(ctx, c.slotStream(0))
+		if err != nil {
+			return nil, err
+		}
+		if one {
+			return nil, fmt.Errorf("the log %q was made with one slot; use --log-slots=1, or another --log-name and posthorn drain for the old one", c.c.Name)
+		}
+	}
 	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
-		Name: fmt.Sprintf("PH_%s_DIR", c.c.Name), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
+		Name: c.directory(), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
 	})
 	if err != nil {
 		return nil, explain(err)

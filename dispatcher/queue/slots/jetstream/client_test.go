@@ -75,7 +75,7 @@ func openSlot(t *testing.T, c Config) (slots.Remote, error) {
 	}
 	t.Cleanup(client.Close)
 	for deadline := time.Now().Add(startTimeout); ; time.Sleep(10 * time.Millisecond) {
-		r, err := client.OpenSlot(t.Context(), 0)
+		r, err := client.OpenOnlySlot(t.Context())
 		if err == nil || !strings.Contains(err.Error(), "no answer yet") || time.Now().After(deadline) {
 			return r, err
 		}
@@ -295,7 +295,7 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 // access to other streams.
 var permissions = []string{
 	"ph.test.>", "$O.PH_test_W0.>", "$O.PH_test_W0_members.>", "$JS.API.INFO",
-	"$JS.API.STREAM.*.PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0_members",
+	"$JS.API.STREAM.*.PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0_members", "$JS.API.STREAM.*.PH_test_DIR",
 	"$JS.API.STREAM.MSG.GET.*", "$JS.API.DIRECT.GET.>", "$JS.API.CONSUMER.>", "$JS.FC.>", "$JS.ACK.>",
 }
 
@@ -353,4 +353,44 @@ func TestPermissions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// A log has one slot or several, from its first use on: with the other number, messages would have no
+// owner.
+func TestNumberOfSlotsIsKept(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+	connect := func(name string) *Client {
+		t.Helper()
+		c := config(s.ClientURL())
+		c.Name = name
+		client, err := New(c, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(client.Close)
+		if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
+			t.Fatal(err)
+		}
+		return client
+	}
+	several := connect("several")
+	for range 2 {
+		if _, err := several.OpenDirectory(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := several.OpenSlot(t.Context(), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, err := several.OpenOnlySlot(t.Context())
+	wantText(t, "one slot of a log with several", err, "several slots", "--log-slots")
+
+	one := connect("one")
+	for range 2 {
+		if _, err := one.OpenOnlySlot(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, err = one.OpenDirectory(t.Context())
+	wantText(t, "several slots of a log with one", err, "one slot", "--log-slots=1")
 }
