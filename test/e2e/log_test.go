@@ -59,32 +59,43 @@ spec:
         securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
 `
 
+// startNATS starts three NATS servers and returns their namespace.
+func startNATS() namespace {
+	GinkgoHelper()
+	By("starting three NATS servers")
+	servers := namespace{name: "nats"}
+	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: nats, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
+	DeferCleanup(func() { kubectl("delete", "namespace", "nats", "--timeout=2m") })
+	servers.apply(fmt.Sprintf(nats, env("E2E_NATS")))
+	servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
+	return servers
+}
+
+// installReplicated installs a release whose log is in the NATS servers.
+func installReplicated(settings ...string) {
+	GinkgoHelper()
+	var urls []string
+	for n := range 3 {
+		urls = append(urls, fmt.Sprintf("nats://nats-%d.nats.nats:4222", n))
+	}
+	uninstall()
+	DeferCleanup(uninstall)
+	install(append([]string{
+		"--set", "log.type=JetStream", "--set", `log.jetStream.url=` + strings.Join(urls, `\,`), "--set", "log.jetStream.name=e2e", "--set", "log.jetStream.maxBytes=256Mi",
+		"--set", "log.jetStream.monitoringURL=http://nats-0.nats.nats:8222",
+	}, settings...)...)
+	installed = false // No other spec uses this release.
+	ready(dispatcher)
+}
+
 var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 	It("keeps every accepted call when the owner is lost with its disk, a server restarts, and during a rolling update", func() {
-		By("starting three NATS servers")
-		servers := namespace{name: "nats"}
-		apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: nats, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
-		DeferCleanup(func() { kubectl("delete", "namespace", "nats", "--wait=false") })
-		servers.apply(fmt.Sprintf(nats, env("E2E_NATS")))
-		servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
-
-		var urls []string
-		for n := range 3 {
-			urls = append(urls, fmt.Sprintf("nats://nats-%d.nats.nats:4222", n))
-		}
-		uninstall()
-		DeferCleanup(uninstall)
-		install("--set", "log.type=JetStream", "--set", `log.jetStream.url=`+strings.Join(urls, `\,`), "--set", "log.jetStream.name=e2e", "--set", "log.jetStream.maxBytes=256Mi",
-			"--set", "log.jetStream.monitoringURL=http://nats-0.nats.nats:8222", "--set", "dispatcher.replicas=2")
-		installed = false // No other spec uses this release.
-		ready(dispatcher)
+		servers := startNATS()
+		installReplicated("--set", "dispatcher.replicas=2")
 		t, s := running("replicated")
 		calls := t.load(20)
 
 		By("sending through the standby")
-		podURL := func(n int) string {
-			return fmt.Sprintf("http://posthorn-dispatcher-%d.posthorn-dispatcher-pods.%s.svc.cluster.local:8080", n, system)
-		}
 		// isStandby asks the pod itself.
 		isStandby := func(n int) (bool, error) {
 			ip, err := command("", "kubectl", "-n", system, "get", fmt.Sprint("pod/posthorn-dispatcher-", n), "-o", "jsonpath={.status.podIP}")
@@ -163,5 +174,86 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 			return t.field("whd/crm", "{.status.delivery.delivered} {.status.delivery.pending} {.status.delivery.deadLettered}")
 		}).Should(Equal(fmt.Sprint(len(unique), " 0 0")), "delivered, pending and dead-lettered messages in the status")
 		t.eventually("whd/crm", "Delivering", "True/Delivering")
+	})
+
+	It("shares its slots among all pods, and keeps every accepted call when a pod is lost with its disk, and during a rolling update", func() {
+		const slots = 4
+		startNATS()
+		installReplicated("--set", fmt.Sprint("log.jetStream.slots=", slots), "--set", "dispatcher.replicas=3")
+		type user struct {
+			t     namespace
+			s     sink
+			calls load
+		}
+		var users []user
+		for n := range 4 {
+			t, s := running(fmt.Sprint("slots-", n))
+			users = append(users, user{t, s, t.load(5)})
+		}
+		// shared waits until a number of pods own all slots, each with a standby.
+		shared := func(pods int) {
+			GinkgoHelper()
+			Eventually(func() (err error) {
+				out, err := command("", "kubectl", "posthorn", "slots")
+				if err != nil {
+					return fmt.Errorf("%w: %s", err, out)
+				}
+				owners, owned, copies := map[string]bool{}, map[string]bool{}, 0
+				for _, line := range strings.Split(out, "\n") {
+					switch f := strings.Fields(line); {
+					case len(f) > 3 && f[2] == "owner":
+						owners[f[1]], owned[f[0]] = true, true
+					case len(f) > 3 && f[2] == "standby":
+						copies++
+					}
+				}
+				if len(owners) != pods || len(owned) != slots || copies != slots {
+					return fmt.Errorf("got %d slots with an owner, %d owners and %d standbys, want %d, %d and %d:\n%s", len(owned), len(owners), copies, slots, pods, slots, out)
+				}
+				return nil
+			}).Should(Succeed())
+		}
+		shared(3)
+
+		By("sending through each pod")
+		for n := range 3 {
+			for i, u := range users {
+				event := fmt.Sprintf("At %d of %d", n, i)
+				out, err := u.t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
+				Expect(err).NotTo(HaveOccurred(), out)
+				u.s.eventually(event)
+			}
+		}
+
+		By("killing a pod, and deleting its disk")
+		kubectl("-n", system, "delete", "pod/posthorn-dispatcher-1", "--grace-period=1", "--timeout=1m")
+		ready(dispatcher)
+		shared(3)
+
+		By("restarting all dispatchers")
+		kubectl("-n", system, "rollout", "restart", dispatcher)
+		ready(dispatcher)
+		shared(3)
+
+		By("adding and removing a pod")
+		kubectl("-n", system, "scale", dispatcher, "--replicas=4")
+		ready(dispatcher)
+		shared(4)
+		kubectl("-n", system, "scale", dispatcher, "--replicas=2")
+		shared(2)
+
+		for _, u := range users {
+			u.calls.arrived(u.s)
+			u.t.waitReady("psrc/web", "whd/crm")
+			unique := map[string]bool{}
+			for _, r := range u.s.received() {
+				unique[r.Body.MessageID] = true
+			}
+			Eventually(func() string {
+				return u.t.field("whd/crm", "{.status.delivery.delivered} {.status.delivery.pending} {.status.delivery.deadLettered}")
+			}).Should(Equal(fmt.Sprint(len(unique), " 0 0")), "delivered, pending and dead-lettered messages in the status")
+			u.t.eventually("whd/crm", "Delivering", "True/Delivering")
+			Expect(kubectl("posthorn", "status", "-n", u.t.name)).To(MatchRegexp(`Destinations +1;`))
+		}
 	})
 })
