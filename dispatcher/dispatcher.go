@@ -213,7 +213,7 @@ func New(o Options) (*Dispatcher, error) {
 		q.Log = o.term.writer
 	}
 	if o.term != nil && o.hosted == nil {
-		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() uint64 { return o.term.writer.Status().Sequence }})
+		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() (uint64, bool) { return o.term.writer.Status().Sequence, true }})
 	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory)).share(o.hosted.share())
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)

@@ -253,6 +253,9 @@ func TestSeveralSlots(t *testing.T) {
 			t.Errorf("the metrics have the family posthorn_storage_free_bytes %d times, want once", n)
 		}
 	}
+	if _, text := fetchText(t, "http://"+second.AdminAddr().String()+"/metrics"); strings.Count(text, "\nposthorn_log_owner{") != 4 {
+		t.Errorf("the metrics lack the owner of a slot:\n%s", text)
+	}
 	stopFirst()
 	waitSlots(t, second, 4)
 	send(second)

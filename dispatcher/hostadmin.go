@@ -109,15 +109,16 @@ func (s *hosted) state() *adminapi.LogState {
 	return nil
 }
 
-// sequence returns the sequence of the last record that the process has; 0 for none.
-func (s *hosted) sequence() uint64 {
+// sequence returns the sequence of the last record that the process has; ok is false if it has none of the
+// slot.
+func (s *hosted) sequence() (n uint64, ok bool) {
 	if t := s.term.Load(); t != nil {
-		return t.writer.Status().Sequence
+		return t.writer.Status().Sequence, true
 	}
 	if b := s.standby.Load(); b != nil {
-		return b.applied.Load()
+		return b.applied.Load(), true
 	}
-	return 0
+	return 0, false
 }
 
 // metrics serves the metrics of the process and of all its slots. The stores remain open meanwhile.

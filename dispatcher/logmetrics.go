@@ -13,8 +13,9 @@ type logMetrics struct {
 	term func() *term
 	// forwarder is nil in a process that does not forward calls.
 	forwarder *peer.Forwarder
-	// sequence returns the sequence of the last known record.
-	sequence func() uint64
+	// sequence returns the sequence of the last known record; ok is false in a process without the messages
+	// of the slot.
+	sequence func() (n uint64, ok bool)
 }
 
 var _ prometheus.Collector = logMetrics{}
@@ -86,7 +87,9 @@ func (m logMetrics) Collect(to chan<- prometheus.Metric) {
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Failed()), "failed")
 	t := m.term()
 	add(logOwner, prometheus.GaugeValue, number(t != nil))
-	add(logSequence, prometheus.GaugeValue, float64(m.sequence()))
+	if n, ok := m.sequence(); ok {
+		add(logSequence, prometheus.GaugeValue, float64(n))
+	}
 	if t == nil {
 		return
 	}

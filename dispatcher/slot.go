@@ -322,7 +322,7 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, s.applied.Load})
+	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }})
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))

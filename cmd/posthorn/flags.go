@@ -129,7 +129,7 @@ func (d *dataFlags) parse() (err error) {
 // checkPeerListen checks that the other processes can connect to the address.
 func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.TCPAddr, error)) error {
 	if d.options.PeerListen == "" {
-		if d.log.slots > 1 {
+		if d.log.slots > 1 && d.isReplicated() {
 			return command.Usagef("--log-slots needs --peer-listen: requests are forwarded to the process that has the slot of their namespace")
 		}
 		return nil

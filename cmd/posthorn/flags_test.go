@@ -20,6 +20,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/cobra"
+
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -214,6 +216,31 @@ func TestDrainFollowsCeiling(t *testing.T) {
 		c := ceilingFlags{timeout: tc.ceiling}
 		if got := c.drain(tc.drain); got != tc.want {
 			t.Errorf("drain timeout for a ceiling of %v and a setting of %v: got %v, want %v", tc.ceiling, tc.drain, got, tc.want)
+		}
+	}
+}
+
+// The flags of several slots are checked against each other.
+func TestLogSlots(t *testing.T) {
+	for args, want := range map[string]string{
+		"--log-slots=3":                     "--log-slots needs --log",
+		"--log=nats://a:4222 --log-slots=0": "--log-slots 0: use 1 to 1024",
+		"--log=nats://a:4222 --log-slots=3": "--log-slots needs --peer-listen",
+		"--log=nats://a:4222 --log-slots=3 --peer-listen=127.0.0.1:8444 --log-standbys=5":        "--log-standbys 5: use 0 to 4",
+		"--log=nats://a:4222 --log-slots=3 --peer-listen=127.0.0.1:8444 --log-pin=shop=3":        "--log-pin shop=3: use a slot from 0 to 2",
+		"--log=nats://a:4222 --log-pin=shop=0":                                                   "--log-pin needs --log-slots",
+		"--log=nats://a:4222 --log-slots=3 --peer-listen=127.0.0.1:8444 --log-pin=shop=2,news=0": "",
+		"--log=nats://a:4222 --log-slots=1 --log-standbys=0":                                     "",
+	} {
+		var d dataFlags
+		cmd := &cobra.Command{Use: "x"}
+		d.register(cmd, t.TempDir(), "", "")
+		d.log.registerSlots(cmd)
+		if err := cmd.ParseFlags(strings.Fields(args)); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.parse(); err == nil && want != "" || err != nil && (want == "" || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: got error %v, want %q", args, err, want)
 		}
 	}
 }

@@ -19,13 +19,15 @@ import (
 type logFlags struct {
 	config   jetstream.Config
 	maxBytes string
-	// Of the dispatcher only; slots is 0 elsewhere.
+	// Of commands with registerSlots only.
+	hasSlots        bool
 	slots, standbys int
 	pins            map[string]int
 }
 
 // registerSlots registers the flags of a process that can have several slots.
 func (l *logFlags) registerSlots(cmd *cobra.Command) {
+	l.hasSlots = true
 	f := cmd.Flags()
 	f.IntVar(&l.slots, "log-slots", 1, "number of slots of --log: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
 	f.IntVar(&l.standbys, "log-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
@@ -63,7 +65,7 @@ func (l *logFlags) parse() error {
 		return command.Usagef("--log: %v", err)
 	}
 	switch {
-	case l.slots == 0: // A command with one slot.
+	case !l.hasSlots:
 	case l.slots < 1 || l.slots > slots.MaxSlots:
 		return command.Usagef("--log-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
 	case l.standbys < 0 || l.standbys > maxStandbys:

@@ -80,24 +80,23 @@ a setting of the servers can lose calls.`,
 func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, err error) {
 	number = 1
 	for _, t := range targets {
-		of, err := t.Slots(ctx)
-		if err != nil {
+		var of []adminapi.LogState
+		switch one, err := t.Log(ctx); {
+		case err != nil:
 			return nil, 0, t.explain(err)
-		}
-		if of == nil {
-			s, err := t.Log(ctx)
-			if err != nil {
+		case one != nil:
+			of = append(of, *one)
+		default:
+			if of, err = t.Slots(ctx); err != nil {
 				return nil, 0, t.explain(err)
 			}
-			if s != nil {
-				of = append(of, *s)
+			if of != nil {
+				r, err := t.Report(ctx, "")
+				if err != nil {
+					return nil, 0, t.explain(err)
+				}
+				number = max(number, r.Log.Number)
 			}
-		} else {
-			r, err := t.Report(ctx, "")
-			if err != nil {
-				return nil, 0, t.explain(err)
-			}
-			number = max(number, r.Log.Number)
 		}
 		for _, s := range of {
 			s.Pod = cmp.Or(t.pod, s.Pod)
