@@ -290,7 +290,7 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 	})
 }
 
-// A pod with several slots reports each slot by itself. The status of a namespace comes from its slot,
+// A pod with several slots reports each slot by itself. The store of its slot determines the status of a namespace,
 // also while the slot has no owner.
 func TestSeveralSlots(t *testing.T) {
 	slot := func(epoch uint64, namespaces ...string) *adminapi.Report {

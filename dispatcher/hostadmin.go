@@ -55,7 +55,7 @@ func (h *host) admin() http.Handler {
 	root.Handle("/", others)
 	root.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, r *http.Request) {
 		number := r.PathValue("slot")
-		// Who may read /report may read that of each slot: both guards get the path without the slot.
+		// The permission to read /report includes those of all slots: both guards get the path without the slot.
 		handler := refused
 		if inside := h.slotNamed(number).enter(); inside != nil {
 			defer inside.requests.Done()
