@@ -308,7 +308,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r reported, 
 		merged := p.merge(pod, probe, r)
 		change.namespaces, change.all, change.pods = merged.namespaces, merged.all, change.pods || merged.pods
 		for name, state := range probe.stores(pod) {
-			if p.owns(name, state) {
+			if p.owns(name, state) && isReady(pod, name, state) {
 				change.all = change.all || p.last[name].outdated
 				p.last[name] = lastReport{report: state, answered: now}
 			}
@@ -350,12 +350,21 @@ func (p *prober) merge(pod Pod, probe *probe, r reported) (change reportChange) 
 	}
 	slots := map[int]*adminapi.Index{}
 	for slot, report := range r.slots {
-		if slots[slot] = next(slotStore(slot), probe.slots[slot], report); slots[slot] == nil {
-			delete(slots, slot)
+		before := probe.slots[slot]
+		if report == nil && before == nil {
+			continue
+		}
+		after := next(slotStore(slot), before, report)
+		slots[slot] = after
+		if change.all { // Only the namespaces of the slot.
+			change.all, change.pods = false, true
+			for name := range after.Namespaces() {
+				change.namespaces = append(change.namespaces, name)
+			}
 		}
 	}
 	present := func(_, _ *adminapi.Index) bool { return true }
-	change.pods = !maps.EqualFunc(slots, probe.slots, present)
+	change.pods = change.pods || !maps.EqualFunc(slots, probe.slots, present)
 	probe.slots = slots
 	return change
 }
@@ -365,6 +374,14 @@ const logStore = "replicated log"
 
 // slotStore is the name of the store of one slot of several.
 func slotStore(slot int) string { return fmt.Sprintf("%s, slot %04d", logStore, slot) }
+
+func isSlot(store string) bool { return strings.HasPrefix(store, logStore+", ") }
+
+// isReady reports whether the state of a store is used. A pod that has taken over a slot is ready before
+// it has loaded the objects of the slot.
+func isReady(pod Pod, store string, state *adminapi.Index) bool {
+	return !pod.Unready && (!isSlot(store) || state.Ready)
+}
 
 // stores returns the names and states of a pod's stores: the one of the pod, which its successor has,
 // too, or those of a replicated log, without those of which it is a standby.
@@ -438,7 +455,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 			last := p.last[name]
 			switch {
 			case !p.owns(name, state):
-			case !pod.Unready:
+			case isReady(pod, name, state):
 				ready[name] = true
 				complete = complete && (probe.requested || last.report != nil)
 				pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
@@ -471,8 +488,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 // one slot has them. The slot of a namespace that none reports is not known: a slot without a report is
 // returned for it, or any if there is none.
 func storesOf(pods []health.Pod, namespace string) []health.Pod {
-	isSlot := func(pod health.Pod) bool { return strings.HasPrefix(pod.Name, logStore+", ") }
-	if !slices.ContainsFunc(pods, isSlot) {
+	if !slices.ContainsFunc(pods, func(pod health.Pod) bool { return isSlot(pod.Name) }) {
 		return pods
 	}
 	has := func(x *adminapi.Index) bool {
@@ -483,7 +499,7 @@ func storesOf(pods []health.Pod, namespace string) []health.Pod {
 	var substitute *health.Pod
 	for _, pod := range pods {
 		switch {
-		case !isSlot(pod):
+		case !isSlot(pod.Name):
 			list = append(list, pod)
 		case has(pod.Report) || has(pod.Configs):
 			list, known = append(list, pod), true

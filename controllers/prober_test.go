@@ -366,7 +366,13 @@ func TestSeveralSlots(t *testing.T) {
 		t.Errorf("handed over: got change %+v, want one of the pods only", change)
 	}
 	expect("slot 1 has no owner", "news", slotStore(1)+" false 1")
-	if change := poll(1, slots{1: slot(2, "news"), 2: slot(1, "blog")}, 1, 2); !slices.Equal(change.namespaces, []string{"news"}) || change.all {
+	starting := slot(2)
+	starting.Ready = false
+	poll(1, slots{1: starting, 2: slot(1, "blog")}, 1, 2)
+	expect("the owner of slot 1 loads its objects", "news", slotStore(1)+" false 1")
+	ready := slot(2, "news")
+	ready.Cursor = "loaded"
+	if change := poll(1, slots{1: ready, 2: slot(1, "blog")}, 1, 2); !slices.Equal(slices.Compact(change.namespaces), []string{"news"}) || change.all {
 		t.Errorf("taken over: got change %+v, want one of news", change)
 	}
 	expect("slot 1 was taken over", "news", slotStore(1)+" true 2")
