@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -88,6 +89,8 @@ func redact(addresses string) string { return userinfo.ReplaceAllString(addresse
 type Client struct {
 	c  Config
 	nc *nats.Conn
+	// single is true after a check that the log has no directory.
+	single atomic.Bool
 }
 
 // New starts to connect; it does not wait for the servers.
@@ -120,7 +123,7 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("connect to the log: %w", err)
 	}
-	return &Client{c, nc}, nil
+	return &Client{c: c, nc: nc}, nil
 }
 
 // Close closes the connection.
@@ -132,11 +135,15 @@ func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
 	if err := c.check(ctx); err != nil {
 		return r, err
 	}
-	several, err := c.exists(ctx, c.directory())
-	if err != nil {
-		return r, err
+	// Later, no takeover waits for an answer about the directory.
+	if !c.single.Load() {
+		several, err := c.exists(ctx, c.directory())
+		if err != nil {
+			return r, err
+		}
+		c.single.Store(!several)
 	}
-	if several {
+	if !c.single.Load() {
 		return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
 	}
 	return c.OpenSlot(ctx, 0)
