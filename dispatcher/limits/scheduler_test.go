@@ -75,12 +75,13 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 		var a, b Turn
 		a.Enter(s, &flood)
 		b.Enter(s, &flood)
-		entered := make(chan struct{})
+		entered, left := make(chan struct{}), make(chan struct{})
 		go func() {
 			var third Turn
 			third.Enter(s, &flood)
 			close(entered)
 			third.Leave(0)
+			close(left)
 		}()
 		for waiting := 0; waiting == 0; time.Sleep(100 * time.Microsecond) {
 			s.mu.Lock()
@@ -96,7 +97,7 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 		default:
 		}
 		a.Leave(0)
-		<-entered
+		<-left
 		b.Leave(0)
 		if s.busy != 0 || len(s.queues) != 0 {
 			t.Errorf("%d slots are taken and %d queues wait at the end", s.busy, len(s.queues))
