@@ -247,7 +247,7 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (r reported, 
 	} else if probe.state != nil {
 		log = probe.state.Log
 	}
-	if log == nil || !log.Several {
+	if !log.Several() {
 		return r, nil
 	}
 	r.slots = map[int]*adminapi.Report{}
@@ -342,7 +342,7 @@ func (p *prober) merge(pod Pod, probe *probe, r reported) (change reportChange) 
 		change.all = change.all || concernsAll(before, after)
 		return after
 	}
-	if r.report != nil && r.report.Log != nil && r.report.Log.Several {
+	if r.report != nil && r.report.Log.Several() {
 		probe.state = adminapi.NewIndex(*r.report) // It has no namespaces.
 		p.slots = max(p.slots, r.report.Log.Number)
 	} else {
@@ -390,7 +390,7 @@ func (p *probe) stores(pod Pod) iter.Seq2[string, *adminapi.Index] {
 		switch {
 		case p.state == nil || p.state.Log == nil:
 			yield(pod.Name, p.state)
-		case p.state.Log.Several:
+		case p.state.Log.Several():
 			for slot, state := range p.slots {
 				if !yield(slotStore(slot), state) {
 					return

@@ -326,7 +326,7 @@ func TestSeveralSlots(t *testing.T) {
 	poll := func(pod int, owned slots, listed ...int) reportChange {
 		t.Helper()
 		last = reportChange{}
-		answer = reported{report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Several: true, Number: 3, Slots: listed}}, slots: owned}
+		answer = reported{report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, slots: owned}
 		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
 		if err != nil {
 			t.Fatal(err)

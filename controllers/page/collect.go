@@ -113,7 +113,7 @@ func (a *answer) read(ctx context.Context, client *adminapi.Client) {
 		return
 	}
 	a.index = index
-	if index.Log == nil || !index.Log.Several {
+	if !index.Log.Several() {
 		return
 	}
 	slots := map[int]*adminapi.Index{}
@@ -169,7 +169,7 @@ func (p *Page) readReports(ctx context.Context) {
 	for pod, a := range answers {
 		switch {
 		case a.index == nil:
-		case a.index.Log == nil || !a.index.Log.Several:
+		case !a.index.Log.Several():
 			indices[pod] = a.index
 			if a.index.Log != nil && a.index.Log.Standby {
 				owned[pod] = nil

@@ -398,7 +398,7 @@ func TestResults(t *testing.T) {
 // one with the higher epoch owns it.
 func TestSeveralSlots(t *testing.T) {
 	process := func(pod string, epochs map[int]uint64) *adminapi.Client {
-		root := adminapi.LogReport{Several: true, Number: 3, Slots: slices.Sorted(maps.Keys(epochs))}
+		root := adminapi.LogReport{Number: 3, Slots: slices.Sorted(maps.Keys(epochs))}
 		mux := http.NewServeMux()
 		mux.HandleFunc("/report", func(w http.ResponseWriter, _ *http.Request) {
 			_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Log: &root})

@@ -40,13 +40,15 @@ type LogReport struct {
 	Epoch uint64 `json:"epoch,omitempty"`
 	// Slot is the slot of the report, for a pod with several slots.
 	Slot int `json:"slot,omitempty"`
-	// Several is true in the report of a pod with several slots. It has no namespaces: those of slot
-	// N are on GET /slots/N/report. Number is the number of slots of the log, and Slots are the slots
-	// that the pod owns, sorted.
-	Several bool  `json:"several,omitempty"`
-	Number  int   `json:"number,omitempty"`
-	Slots   []int `json:"slots,omitempty"`
+	// Number is the number of slots of the log in the report of a pod with several; 0 in other reports.
+	// The report has no namespaces: those of slot N are on GET /slots/N/report. Slots are the slots that
+	// the pod owns, sorted.
+	Number int   `json:"number,omitempty"`
+	Slots  []int `json:"slots,omitempty"`
 }
+
+// Several reports whether the report is that of a pod with several slots. The LogReport may be nil.
+func (l *LogReport) Several() bool { return l != nil && l.Number > 0 }
 
 // ConfigFormat is the newest format of live configs that this release reads: the first one with other
 // names than those of release 0.2.0.
