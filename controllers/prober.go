@@ -2,7 +2,6 @@ package controllers
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"iter"
 	"maps"
@@ -225,60 +224,16 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 	}
 }
 
-// reported is the answer of a pod.
-type reported struct {
-	// report has the changes since the last answer; nil for none.
-	report *adminapi.Report
-	// slots are the same for the slots that the pod owns.
-	slots map[int]*adminapi.Report
-}
-
 // +kubebuilder:rbac:urls=/report,verbs=get
 
 // fetch requests the changes since a pod's last answer.
-func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (r reported, err error) {
+func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (adminapi.Changes, error) {
 	client := &adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.atOnce, ReportTimeout: reportTimeout}
-	if r.report, err = changes(ctx, client, probe.state); err != nil {
-		return r, err
-	}
-	var log *adminapi.LogReport
-	if r.report != nil {
-		log = r.report.Log
-	} else if probe.state != nil {
-		log = probe.state.Log
-	}
-	if !log.Several() {
-		return r, nil
-	}
-	r.slots = map[int]*adminapi.Report{}
-	for _, slot := range log.Slots {
-		report, err := changes(ctx, client.Slot(slot), probe.slots[slot])
-		if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
-			continue // The pod has handed the slot over meanwhile.
-		}
-		if err != nil {
-			return r, fmt.Errorf("slot %d: %w", slot, err)
-		}
-		r.slots[slot] = report
-	}
-	return r, nil
-}
-
-// changes returns what changed since the last report, or nil if nothing did.
-func changes(ctx context.Context, client *adminapi.Client, last *adminapi.Index) (*adminapi.Report, error) {
-	cursor := ""
-	if last != nil {
-		cursor = last.Cursor
-	}
-	report, err := client.Report(ctx, cursor)
-	if errors.Is(err, adminapi.ErrNotModified) {
-		return nil, nil
-	}
-	return report, err
+	return client.Changes(ctx, probe.state, probe.slots)
 }
 
 // record stores the result of a request to a pod and calls changed and silenced.
-func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r reported, err error) {
+func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.Changes, err error) {
 	now := time.Now()
 	if pod.Unready {
 		p.mu.Lock()
@@ -327,44 +282,39 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r reported, 
 }
 
 // merge updates the states of a pod by its answer. The mutex is held.
-func (p *prober) merge(pod Pod, probe *probe, r reported) (change reportChange) {
+func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change reportChange) {
 	// next returns the state of a store after a report. A report equal to that of the predecessor is no
 	// change.
-	next := func(name string, before *adminapi.Index, report *adminapi.Report) *adminapi.Index {
+	next := func(name string, before *adminapi.Index, report *adminapi.Report) (after *adminapi.Index, all bool) {
 		if report == nil {
-			return before
+			return before, false
 		}
 		if before == nil && !pod.Unready {
 			before = p.last[name].report
 		}
 		after, namespaces := before.Merge(*report, p.like(probe))
 		change.namespaces = append(change.namespaces, namespaces...)
-		change.all = change.all || concernsAll(before, after)
-		return after
+		return after, concernsAll(before, after)
 	}
-	if r.report != nil && r.report.Log.Several() {
-		probe.state = adminapi.NewIndex(*r.report) // It has no namespaces.
-		p.slots = max(p.slots, r.report.Log.Number)
+	if r.Report != nil && r.Report.Log.Several() {
+		probe.state = adminapi.NewIndex(*r.Report) // It has no namespaces.
+		p.slots = max(p.slots, r.Report.Log.Number)
 	} else {
-		probe.state = next(pod.Name, probe.state, r.report)
+		probe.state, change.all = next(pod.Name, probe.state, r.Report)
 	}
 	slots := map[int]*adminapi.Index{}
-	for slot, report := range r.slots {
+	for slot, report := range r.Slots {
 		before := probe.slots[slot]
-		if report == nil && before == nil {
-			continue
-		}
-		after := next(slotStore(slot), before, report)
-		slots[slot] = after
-		if change.all { // Only the namespaces of the slot.
-			change.all, change.pods = false, true
+		after, all := next(slotStore(slot), before, report)
+		if all { // Only the namespaces of the slot.
 			for name := range after.Namespaces() {
 				change.namespaces = append(change.namespaces, name)
 			}
 		}
+		slots[slot] = after
+		change.pods = change.pods || all || before == nil
 	}
-	present := func(_, _ *adminapi.Index) bool { return true }
-	change.pods = change.pods || !maps.EqualFunc(slots, probe.slots, present)
+	change.pods = change.pods || len(slots) != len(probe.slots)
 	probe.slots = slots
 	return change
 }

@@ -70,9 +70,9 @@ func TestSilentPod(t *testing.T) {
 		} {
 			time.Sleep(step.after)
 			if step.err != nil {
-				p.record(ctx, pod, probe, reported{}, step.err)
+				p.record(ctx, pod, probe, adminapi.Changes{}, step.err)
 			} else {
-				p.record(ctx, pod, probe, reported{report: report}, nil)
+				p.record(ctx, pod, probe, adminapi.Changes{Report: report}, nil)
 			}
 			p.expire(time.Now())
 			got, event := state()
@@ -118,7 +118,7 @@ func TestUnreadyPod(t *testing.T) {
 		{"unchanged", nil, nil, adminapi.NewIndex(*unready)},
 		{"refused again", nil, errors.New("connection refused"), nil},
 	} {
-		p.record(ctx, pod, probe, reported{report: step.report}, step.err)
+		p.record(ctx, pod, probe, adminapi.Changes{Report: step.report}, step.err)
 		got, complete := p.reports()
 		want := []health.Pod{{Name: "dispatcher-0", Report: ready, Configs: step.want, Absent: true}}
 		if diff := cmp.Diff(want, got, everyField); diff != "" || !complete {
@@ -168,7 +168,7 @@ func TestReplacedPod(t *testing.T) {
 				t.Errorf("%s: complete %v, pods (-want +got):\n%s", step, complete, diff)
 			}
 		}
-		p.record(ctx, old, newProbe(p, old, false), reported{report: first}, nil)
+		p.record(ctx, old, newProbe(p, old, false), adminapi.Changes{Report: first}, nil)
 		expect("ready", health.Pod{Report: adminapi.NewIndex(*first)})
 		delete(p.probes, old)
 		expect("absent", health.Pod{Report: adminapi.NewIndex(*first), Absent: true})
@@ -177,7 +177,7 @@ func TestReplacedPod(t *testing.T) {
 		expect("absent for a long time", health.Pod{Report: adminapi.NewIndex(*first), Absent: true, Outdated: true})
 		probe := newProbe(p, replacement, true)
 		expect("replaced", health.Pod{Report: adminapi.NewIndex(*first), Silent: true, Outdated: true, Starting: true})
-		p.record(ctx, replacement, probe, reported{report: second}, nil)
+		p.record(ctx, replacement, probe, adminapi.Changes{Report: second}, nil)
 		expect("the replacement answers", health.Pod{Report: adminapi.NewIndex(*second), Starting: true})
 		time.Sleep(startGrace + time.Second)
 		p.expire(time.Now())
@@ -231,7 +231,7 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 			if report == nil {
 				err = lost
 			}
-			p.record(t.Context(), pods[i], probes[i], reported{report: report}, err)
+			p.record(t.Context(), pods[i], probes[i], adminapi.Changes{Report: report}, err)
 		}
 		got, complete := p.reports()
 		step.want.Name = logStore
@@ -249,11 +249,11 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
 	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
 	first := newProbe(p, pod, false)
-	p.record(t.Context(), pod, first, reported{report: ready}, nil)
+	p.record(t.Context(), pod, first, adminapi.Changes{Report: ready}, nil)
 	delete(p.probes, pod)
 	pod.Unready, p.notReady = true, []string{pod.Name}
 	unready := &adminapi.Report{Log: &adminapi.LogReport{Epoch: 1}}
-	p.record(t.Context(), pod, newProbe(p, pod, false), reported{report: unready}, nil)
+	p.record(t.Context(), pod, newProbe(p, pod, false), adminapi.Changes{Report: unready}, nil)
 	got, complete := p.reports()
 	want := []health.Pod{{Name: logStore, Report: adminapi.NewIndex(*ready), Configs: adminapi.NewIndex(*unready), Absent: true}}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
@@ -279,13 +279,13 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Log.Epoch)
 			}
 		}
-		p.record(t.Context(), pod, probe, reported{report: report(7)}, nil)
+		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(7)}, nil)
 		expect("before", report(7))
-		p.record(t.Context(), pod, probe, reported{report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(1)}, nil)
 		expect("a lower epoch", report(7))
 		time.Sleep(outdatedAfter + time.Second)
 		p.expire(time.Now())
-		p.record(t.Context(), pod, probe, reported{report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(1)}, nil)
 		expect("a lower epoch for a long time", report(1))
 	})
 }
@@ -301,12 +301,12 @@ func TestSeveralSlots(t *testing.T) {
 		return r
 	}
 	type slots = map[int]*adminapi.Report
-	var answer reported
+	var answer adminapi.Changes
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		report := answer.report
+		report := answer.Report
 		var number int
 		if _, err := fmt.Sscanf(r.URL.Path, "/slots/%d/report", &number); err == nil {
-			report = answer.slots[number]
+			report = answer.Slots[number]
 		}
 		switch {
 		case report == nil:
@@ -326,7 +326,7 @@ func TestSeveralSlots(t *testing.T) {
 	poll := func(pod int, owned slots, listed ...int) reportChange {
 		t.Helper()
 		last = reportChange{}
-		answer = reported{report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, slots: owned}
+		answer = adminapi.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, Slots: owned}
 		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
 		if err != nil {
 			t.Fatal(err)

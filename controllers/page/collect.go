@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"iter"
 	"maps"
-	"net/http"
 	"net/url"
 	"slices"
 	"strings"
@@ -108,44 +107,21 @@ type answer struct {
 
 // read requests what changed; an error keeps the last state.
 func (a *answer) read(ctx context.Context, client *adminapi.Client) {
-	index, err := merged(ctx, client, a.index)
-	if a.err = err; err != nil {
+	var changes adminapi.Changes
+	if changes, a.err = client.Changes(ctx, a.index, a.slots); a.err != nil {
 		return
 	}
-	a.index = index
-	if !index.Log.Several() {
-		return
+	if changes.Report != nil {
+		a.index, _ = a.index.Merge(*changes.Report, nil)
 	}
 	slots := map[int]*adminapi.Index{}
-	for _, slot := range index.Log.Slots {
-		x, err := merged(ctx, client.Slot(slot), a.slots[slot])
-		if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
-			continue // It was handed over meanwhile.
+	for slot, report := range changes.Slots {
+		slots[slot] = a.slots[slot]
+		if report != nil {
+			slots[slot], _ = slots[slot].Merge(*report, nil)
 		}
-		if err != nil {
-			a.err = fmt.Errorf("slot %d: %w", slot, err)
-			return
-		}
-		slots[slot] = x
 	}
 	a.slots = slots
-}
-
-// merged returns the state after what changed since the last one.
-func merged(ctx context.Context, client *adminapi.Client, last *adminapi.Index) (*adminapi.Index, error) {
-	cursor := ""
-	if last != nil {
-		cursor = last.Cursor
-	}
-	report, err := client.Report(ctx, cursor)
-	if errors.Is(err, adminapi.ErrNotModified) {
-		return last, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	next, _ := last.Merge(*report, nil)
-	return next, nil
 }
 
 // readReports merges what changed in every dispatcher; a silent one keeps its last state.

@@ -1,0 +1,60 @@
+package adminapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+)
+
+// Changes is what changed in a pod since its last reports.
+type Changes struct {
+	// Report is that of the pod; nil if nothing changed.
+	Report *Report
+	// Slots are those of the slots that a pod with several slots owns, each nil if nothing changed.
+	Slots map[int]*Report
+}
+
+// Changes requests what changed since the last state of the pod and of its slots, each of which may be
+// nil. If the report of a slot fails, the Changes lack it, and those of later slots.
+func (c *Client) Changes(ctx context.Context, last *Index, slots map[int]*Index) (changes Changes, err error) {
+	if changes.Report, err = c.since(ctx, last); err != nil {
+		return changes, err
+	}
+	var log *LogReport
+	if changes.Report != nil {
+		log = changes.Report.Log
+	} else if last != nil {
+		log = last.Log
+	}
+	if !log.Several() {
+		return changes, nil
+	}
+	changes.Slots = map[int]*Report{}
+	for _, slot := range log.Slots {
+		report, err := c.Slot(slot).since(ctx, slots[slot])
+		if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+			continue // The pod has handed the slot over meanwhile.
+		}
+		if err != nil {
+			return changes, fmt.Errorf("slot %d: %w", slot, err)
+		}
+		if report != nil || slots[slot] != nil {
+			changes.Slots[slot] = report
+		}
+	}
+	return changes, nil
+}
+
+// since returns what changed since the last state, or nil if nothing did.
+func (c *Client) since(ctx context.Context, last *Index) (*Report, error) {
+	cursor := ""
+	if last != nil {
+		cursor = last.Cursor
+	}
+	report, err := c.Report(ctx, cursor)
+	if errors.Is(err, ErrNotModified) {
+		return nil, nil
+	}
+	return report, err
+}
