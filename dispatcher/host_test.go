@@ -276,7 +276,9 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	in := newInstallation(t, 2, "a", "b")
 	l, _ := in.start(t, "only")
 	waitSlots(t, l, 2)
-	in.call(t, l, "a", "1", false)
+	for _, namespace := range []string{"a", "b"} { // Each gets its slot after the first config.
+		in.call(t, l, namespace, "call-"+namespace, false)
+	}
 	for _, keyInBody := range []bool{false, true} {
 		body := `{"userId":"u","event":"e"}`
 		if keyInBody {
