@@ -141,12 +141,12 @@ func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
 		if err != nil {
 			return r, err
 		}
-		c.single.Store(!several)
+		if several {
+			return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
+		}
+		c.single.Store(true)
 	}
-	if !c.single.Load() {
-		return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
-	}
-	return c.OpenSlot(ctx, 0)
+	return c.openSlot(ctx, 0)
 }
 
 // exists reports whether a stream exists.
@@ -174,6 +174,10 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	if err := c.check(ctx); err != nil {
 		return r, err
 	}
+	return c.openSlot(ctx, slot)
+}
+
+func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err error) {
 	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
 		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes,
