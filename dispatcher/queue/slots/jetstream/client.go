@@ -221,7 +221,7 @@ func (c *Client) OpenDirectory(ctx context.Context) (slots.Assignments, error) {
 			return nil, err
 		}
 		if one {
-			return nil, fmt.Errorf("the log %q was made with one slot; use --log-slots=1, or another --log-name and posthorn drain for the old one", c.c.Name)
+			return nil, fmt.Errorf("the log %q was made with one slot; use --log-slots=1, or another --log-name while a process with --log-slots=1 delivers the messages of this one", c.c.Name)
 		}
 	}
 	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
