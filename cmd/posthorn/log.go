@@ -19,15 +19,13 @@ import (
 type logFlags struct {
 	config   jetstream.Config
 	maxBytes string
-	// Of commands with registerSlots only.
-	hasSlots        bool
+	// slots is 1 in commands without registerSlots.
 	slots, standbys int
 	pins            map[string]int
 }
 
 // registerSlots registers the flags of a process that can have several slots.
 func (l *logFlags) registerSlots(cmd *cobra.Command) {
-	l.hasSlots = true
 	f := cmd.Flags()
 	f.IntVar(&l.slots, "log-slots", 1, "number of slots of --log: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
 	f.IntVar(&l.standbys, "log-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
@@ -35,6 +33,7 @@ func (l *logFlags) registerSlots(cmd *cobra.Command) {
 }
 
 func (l *logFlags) register(cmd *cobra.Command) {
+	l.slots = 1
 	f := cmd.Flags()
 	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
 	f.StringVar(&l.config.Name, "log-name", "posthorn", "name of this installation in the NATS servers")
@@ -65,7 +64,6 @@ func (l *logFlags) parse() error {
 		return command.Usagef("--log: %v", err)
 	}
 	switch {
-	case !l.hasSlots:
 	case l.slots < 1 || l.slots > slots.MaxSlots:
 		return command.Usagef("--log-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
 	case l.standbys < 0 || l.standbys > maxStandbys:
