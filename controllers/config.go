@@ -449,6 +449,11 @@ const maxReportWait = 5 * time.Second
 // dispatchers returns what the pods report about the live config of a namespace.
 func (r *configReconciler) dispatchers(namespace string) compile.Dispatchers {
 	pods, complete := r.reports()
+	return dispatchersOf(pods, complete, namespace)
+}
+
+// dispatchersOf is dispatchers with given reports.
+func dispatchersOf(pods []health.Pod, complete bool, namespace string) compile.Dispatchers {
 	reports := compile.Reports{Silent: !complete}
 	for _, pod := range storesOf(pods, namespace) {
 		reports.Unknown = reports.Unknown || !hasConfigs(pod.Report) && !hasConfigs(pod.Configs)
@@ -485,11 +490,11 @@ func (r *configReconciler) followReports(ctx context.Context, interval time.Dura
 			return
 		case <-tick.C:
 		}
-		pods, _ := r.reports()
+		pods, complete := r.reports()
 		r.followFormats(pods)
 		announcer.announce(ctx, pods)
 		r.expireReservations()
-		for _, namespace := range r.unsettled(pods) {
+		for _, namespace := range r.unsettled(pods, complete) {
 			r.own.fire(namespace)
 		}
 	}
@@ -550,7 +555,7 @@ func (r *configReconciler) expireReservations() {
 // unsettled returns the namespaces whose live config may change because of the pods' reports. Of a
 // namespace without a Secret it needs parked objects or reserved write keys: the pods report the number of a removed
 // namespace for a long time.
-func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
+func (r *configReconciler) unsettled(pods []health.Pod, complete bool) (list []string) {
 	r.mu.Lock()
 	histories := make(map[string]compile.History, len(r.written))
 	for namespace, secret := range r.written {
@@ -558,7 +563,7 @@ func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
 	}
 	r.mu.Unlock()
 	for namespace, history := range histories {
-		d := r.dispatchers(namespace)
+		d := dispatchersOf(pods, complete, namespace)
 		if !history.Settled(d, r.now()) || history.Confirmed(d) && r.parts.supersededIn(namespace) {
 			list = append(list, namespace)
 		}
@@ -842,7 +847,7 @@ func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
-	pods, _ := r.reports()
+	pods, complete := r.reports()
 	for _, pod := range pods {
 		for _, report := range []*adminapi.Index{pod.Report, pod.Configs} {
 			if report == nil {
@@ -858,7 +863,7 @@ func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig
 	live := map[string]map[string]compile.KeyUse{}
 	users := map[string]int{}
 	for namespace, secret := range secrets {
-		live[namespace] = secret.history.WriteKeys(r.dispatchers(namespace), r.now())
+		live[namespace] = secret.history.WriteKeys(dispatchersOf(pods, complete, namespace), r.now())
 		for hash, use := range live[namespace] {
 			if use == compile.KeyInUse {
 				users[hash]++

@@ -305,8 +305,8 @@ func TestUnsettled(t *testing.T) {
 			if strings.Contains(name, "old parts") {
 				secrets.superseded["shop"] = true
 			}
-			r := &configReconciler{parts: secrets, written: c.written, reports: func() ([]health.Pod, bool) { return pods, true }, now: time.Now}
-			if diff := cmp.Diff(c.want, r.unsettled(pods)); diff != "" {
+			r := &configReconciler{parts: secrets, written: c.written, now: time.Now}
+			if diff := cmp.Diff(c.want, r.unsettled(pods, true)); diff != "" {
 				t.Errorf("namespaces (-want +got):\n%s", diff)
 			}
 		})
