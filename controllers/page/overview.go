@@ -113,15 +113,19 @@ func (p *Page) newOverview(v view, query string) overview {
 	disks := map[string]int64{} // Several slots of a pod are on one disk.
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]
+		object := "dispatcher " + pod
+		if x.Pod != pod && x.Log != nil { // A slot.
+			object = pod + " of dispatcher " + x.Pod
+		}
 		o.Used, o.Total = o.Used+x.Storage.UsedBytes, o.Total+x.Storage.TotalBytes-disks[x.Pod]
 		disks[x.Pod] = x.Storage.TotalBytes
 		if !x.Ready {
 			o.Accepting = false
-			o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "is not ready: it has not loaded a config yet", Fix: "check its log"})
+			o.Problems = append(o.Problems, problem{Object: object, Text: "is not ready: it has not loaded a config yet", Fix: "check its log"})
 		}
 		if x.Storage.Pressure {
 			o.Accepting = false
-			o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "rejects calls with 503: its disk is full", Fix: "free disk space, or fix the destinations with the largest backlog"})
+			o.Problems = append(o.Problems, problem{Object: object, Text: "rejects calls with 503: its disk is full", Fix: "free disk space, or fix the destinations with the largest backlog"})
 		}
 		for _, c := range x.Configs {
 			for _, d := range c.Discards {
