@@ -131,6 +131,16 @@ func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
 	_ = table.Flush() // An error of w also ends the command's later output.
 }
 
+// unique returns the texts without repetitions, in order.
+func unique(texts []string) (list []string) {
+	for _, text := range texts {
+		if !slices.Contains(list, text) {
+			list = append(list, text)
+		}
+	}
+	return list
+}
+
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
 // slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
@@ -174,7 +184,7 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int) er
 			problems = append(problems, fmt.Sprintf("no process owns slot %d; another one takes it over within about 15 s", slot))
 		}
 	}
-	problems = slices.Compact(problems)
+	problems = unique(problems) // Several slots have the same server that lacks records.
 	if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Sync == "Unknown" }) {
 		fmt.Fprintln(w, "\nIt is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL.")
 	}

@@ -49,6 +49,11 @@ func TestSlots(t *testing.T) {
 		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
 		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
 		"owners of two slots": {[]adminapi.LogState{owner, in(1, owner)}, 2, 1, false, ""},
+		"a lost server of several slots": {[]adminapi.LogState{
+			with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 }),
+			in(1, with(owner, func(s *adminapi.LogState) { s.MaySend = false })),
+			in(2, with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })),
+		}, 3, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up.\ndispatcher-0 owns slot 1 and cannot deliver: the log does not answer."},
 		"slot without owner":  {[]adminapi.LogState{owner, in(2, standby), in(2, standby)}, 3, 2, true, "no process owns slot 1; another one takes it over within about 15 s.\nno process owns slot 2; another one takes it over within about 15 s."},
 		"slots of one of two": {[]adminapi.LogState{owner, in(1, standby)}, 3, 1, false, "The owner of slot 1 is dispatcher-0 (10.0.0.7:8444)."},
 		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
