@@ -145,7 +145,7 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 	if err != nil {
 		return nil, nil, err
 	}
-	targets, err = stores(ctx, targets)
+	targets, err = owners(ctx, targets)
 	if err != nil {
 		stop()
 		return nil, nil, err
@@ -177,25 +177,17 @@ func (c *clusterConnector) connectAll(ctx context.Context) ([]target, func(), er
 	return targets, stop, nil
 }
 
-// stores returns the admin APIs of the stores of the dispatchers: of each slot that a process with several
-// slots owns, and of the others without the standbys of a replicated log.
-func stores(ctx context.Context, targets []target) (list []target, err error) {
+// owners returns the stores of the dispatchers, without the standbys of a replicated log.
+func owners(ctx context.Context, targets []target) (list []target, err error) {
 	for _, t := range targets {
 		if t.IsStandby(ctx) {
 			continue
 		}
-		slots, err := t.Slots(ctx)
+		of, err := t.stores(ctx)
 		if err != nil {
-			return nil, t.explain(err)
+			return nil, err
 		}
-		if slots == nil {
-			list = append(list, t)
-		}
-		for _, s := range slots {
-			if s.Owner {
-				list = append(list, target{t.pod, t.Slot(s.Slot)})
-			}
-		}
+		list = append(list, of...)
 	}
 	if len(list) == 0 {
 		return nil, fmt.Errorf("all %d dispatcher pods are standbys of the replicated log: one of them takes over the messages within about 15 s; try again", len(targets))

@@ -34,6 +34,23 @@ func (t target) explain(err error) error {
 	return err
 }
 
+// stores returns the admin APIs of the slots that the dispatcher owns, or that of one with a single store.
+func (t target) stores(ctx context.Context) (list []target, err error) {
+	slots, err := t.Slots(ctx)
+	if err != nil {
+		return nil, t.explain(err)
+	}
+	if slots == nil {
+		return []target{t}, nil
+	}
+	for _, s := range slots {
+		if s.Owner {
+			list = append(list, target{t.pod, t.Slot(s.Slot)})
+		}
+	}
+	return list, nil
+}
+
 // connector connects to dispatchers and knows their namespace.
 type connector interface {
 	// connect finds the dispatchers; the caller runs closeAll.
@@ -119,7 +136,10 @@ func (d *direct) connect(ctx context.Context) ([]target, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	targets, err := stores(ctx, []target{t})
+	targets, err := t.stores(ctx)
+	if err == nil && len(targets) == 0 {
+		err = errors.New("this process owns no slot of the log; set --admin to another one ('posthorn slots' shows the owners)")
+	}
 	return targets, func() {}, err
 }
 

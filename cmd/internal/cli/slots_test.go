@@ -2,10 +2,12 @@ package cli
 
 import (
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -78,4 +80,29 @@ func oneStore(next http.HandlerFunc) http.Handler {
 			next(w, r)
 		}
 	})
+}
+
+// A process that is named by its address is not replaced by another one: its own answer names the owner.
+func TestProcessWithoutMessages(t *testing.T) {
+	for name, c := range map[string]struct {
+		status     int
+		text, want string
+	}{
+		"standby":        {http.StatusServiceUnavailable, "it is a standby; send the request to the owner, a (10.0.0.7:8444)", "send the request to the owner, a (10.0.0.7:8444)"},
+		"owns no slot":   {http.StatusOK, "[]", "this process owns no slot of the log; set --admin to another one"},
+		"follows a slot": {http.StatusOK, `[{"slot": 1}]`, "this process owns no slot of the log; set --admin to another one"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set(adminapi.StandbyHeader, "1")
+				w.WriteHeader(c.status)
+				_, _ = w.Write([]byte(c.text))
+			}))
+			defer server.Close()
+			var out, problems strings.Builder
+			if code := execute([]string{"deadletters", "list", "crm", "--admin", server.URL}, strings.NewReader(""), &out, &problems); code != command.ExitFailure || !strings.Contains(problems.String(), c.want) {
+				t.Errorf("got exit code %d and %q, want %d and %q", code, problems.String(), command.ExitFailure, c.want)
+			}
+		})
+	}
 }
