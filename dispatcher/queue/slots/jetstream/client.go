@@ -309,7 +309,16 @@ func (c *Client) durability(ctx context.Context, log *Log, streams ...jetstream.
 	return d, nil
 }
 
-// currentCopies returns the number of servers that have all records of a stream.
+const (
+	// inProgress is the number of records that a server may lack because they are being stored: under
+	// load the slowest of three servers rarely has all of them.
+	inProgress = 100
+	// silentAfter is the time without an answer after which the lag of a server is not known.
+	silentAfter = 10 * time.Second
+)
+
+// currentCopies returns the number of servers that have all records of a stream, except for those in
+// progress.
 func currentCopies(info *jetstream.StreamInfo) int {
 	if info.Cluster == nil {
 		return 1 // A single server.
@@ -319,7 +328,9 @@ func currentCopies(info *jetstream.StreamInfo) int {
 		n++
 	}
 	for _, r := range info.Cluster.Replicas {
-		if r.Current && !r.Offline {
+		// Active is 0 for a server that never answered.
+		keepsUp := r.Active > 0 && r.Active < silentAfter && r.Lag <= inProgress
+		if !r.Offline && (r.Current || keepsUp) {
 			n++
 		}
 	}

@@ -394,3 +394,31 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 	_, err = one.OpenDirectory(t.Context())
 	wantText(t, "several slots of a log with one", err, "one slot", "--log-slots=1")
 }
+
+// A server that only lacks the records in progress has a copy.
+func TestCurrentCopies(t *testing.T) {
+	current := &jetstream.PeerInfo{Current: true, Active: time.Millisecond}
+	for name, c := range map[string]struct {
+		info jetstream.StreamInfo
+		want int
+	}{
+		"one server":             {jetstream.StreamInfo{}, 1},
+		"no leader":              {jetstream.StreamInfo{Cluster: &jetstream.ClusterInfo{Replicas: []*jetstream.PeerInfo{current, current}}}, 2},
+		"all":                    {cluster(current, current), 3},
+		"a few records behind":   {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Lag: 5}), 3},
+		"many records behind":    {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Lag: 5000}), 2},
+		"silent":                 {cluster(current, &jetstream.PeerInfo{Active: time.Minute, Lag: 5}), 2},
+		"offline":                {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Offline: true, Lag: 5}), 2},
+		"not seen since a start": {cluster(current, &jetstream.PeerInfo{}), 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := currentCopies(&c.info); got != c.want {
+				t.Errorf("got %d copies, want %d", got, c.want)
+			}
+		})
+	}
+}
+
+func cluster(replicas ...*jetstream.PeerInfo) jetstream.StreamInfo {
+	return jetstream.StreamInfo{Cluster: &jetstream.ClusterInfo{Leader: "a", Replicas: replicas}}
+}
