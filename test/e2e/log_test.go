@@ -194,10 +194,8 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		shared := func(pods int) {
 			GinkgoHelper()
 			Eventually(func() (err error) {
-				out, err := command("", "kubectl", "posthorn", "slots")
-				if err != nil {
-					return fmt.Errorf("%w: %s", err, out)
-				}
+				// It also reports problems of the servers, which do not matter here.
+				out, _ := command("", "kubectl", "posthorn", "slots")
 				owners, owned, copies := map[string]bool{}, map[string]bool{}, 0
 				for _, line := range strings.Split(out, "\n") {
 					switch f := strings.Fields(line); {
