@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 // Metrics are plain numbers in the objects that they describe, guarded by the engine's lock, and
@@ -164,12 +165,13 @@ var (
 	descLatency  = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery, over all destinations.")
 	descInFlight = desc("posthorn_delivery_in_flight", "Requests in flight to all endpoints.")
 	descLimit    = desc("posthorn_delivery_in_flight_limit", "Limit of requests in flight to all endpoints.")
+	descWaiting  = desc("posthorn_delivery_first_attempt_age_seconds", "Age of the oldest message whose first attempt waits for this dispatcher: its endpoint is not paused, and its circuit, window and rate permit a request. 0 if there is none.")
 	descWorkers  = desc("posthorn_delivery_workers", "Goroutines that send requests, by state: busy or idle.", "state")
 )
 
 // Describe implements prometheus.Collector.
 func (collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descAttempts, descDead, descDuration, descLatency, descInFlight, descLimit, descWorkers} {
+	for _, d := range []*prometheus.Desc{descAttempts, descDead, descDuration, descLatency, descInFlight, descLimit, descWaiting, descWorkers} {
 		ch <- d
 	}
 }
@@ -192,6 +194,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.mu.Unlock()
 	add(descInFlight, prometheus.GaugeValue, float64(inFlight))
 	add(descLimit, prometheus.GaugeValue, float64(e.o.MaxInFlight))
+	add(descWaiting, prometheus.GaugeValue, e.firstAttemptAge(time.Now()).Seconds())
 	add(descWorkers, prometheus.GaugeValue, float64(workers-idle), "busy")
 	add(descWorkers, prometheus.GaugeValue, float64(idle), "idle")
 	ch <- duration.metric(descDuration, attemptBuckets)
@@ -205,4 +208,36 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 			add(descDead, prometheus.CounterValue, float64(n), name, reason)
 		}
 	}
+}
+
+// firstAttemptAge is the age of the oldest message whose first attempt waits for the engine only. It
+// grows with too few dispatchers, and not with a receiver that fails or is slow.
+func (e *Engine) firstAttemptAge(now time.Time) time.Duration {
+	var oldest time.Time
+	var unread []queue.LaneID
+	e.mu.Lock()
+	for _, l := range e.lanes {
+		if l.parked() || !l.hasWork() {
+			continue
+		}
+		if closed, _ := l.sendable(now); !closed {
+			continue
+		}
+		for i := range l.buffer[l.head:] {
+			if d := &l.buffer[l.head+i]; d.Attempt == 0 {
+				oldest = earlier(oldest, d.AcceptedAt)
+			}
+		}
+		if l.more {
+			unread = append(unread, l.id)
+		}
+	}
+	e.mu.Unlock()
+	for _, id := range unread {
+		oldest = earlier(oldest, e.o.Store.OldestWaiting(id))
+	}
+	if oldest.IsZero() {
+		return 0
+	}
+	return max(0, now.Sub(oldest))
 }

@@ -435,6 +435,7 @@ func TestMetrics(t *testing.T) {
 			"posthorn_delivery_attempts_total 4xx Rejected":       5,
 			"posthorn_message_delivery_latency_seconds":           5,
 			"posthorn_delivery_in_flight":                         0,
+			"posthorn_delivery_first_attempt_age_seconds":         0,
 			"posthorn_delivery_in_flight_limit":                   1024,
 			"posthorn_destination_messages_total a delivered":     5,
 			"posthorn_destination_messages_total a dead_lettered": 0,
@@ -571,6 +572,7 @@ type emptyStore struct{ Store }
 
 func (emptyStore) SetNotify(func(queue.LaneID))                       {}
 func (emptyStore) DestinationStats(string) (s queue.DestinationStats) { return s }
+func (emptyStore) OldestWaiting(queue.LaneID) (at time.Time)          { return at }
 func (emptyStore) LaneStats(queue.LaneID) (s queue.LaneStats)         { return s }
 
 // scrape returns all series: name and label values (without the namespace) to value, or to the
@@ -620,4 +622,43 @@ func TestFailedAttemptIsLogged(t *testing.T) {
 			t.Errorf("the log is:\n%s", log.String())
 		}
 	})
+}
+
+// The age grows while the engine has more to send than it may, and not with receivers that fail, are
+// slow, or have a limit.
+func TestFirstAttemptAge(t *testing.T) {
+	slow := answer{status: 200, after: 4 * time.Second}
+	for name, c := range map[string]struct {
+		answer   answer
+		tune     func(*liveconfig.Destination)
+		requests int // MaxInFlight
+		want     func(age time.Duration) bool
+	}{
+		"too few requests in flight": {slow, nil, 2, func(age time.Duration) bool { return age >= 20*time.Second }},
+		"idle":                       {answer{status: 200}, nil, 2, func(age time.Duration) bool { return age == 0 }},
+		"slow receivers":             {slow, func(d *liveconfig.Destination) { d.Delivery.MaxInFlight = 1 }, 1024, func(age time.Duration) bool { return age == 0 }},
+		"failing receivers":          {answer{status: 503}, nil, 1024, func(age time.Duration) bool { return age == 0 }},
+		"paused":                     {slow, func(d *liveconfig.Destination) { d.State = liveconfig.Paused }, 2, func(age time.Duration) bool { return age == 0 }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, always(c.answer), func(o *Options) { o.MaxInFlight = c.requests })
+				defer w.end()
+				var all []liveconfig.Destination
+				for _, name := range []string{"a", "b", "c", "d"} {
+					d := dest(name, "http://"+name+".test")
+					if c.tune != nil {
+						c.tune(&d)
+					}
+					all = append(all, d)
+				}
+				w.apply(all...)
+				w.send("web", 100)
+				w.sleep(30 * time.Second)
+				if age := w.engine.firstAttemptAge(time.Now()); !c.want(age) {
+					t.Errorf("got %v", age)
+				}
+			})
+		})
+	}
 }

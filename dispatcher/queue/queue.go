@@ -421,6 +421,9 @@ type Meta interface {
 type Stats interface {
 	// LaneStats returns the stats of a lane or a group; zero for an unknown one.
 	LaneStats(lane LaneID) LaneStats
+	// OldestWaiting returns the acceptance time of a lane's oldest message that was neither leased nor
+	// attempted; zero if there is none.
+	OldestWaiting(lane LaneID) time.Time
 	// Position returns the last message of its Source's log that a lane has read, and the last
 	// one of the log; zero for an unknown lane.
 	Position(lane LaneID) (read, end uint64)

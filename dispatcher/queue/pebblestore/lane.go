@@ -57,6 +57,8 @@ type lane struct {
 	firstAttempts int
 	// oldest caches the oldest pending message.
 	oldest acceptance
+	// waiting caches the oldest message of OldestWaiting.
+	waiting acceptance
 	// pendingFrom: all unread messages before this one are final.
 	pendingFrom uint64
 	// revoked are leased first attempts that were skipped during the lease.
@@ -864,6 +866,37 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	}
 	l.cachedStats.store(st)
 	return st
+}
+
+// OldestWaiting implements queue.Store.
+func (s *Store) OldestWaiting(id queue.LaneID) time.Time {
+	if err := s.enter(); err != nil {
+		return time.Time{}
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil || !s.lockUnlessFull(l.mu) {
+		return time.Time{}
+	}
+	defer l.mu.Unlock()
+	seq := l.Next
+	if l.group != nil {
+		seq = l.group.Gaps.After(seq)
+	}
+	for _, released := range l.released {
+		if l.open[released].due == 0 {
+			seq = released
+			break
+		}
+	}
+	if seq > l.limit() {
+		return time.Time{}
+	}
+	_, at, err := s.acceptedAt(l.log, seq, &l.waiting)
+	if err != nil {
+		s.log.With(id.LogArgs()...).Error("read of a lane's oldest message failed", "error", s.explain(err))
+	}
+	return at
 }
 
 // retrying is the number of messages that failed before and are not leased.

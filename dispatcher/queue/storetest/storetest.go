@@ -82,6 +82,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"Redelivery", (*suite).redelivery},
 		{"AppendIsAllOrNothing", (*suite).appendIsAllOrNothing},
 		{"Release", (*suite).release},
+		{"OldestWaiting", (*suite).oldestWaiting},
 		{"Retry", (*suite).retry},
 		{"RetriesGetAnEighth", (*suite).retriesGetAnEighth},
 		{"ReleasedFillTheShareOfRetries", (*suite).releasedFillTheShareOfRetries},
@@ -327,6 +328,33 @@ func (x *suite) newLaneStartsBehind() {
 	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{5})
 	x.position(lane, 5, 5)
 	x.position(queue.LaneID{Source: source, Destination: mail}, 0, 0)
+}
+
+// A message waits until it is leased, and again when it is released before an attempt.
+func (x *suite) oldestWaiting() {
+	waiting := func(what string, want time.Time) {
+		x.Helper()
+		x.equal(what, x.store.OldestWaiting(lane).UTC(), want.UTC())
+	}
+	waiting("unknown lane", time.Time{})
+	x.open(lane)
+	waiting("lane without messages", time.Time{})
+	var at []time.Time
+	for n := range 3 {
+		m := x.message()
+		m.AcceptedAt = time.UnixMilli(int64(1_000_000 + n))
+		at = append(at, m.AcceptedAt)
+		x.append(m)
+	}
+	waiting("unread", at[0])
+	got := x.lease(lane, 2)
+	waiting("after a lease", at[2])
+	x.store.Release(got[1])
+	waiting("after a release", at[1])
+	got = append(got, x.lease(lane, 10)...)
+	waiting("after a lease of all", time.Time{})
+	x.store.Retry(got[0], x.Clock.Now().Add(time.Hour), queue.Failure{})
+	waiting("with a retry", time.Time{})
 }
 
 func (x *suite) position(id queue.LaneID, read, end uint64) {
