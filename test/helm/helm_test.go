@@ -194,6 +194,7 @@ func TestCRDs(t *testing.T) {
 
 // The error for an invalid value has its path and the valid format.
 func TestInvalidValues(t *testing.T) {
+	const jetStream = "log.type=JetStream,log.jetStream.name=a,log.jetStream.url=nats://nats:4222"
 	for name, c := range map[string]struct{ set, want string }{
 		"unknown at the top":    {"dispacher.replicas=2", "at '': additional properties 'dispacher' not allowed"},
 		"unknown below":         {"dispatcher.replica=2", "at '/dispatcher': additional properties 'replica' not allowed"},
@@ -251,6 +252,12 @@ func TestInvalidValues(t *testing.T) {
 		"log without servers":   {"log.type=JetStream,log.jetStream.name=a", "at '/log/jetStream/url': minLength: got 0, want 1"},
 		"log without a name":    {"log.type=JetStream,log.jetStream.url=nats://nats:4222", "at '/log/jetStream/name': minLength: got 0, want 1"},
 		"log of HTTP":           {"log.jetStream.url=http://nats:4222", "at '/log/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
+		"scaled, on volumes":    {"dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},
+		"scaled, one slot":      {jetStream + ",dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},
+		"scaled, few slots":     {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=4", "dispatcher.autoscaling.maxReplicas is 6 and log.jetStream.slots 4: pods without a slot deliver nothing"},
+		"scaled, bounds":        {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=4,dispatcher.autoscaling.minReplicas=4,dispatcher.autoscaling.maxReplicas=3", "minReplicas is 4 and maxReplicas 3"},
+		"scaled by nothing":     {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=6,dispatcher.autoscaling.cpu=", "dispatcher.autoscaling needs cpu or firstAttemptAge"},
+		"age with a unit":       {"dispatcher.autoscaling.firstAttemptAge=10s", "'10s' does not match pattern '^(?<seconds_such_as_10_or_empty>"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {

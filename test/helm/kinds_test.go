@@ -10,18 +10,21 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	networkingv1 "k8s.io/api/networking/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/need"
 )
 
-// foreign are the kinds of other projects in the chart, with the module of their CRDs, its
+// foreign are the kinds of other projects in the chart and its docs, with the module of their CRDs, its
 // checksum and the CRDs' paths in it.
 var foreign = map[string]struct {
 	module, sum string
@@ -35,6 +38,10 @@ var foreign = map[string]struct {
 		"sigs.k8s.io/gateway-api@v1.4.1", "h1:NPxFutNkKNa8UfLd2CMlEuhIPMQgDQ6DXNKG9sHbJU8=",
 		[]string{"config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"},
 	},
+	"keda.sh": {
+		"github.com/kedacore/keda/v2@v2.17.2", "h1:xlrcK5TKABJF9PebK79sgL07s/csGjL3H4m72OkZXxk=",
+		[]string{"config/crd/bases/keda.sh_scaledobjects.yaml"},
+	},
 	"monitoring.coreos.com": {
 		"github.com/prometheus-operator/prometheus-operator@v0.85.0", "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
 		[]string{
@@ -44,8 +51,8 @@ var foreign = map[string]struct {
 	},
 }
 
-// The CRDs of cert-manager, the Gateway API and the Prometheus operator accept the chart's objects
-// with all their fields.
+// The CRDs of cert-manager, the Gateway API and the Prometheus operator accept the chart's objects, and
+// those of KEDA the sample in the docs, with all their fields.
 func TestForeignKindsAccept(t *testing.T) {
 	env.Need(t)
 	server, kubectl := env.For(t)
@@ -68,15 +75,30 @@ func TestForeignKindsAccept(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := map[string]int{}
+	create := func(from string, o *unstructured.Unstructured) {
+		group := o.GroupVersionKind().Group
+		if _, ok := foreign[group]; !ok {
+			return
+		}
+		seen[group]++
+		if err := strict.Create(context.Background(), o, client.DryRunAll); err != nil {
+			t.Errorf("%s: create %s %s: got error %v, want none", from, o.GetKind(), o.GetName(), err)
+		}
+	}
 	for _, values := range files {
 		for _, o := range objects(t, mustRender(t, "--values", values, "--set", "crds.enabled=false")) {
-			group := o.GroupVersionKind().Group
-			if _, ok := foreign[group]; !ok {
-				continue
-			}
-			seen[group]++
-			if err := strict.Create(context.Background(), o, client.DryRunAll); err != nil {
-				t.Errorf("%s: create %s %s: got error %v, want none", values, o.GetKind(), o.GetName(), err)
+			create(values, o)
+		}
+	}
+	const page = "docs/replicated-log.md"
+	blocks, err := docs.Blocks(root, page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range blocks {
+		if b.Language == "yaml" && strings.Contains(b.Text, "\nkind: ") {
+			for _, o := range objects(t, b.Text) {
+				create(page, o)
 			}
 		}
 	}
