@@ -87,8 +87,9 @@ function finish (result) {
   const wrong = result.error ?? (result.hosts.some((host) => host !== 'track.example' && host !== new URL(origin).host) && `requests to ${result.hosts}`)
   if (wrong) console.error(wrong)
   else for (const id of result.ids) console.log(JSON.stringify({ id }))
-  browser.once('exit', () => {
-    rmSync(profile, { recursive: true, force: true, maxRetries: 5 })
+  // The event close follows the end of the child processes, which write to the profile, too.
+  browser.once('close', () => {
+    rmSync(profile, { recursive: true, force: true, maxRetries: 20 })
     process.exit(wrong ? 1 : 0)
   })
   if (browser.exitCode !== null || !browser.kill()) process.exit(1)
