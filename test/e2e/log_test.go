@@ -21,7 +21,7 @@ kind: ConfigMap
 metadata: {name: nats}
 data:
   nats.conf: |
-    jetstream { store_dir: /data, sync_interval: always, max_file_store: 4GB }
+    jetstream { store_dir: /data, sync_interval: always, max_file_store: 32GB }
     http: 8222
     cluster { name: nats, listen: 0.0.0.0:6222, routes: [nats://nats-0.nats:6222, nats://nats-1.nats:6222, nats://nats-2.nats:6222] }
 ---
