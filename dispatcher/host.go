@@ -97,6 +97,8 @@ type host struct {
 	namespaces *namespaces
 	members    *slots.Members
 	slots      []*hosted
+	// connections are those to the other processes.
+	connections peer.Connections
 	// wake has a value when a heartbeat is due before its time.
 	wake chan struct{}
 	// fault is why the directory is not read.
@@ -396,6 +398,8 @@ type hosted struct {
 	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
 	forwarder *peer.Forwarder
 	forward   http.Handler
+	// bodies is the memory of the bodies that were read to find their write key.
+	bodies limits.Account
 	// mayClaim is true while this process should take the slot.
 	mayClaim atomic.Bool
 	// standby is the copy while the process follows the slot, and term that while it owns it.
@@ -412,7 +416,7 @@ type hosted struct {
 
 func newHosted(h *host, slot int) *hosted {
 	s := &hosted{host: h, slot: slot, log: h.log.With("slot", slot)}
-	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Slot: strconv.Itoa(slot)}
+	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
 	s.forward = forwardCalls(s.forwarder)
 	o := h.o
 	o.Logger, o.DataDir, o.Listeners = s.log, filepath.Join(h.o.DataDir, slotsFolder, strconv.Itoa(slot)), &Listeners{}
@@ -601,7 +605,7 @@ func (h *host) front() *front.Front {
 	return &front.Front{
 		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.namespaces.listDoubtful,
 		Slot: h.handlerOf, Any: h.any,
-		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Unreadable: func(w http.ResponseWriter, err error) {
+		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Account: h.accountOf, Unreadable: func(w http.ResponseWriter, err error) {
 			refuseForwarded(w, &peer.BodyError{Err: err})
 		},
 	}
@@ -613,6 +617,14 @@ func (h *host) handlerOf(slot int) http.Handler {
 		return h.slots[slot]
 	}
 	return http.HandlerFunc(refuseCall)
+}
+
+// accountOf returns the memory account of the bodies for a slot.
+func (h *host) accountOf(slot int) *limits.Account {
+	if slot < len(h.slots) {
+		return &h.slots[slot].bodies
+	}
+	return &limits.Account{} // handlerOf refuses the request.
 }
 
 // slotNamed returns the slot with a number in decimal; nil if there is none.

@@ -42,8 +42,12 @@ const (
 	releaseTimeout = 5 * time.Second
 	// drainTakeover bounds the wait for requests to the previous owner before a process opens the store.
 	drainTakeover = time.Second
-	// standbyRetryAfter is the Retry-After of a standby, in seconds.
+	// standbyRetryAfter is the Retry-After of a standby, in seconds, and silentRetryAfter that of one whose
+	// owner does not answer.
 	standbyRetryAfter = 2
+	silentRetryAfter  = 5
+	// syncLimit is the time within which an owner must answer the sync of an audience: it compares all members.
+	syncLimit = 5 * time.Minute
 )
 
 // RunSlot runs a dispatcher whose store is a slot of a replicated log, until ctx is done. While
@@ -67,7 +71,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {
 			return err
 		}
-		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger}
+		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{}}
 	}
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
 	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
@@ -299,8 +303,9 @@ func (s *standby) call() http.Handler {
 // forwardCalls is a handler that sends calls to an owner.
 func forwardCalls(f *peer.Forwarder) http.Handler {
 	mux := http.NewServeMux()
+	syncs := f.Limited(syncLimit)
 	mux.HandleFunc(audience.SyncPath, func(w http.ResponseWriter, r *http.Request) {
-		f.ServeHTTP(w, audience.WithoutDeadline(w, r, audience.DefaultIdleTimeout))
+		syncs.ServeHTTP(w, audience.WithoutDeadline(w, r, audience.DefaultIdleTimeout))
 	})
 	mux.Handle("/", f)
 	return mux
@@ -352,6 +357,8 @@ func refuseForwarded(w http.ResponseWriter, err error) {
 		admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive in time; send the request again").Write(w)
 	case isClient:
 		admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, "the body ended early; send the request again").Write(w)
+	case errors.Is(err, peer.ErrTimeout), errors.Is(err, peer.ErrBusy):
+		admission.Retry(silentRetryAfter, admission.CodeNotReady, "the process that stores the calls of this write key does not answer in time, but may have accepted the request; send it again with the same messageIds").Write(w)
 	default:
 		admission.Retry(standbyRetryAfter, admission.CodeNotReady, "the process that stores the calls did not answer, or another one is replacing it; send the request again").Write(w)
 	}

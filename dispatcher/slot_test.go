@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 	"github.com/posthorn/posthorn/test/wait"
@@ -194,6 +196,27 @@ func TestReadsOfMembersEnd(t *testing.T) {
 	} {
 		if _, err := c.Get(t.Context(), "a/members-1"); !errors.Is(err, context.Canceled) {
 			t.Errorf("end of the %s: got error %v, want context.Canceled", name, err)
+		}
+	}
+}
+
+// A call that the owner did not answer is refused so that clients send it again.
+func TestRefusalsOfForwardedCalls(t *testing.T) {
+	for name, c := range map[string]struct {
+		err        error
+		status     int
+		retryAfter string
+	}{
+		"no owner":         {peer.ErrNoOwner, http.StatusServiceUnavailable, "2"},
+		"silent owner":     {peer.ErrTimeout, http.StatusServiceUnavailable, "5"},
+		"busy owner":       {peer.ErrBusy, http.StatusServiceUnavailable, "5"},
+		"interrupted body": {&peer.BodyError{Err: io.ErrUnexpectedEOF}, http.StatusBadRequest, ""},
+		"slow client":      {&peer.BodyError{Err: os.ErrDeadlineExceeded}, http.StatusRequestTimeout, ""},
+	} {
+		w := httptest.NewRecorder()
+		refuseForwarded(w, c.err)
+		if got := w.Header().Get("Retry-After"); w.Code != c.status || got != c.retryAfter {
+			t.Errorf("%s: got status %d and Retry-After %q, want %d and %q", name, w.Code, got, c.status, c.retryAfter)
 		}
 	}
 }

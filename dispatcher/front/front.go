@@ -32,8 +32,10 @@ type Front struct {
 	// any slot, for requests without a key.
 	Slot func(slot int) http.Handler
 	Any  func() http.Handler
-	// Memory bounds the bodies that are read to find the key.
-	Memory *limits.Memory
+	// Memory bounds the bodies that are read to find the key. Account is that of the bodies for a slot: an
+	// owner that does not answer leaves memory for the others.
+	Memory  *limits.Memory
+	Account func(slot int) *limits.Account
 	// Unreadable answers a request whose body did not arrive.
 	Unreadable func(w http.ResponseWriter, err error)
 
@@ -79,11 +81,25 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if inBody {
 		key = ingest.WriteKeyInBody(r, body)
 		if namespace, ok := f.Index.Namespace(key); ok {
-			f.serve(w, r, namespace)
+			f.serveRead(w, r, namespace, &memory, len(body))
 			return
 		}
 	}
 	f.ask(w, r, body)
+}
+
+// serveRead sends a request whose body of a size was read to the owner of a namespace's slot.
+func (f *Front) serveRead(w http.ResponseWriter, r *http.Request, namespace string, memory *limits.Reservation, size int) {
+	if slot, ok := f.SlotOf(namespace); ok && !memory.Replace(f.Account(slot), int64(size)) {
+		refuseBusy(w)
+		return
+	}
+	f.serve(w, r, namespace)
+}
+
+// refuseBusy answers a request whose body exceeds the free memory.
+func refuseBusy(w http.ResponseWriter) {
+	admission.Retry(busyRetryAfter, admission.CodeNotReady, "too many requests are in progress; send the request again").Write(w)
 }
 
 // serve sends a request to the owner of a namespace's slot.
@@ -104,7 +120,7 @@ func (f *Front) read(r *http.Request, memory *limits.Reservation) (body []byte, 
 		size = event.MaxBodyBytes
 	}
 	if !memory.Grow(2 * size) { // The inflated or the parsed body is about as large.
-		return nil, admission.Retry(busyRetryAfter, admission.CodeNotReady, "too many requests are in progress; send the request again").Write
+		return nil, refuseBusy
 	}
 	body, err := io.ReadAll(io.LimitReader(r.Body, event.MaxBodyBytes+1))
 	if err != nil {

@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/posthorn/posthorn/analytics/event"
@@ -111,6 +112,7 @@ func TestFront(t *testing.T) {
 		},
 		Slot: func(n int) http.Handler { return slot{n, statuses[n], &asked} },
 		Any:  func() http.Handler { return slot{0, statuses[0], &asked} }, Memory: &limits.Memory{Max: 8 << 20},
+		Account:    func(int) *limits.Account { return &limits.Account{} },
 		Unreadable: func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusBadRequest) },
 	}
 	zipped := func(text string) string {
@@ -189,5 +191,67 @@ func TestBodiesHaveBoundedMemory(t *testing.T) {
 	f.ServeHTTP(w, r)
 	if w.Code != http.StatusServiceUnavailable || w.Header().Get("Retry-After") == "" || len(asked) != 0 {
 		t.Errorf("got status %d and Retry-After %q, want 503 with a time", w.Code, w.Header().Get("Retry-After"))
+	}
+}
+
+// The bodies that wait for a silent owner leave memory for those of another slot.
+func TestSilentOwnerLeavesMemory(t *testing.T) {
+	var x Index
+	for _, namespace := range []string{"silent", "other"} {
+		if err := x.Set(namespace, stored(t, namespace, "key-"+namespace, "")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var accounts [2]limits.Account
+	arrived, end := make(chan struct{}), make(chan struct{})
+	var asked []int
+	f := &Front{
+		Ready: func() error { return nil }, Index: &x, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: 4 << 20},
+		Account: func(n int) *limits.Account { return &accounts[n] },
+		SlotOf: func(namespace string) (int, bool) {
+			n, ok := map[string]int{"silent": 0, "other": 1}[namespace]
+			return n, ok
+		},
+		Slot: func(n int) http.Handler {
+			if n == 1 {
+				return slot{1, 200, &asked}
+			}
+			return http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+				arrived <- struct{}{}
+				<-end
+			})
+		},
+	}
+	send := func(namespace string, size int) int {
+		w := httptest.NewRecorder()
+		body := fmt.Sprintf(`{"writeKey":"key-%s","batch":[%s1]}`, namespace, strings.Repeat("1,", size/2))
+		f.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/batch", strings.NewReader(body)))
+		return w.Code
+	}
+	const size = 400 << 10
+	var group sync.WaitGroup
+	refused, waiting := 0, 0
+	for range 12 {
+		answer := make(chan int, 1)
+		group.Go(func() { answer <- send("silent", size) })
+		select {
+		case <-arrived:
+			waiting++
+		case status := <-answer:
+			if refused++; status != http.StatusServiceUnavailable {
+				t.Errorf("call to the silent owner without memory: got status %d, want 503", status)
+			}
+		}
+	}
+	if waiting != 5 || refused != 7 { // Half of the memory has five bodies.
+		t.Errorf("calls to the silent owner: got %d waiting and %d refused, want 5 and 7", waiting, refused)
+	}
+	if status := send("other", size); status != http.StatusOK {
+		t.Errorf("call to the other slot: got status %d, want 200", status)
+	}
+	close(end)
+	group.Wait()
+	if used := f.Memory.Used(); used != 0 {
+		t.Errorf("%d bytes are reserved after the requests, want 0", used)
 	}
 }

@@ -21,9 +21,10 @@ import (
 const (
 	// dialTimeout bounds the connection to the owner.
 	dialTimeout = 2 * time.Second
-	// maxForwards bounds the requests in progress, each with a connection and about 100 KB. It is that of
-	// the connections of a server, so only the streams of HTTP/2 can exceed it.
-	maxForwards = 4096
+	// maxForwards bounds the requests to one owner in progress, each with a connection and about 100 KB. It
+	// is a quarter of the connections of a server: an owner that does not answer leaves the others for the
+	// requests to other owners.
+	maxForwards = 1024
 	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long.
 	maxIdle     = 256
 	bufferBytes = 4 << 10 // An answer to calls has less than 1 KB.
@@ -36,6 +37,9 @@ var ErrNoOwner = errors.New("no owner of the slot is known")
 // ErrBusy reports that too many requests wait for the owner.
 var ErrBusy = errors.New("too many requests wait for the owner of the slot")
 
+// ErrTimeout reports that the owner did not read or answer the request in time. It may have handled it.
+var ErrTimeout = errors.New("the owner of the slot did not answer in time")
+
 // BodyError is an error of the connection to the client, as opposed to that to the owner.
 type BodyError struct{ Err error }
 
@@ -43,15 +47,72 @@ func (e *BodyError) Error() string { return "read the request: " + e.Err.Error()
 
 func (e *BodyError) Unwrap() error { return e.Err }
 
-// body marks the errors of a request's body.
-type body struct{ io.ReadCloser }
+// body marks the errors of a request's body. While the client sends, the time limit of the owner does
+// not run.
+type body struct {
+	io.ReadCloser
+	limit *timeLimit
+}
 
 func (b body) Read(p []byte) (int, error) {
+	b.limit.pause()
 	n, err := b.ReadCloser.Read(p)
+	b.limit.resume(n)
 	if err != nil && !errors.Is(err, io.EOF) {
 		err = &BodyError{err}
 	}
 	return n, err
+}
+
+// Connections are those of a process to the owners of its slots. Forwarders whose slots have the same
+// owner share them, and the bound of requests in progress.
+type Connections struct {
+	mu sync.Mutex
+	// to has the connections by the announcement of the owner.
+	to map[string]*connections
+}
+
+// connections are those to one owner.
+type connections struct {
+	transport *http.Transport
+	// users is the number of Forwarders; Connections.mu guards it.
+	users int
+	// forwards is the number of requests in progress.
+	forwards atomic.Int64
+}
+
+// use returns the connections to the owner with an announcement. Each call is followed by one of release.
+func (c *Connections) use(announcement []byte, pool *x509.CertPool) *connections {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	to := c.to[string(announcement)]
+	if to == nil {
+		to = &connections{transport: &http.Transport{
+			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
+			TLSHandshakeTimeout: dialTimeout,
+			TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, ServerName: serverName},
+			MaxIdleConnsPerHost: maxIdle,
+			IdleConnTimeout:     idleTimeout,
+			DisableCompression:  true,
+		}}
+		if c.to == nil {
+			c.to = map[string]*connections{}
+		}
+		c.to[string(announcement)] = to
+	}
+	to.users++
+	return to
+}
+
+// release closes the connections to an owner that no Forwarder uses any more.
+func (c *Connections) release(announcement []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	to := c.to[string(announcement)]
+	if to.users--; to.users == 0 {
+		delete(c.to, string(announcement))
+		to.transport.CloseIdleConnections()
+	}
 }
 
 // Forwarder sends requests to the owner.
@@ -61,11 +122,12 @@ type Forwarder struct {
 	// handled it.
 	Refuse func(w http.ResponseWriter, err error)
 	Logger *slog.Logger
+	// Connections are shared with the Forwarders of other slots. They are required.
+	Connections *Connections
 	// Slot is the slot of the requests, for processes with several slots; see TakeSlot.
 	Slot string
 
 	buffers          buffers
-	forwards         atomic.Int64
 	owner            atomic.Pointer[owner]
 	answered, failed atomic.Int64
 }
@@ -88,8 +150,8 @@ func (b *buffers) Put(p []byte) { b.Pool.Put(&p) }
 type owner struct {
 	text []byte
 	Announcement
-	proxy     http.Handler
-	transport *http.Transport
+	proxy http.Handler
+	*connections
 	// replaced ends the requests to this owner.
 	replaced context.Context
 	stop     context.CancelFunc
@@ -114,7 +176,7 @@ func (f *Forwarder) SetOwner(announcement []byte) {
 	f.owner.Store(next)
 	if before != nil {
 		before.stop()
-		before.transport.CloseIdleConnections()
+		f.Connections.release(before.text)
 	}
 }
 
@@ -144,19 +206,11 @@ func (f *Forwarder) Failed() int64 {
 }
 
 func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *owner {
-	o := &owner{text: text, Announcement: a}
+	o := &owner{text: text, Announcement: a, connections: f.Connections.use(text, pool)}
 	o.replaced, o.stop = context.WithCancel(context.Background())
-	o.transport = &http.Transport{
-		DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
-		TLSHandshakeTimeout: dialTimeout,
-		TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, ServerName: serverName},
-		MaxIdleConnsPerHost: maxIdle,
-		IdleConnTimeout:     idleTimeout,
-		DisableCompression:  true,
-	}
 	target := &url.URL{Scheme: "https", Host: a.Address}
 	o.proxy = &httputil.ReverseProxy{
-		Transport:  o.transport,
+		Transport:  o.connections.transport,
 		BufferPool: &f.buffers,
 		Rewrite: func(p *httputil.ProxyRequest) {
 			p.SetURL(target)
@@ -179,10 +233,12 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			f.answered.Add(1)
 			return nil
 		},
-		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
-			f.failed.Add(1)
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
+			if context.Cause(r.Context()) == ErrTimeout { //nolint:errorlint // It is the cause itself.
+				err = ErrTimeout
+			}
 			f.Logger.Debug("forwarding a request to the owner failed", "owner", a, "error", err)
-			f.Refuse(w, err)
+			f.refuse(w, err)
 		},
 		ErrorLog: log.New(proxyLog{f.Logger}, "", 0),
 	}
@@ -197,27 +253,40 @@ func (l proxyLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// ServeHTTP sends a request to the owner, and its answer to the client.
-func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	defer f.forwards.Add(-1)
-	busy := f.forwards.Add(1) > maxForwards
+// ServeHTTP sends a call to the owner, and its answer to the client.
+func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) { f.serve(w, r, CallLimit) }
+
+// Limited returns a handler that sends requests to the owner with a time limit other than CallLimit.
+func (f *Forwarder) Limited(limit time.Duration) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, limit) })
+}
+
+func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Duration) {
 	o := f.owner.Load()
-	if o == nil || busy {
-		f.failed.Add(1)
-		err := ErrNoOwner
-		if busy {
-			err = ErrBusy
-		}
-		f.Refuse(w, err)
+	if o == nil {
+		f.refuse(w, ErrNoOwner)
 		return
 	}
-	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel()
-	defer context.AfterFunc(o.replaced, cancel)()
+	defer o.forwards.Add(-1)
+	if o.forwards.Add(1) > maxForwards {
+		f.refuse(w, ErrBusy)
+		return
+	}
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	defer context.AfterFunc(o.replaced, func() { cancel(ErrNoOwner) })()
+	l := newTimeLimit(limit, func() { cancel(ErrTimeout) })
+	defer l.stop()
 	// On a copy, because the server checks on its own Request whether the body was read.
 	r = r.WithContext(ctx)
 	if r.Body != http.NoBody {
-		r.Body = body{r.Body}
+		r.Body = body{r.Body, l}
 	}
 	o.proxy.ServeHTTP(w, r)
+}
+
+// refuse answers a request that was not sent.
+func (f *Forwarder) refuse(w http.ResponseWriter, err error) {
+	f.failed.Add(1)
+	f.Refuse(w, err)
 }

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -37,7 +39,7 @@ func serveOwner(t *testing.T, next http.HandlerFunc) *Identity {
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
 func newForwarder(t *testing.T) (*Forwarder, *httptest.Server) {
-	f := &Forwarder{Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
+	f := &Forwarder{Connections: &Connections{}, Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
 		status := http.StatusServiceUnavailable
 		if _, ok := errors.AsType[*BodyError](err); ok {
 			status = http.StatusBadRequest
@@ -180,7 +182,8 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 	f.SetOwner(i.Announce())
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	f.forwards.Store(maxForwards - 2)
+	forwards := &f.owner.Load().forwards
+	forwards.Store(maxForwards - 2)
 	var refused atomic.Int64
 	var group sync.WaitGroup
 	for range 10 {
@@ -202,9 +205,208 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 	}
 	cancel()
 	group.Wait()
-	if got := f.forwards.Load(); got != maxForwards-2 {
+	if got := forwards.Load(); got != maxForwards-2 {
 		t.Errorf("requests in progress afterwards: got %d, want %d", got, maxForwards-2)
 	}
+}
+
+// Two slots of one owner share the bound of requests in progress, and another owner has its own.
+func TestSilentOwnerLeavesRequestsToOthers(t *testing.T) {
+	silent := serveOwner(t, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
+	other := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "other") })
+	shared := &Connections{}
+	var forwarders []*Forwarder
+	var servers []*httptest.Server
+	for _, i := range []*Identity{silent, silent, other} {
+		f, s := newForwarder(t)
+		f.Connections = shared
+		f.SetOwner(i.Announce())
+		forwarders, servers = append(forwarders, f), append(servers, s)
+	}
+	if len(shared.to) != 2 {
+		t.Errorf("connections: got those to %d owners, want 2", len(shared.to))
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	forwarders[0].owner.Load().forwards.Store(maxForwards - 1)
+	var group sync.WaitGroup
+	group.Go(func() {
+		forwarders[0].ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil))
+	})
+	if err := wait.Until(func() error {
+		if got := forwarders[1].owner.Load().forwards.Load(); got != maxForwards {
+			return fmt.Errorf("got %d", got)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("requests in progress to the silent owner: %v, want %d", err, maxForwards)
+	}
+	if status, text := post(t, servers[1].URL, "", nil); status != http.StatusServiceUnavailable || !strings.Contains(text, ErrBusy.Error()) {
+		t.Errorf("other slot of the silent owner: got %d %q, want 503 and %q", status, text, ErrBusy)
+	}
+	if status, text := post(t, servers[2].URL, "", nil); status != http.StatusOK || text != "other" {
+		t.Errorf("slot of the other owner: got %d %q, want 200", status, text)
+	}
+	cancel()
+	group.Wait()
+	forwarders[0].SetOwner(nil)
+	if len(shared.to) != 2 {
+		t.Errorf("connections while a slot uses them: got those to %d owners, want 2", len(shared.to))
+	}
+	forwarders[1].SetOwner(nil)
+	forwarders[2].SetOwner(nil)
+	if len(shared.to) != 0 {
+		t.Errorf("connections of no slot: got those to %d owners, want none", len(shared.to))
+	}
+}
+
+// endless is a body without an end.
+type endless struct{ sent atomic.Int64 }
+
+func (e *endless) Read(p []byte) (int, error) {
+	clear(p)
+	e.sent.Add(int64(len(p)))
+	return len(p), nil
+}
+
+// A request to an owner that accepts connections and then does nothing ends at the time limit, and leaves
+// no request in progress.
+func TestTimeLimitOfAnOwner(t *testing.T) {
+	stopped, err := net.Listen("tcp", "127.0.0.1:0") // As a stopped process: the kernel accepts.
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stopped.Close()
+	neverServed, err := NewIdentity("stopped", stopped.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	hang := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
+	for _, c := range []struct {
+		name  string
+		owner *Identity
+		body  io.Reader
+		cut   bool // The answer has begun.
+	}{
+		{"no TLS handshake", neverServed, http.NoBody, false},
+		{"no answer", serveOwner(t, hang), strings.NewReader("body"), false},
+		{"no answer to a request without a body", serveOwner(t, hang), http.NoBody, false},
+		{"body that is not read", serveOwner(t, hang), &endless{}, false},
+		{"body that is read in part", serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
+			_, _ = io.CopyN(io.Discard, r.Body, 1<<20)
+			hang(w, r)
+		}), &endless{}, false},
+		{"answer that does not end", serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
+			w.WriteHeader(http.StatusOK)
+			_ = http.NewResponseController(w).Flush()
+			hang(w, r)
+		}), http.NoBody, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f, _ := newForwarder(t)
+			f.SetOwner(c.owner.Announce())
+			s := httptest.NewServer(f.Limited(100 * time.Millisecond))
+			defer s.Close()
+			q, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, c.body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp, err := http.DefaultClient.Do(q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			text, err := io.ReadAll(resp.Body)
+			switch {
+			case c.cut && err == nil:
+				t.Errorf("got the whole answer %q, want an error", text)
+			case !c.cut && (err != nil || resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(string(text), ErrTimeout.Error())):
+				t.Errorf("got %d %q and error %v, want 503 and %q", resp.StatusCode, text, err, ErrTimeout)
+			}
+			if err := wait.Until(func() error {
+				if n := f.owner.Load().forwards.Load(); n != 0 {
+					return fmt.Errorf("got %d", n)
+				}
+				return nil
+			}); err != nil {
+				t.Errorf("requests in progress: %v, want none", err)
+			}
+		})
+	}
+}
+
+// The limit counts the time of the owner, not that of the client, and a long body extends it.
+func TestTimeLimit(t *testing.T) {
+	const limit = 10 * time.Second
+	for _, c := range []struct {
+		name string
+		run  func(l *timeLimit)
+		// left is the time after run; the limit is exceeded then and not before.
+		left time.Duration
+	}{
+		{"nothing is read", func(*timeLimit) {}, limit},
+		{"owner takes a part", func(*timeLimit) { time.Sleep(3 * time.Second) }, 7 * time.Second},
+		{"client is slow", func(l *timeLimit) {
+			time.Sleep(3 * time.Second)
+			l.pause()
+			time.Sleep(time.Hour)
+			l.resume(0)
+		}, 7 * time.Second},
+		{"two parts of the owner's time", func(l *timeLimit) {
+			for range 2 {
+				time.Sleep(3 * time.Second)
+				l.pause()
+				l.resume(1)
+			}
+		}, 4 * time.Second},
+		{"body extends the time", func(l *timeLimit) {
+			time.Sleep(3 * time.Second)
+			l.pause()
+			l.resume(2 * leastRate)
+		}, 9 * time.Second},
+		{"no longer than the limit", func(l *timeLimit) {
+			time.Sleep(3 * time.Second)
+			l.pause()
+			l.resume(100 * leastRate)
+		}, limit},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				exceeded := false
+				l := newTimeLimit(limit, func() { exceeded = true })
+				c.run(l)
+				time.Sleep(c.left - time.Millisecond)
+				synctest.Wait()
+				if exceeded {
+					t.Errorf("the limit is exceeded before %v, want after it", c.left)
+				}
+				time.Sleep(2 * time.Millisecond)
+				synctest.Wait()
+				if !exceeded {
+					t.Errorf("the limit is not exceeded after %v", c.left)
+				}
+				l.pause()
+				l.resume(100 * leastRate)
+				exceeded = false
+				time.Sleep(time.Hour)
+				synctest.Wait()
+				if exceeded {
+					t.Error("the limit is exceeded twice")
+				}
+			})
+		})
+	}
+}
+
+// A limit that was stopped is never exceeded, also if the body is read afterwards.
+func TestStoppedTimeLimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := newTimeLimit(time.Second, func() { t.Error("the limit is exceeded") })
+		l.pause()
+		l.stop()
+		l.resume(1)
+		time.Sleep(time.Hour)
+	})
 }
 
 // A body that ends early is the client's error.
