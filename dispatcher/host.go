@@ -1,6 +1,7 @@
 package dispatcher
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -56,6 +57,8 @@ const (
 	leaveTimeout = 10 * time.Second
 	// directoryRetry is the wait after the directory could not be opened.
 	directoryRetry = 2 * time.Second
+	// deafAfter is the time without a heartbeat of its own after which a process does not know the others.
+	deafAfter = 3 * slots.HeartbeatInterval
 )
 
 // RunSlots runs one dispatcher for each slot of a replicated log that this process owns, and keeps
@@ -102,10 +105,13 @@ type host struct {
 	// wake has a value when a heartbeat is due before its time.
 	wake chan struct{}
 	// fault is why the directory is not read.
-	fault    atomic.Pointer[string]
-	stopping atomic.Bool
-	running  sync.WaitGroup
-	quiet    quietness
+	fault atomic.Pointer[string]
+	// heardAt is when the process received a heartbeat of its own, and namesakeAt when it received one of
+	// another process with its name, in nanoseconds since started; 0 before.
+	heardAt, namesakeAt atomic.Int64
+	stopping            atomic.Bool
+	running             sync.WaitGroup
+	quiet               quietness
 }
 
 func newHost(o Options, s Slots) *host {
@@ -229,13 +235,22 @@ func (h *host) ready() error {
 	if h.stopping.Load() {
 		return errors.New("stopping")
 	}
+	if h.isRecent(&h.namesakeAt) {
+		return fmt.Errorf("another process of this log has the name %s; set --pod-name to another name in each process", h.name)
+	}
 	return h.canRoute()
 }
+
+// errNotHeard is the reason of a process that would take all slots, because it hears no other one.
+var errNotHeard = errors.New("no heartbeat of this process was received; permit the NATS user to publish and to subscribe to ph.NAME.members, with the NAME of --log-name")
 
 // canRoute returns why requests cannot be routed.
 func (h *host) canRoute() error {
 	if fault := h.fault.Load(); fault != nil {
 		return errors.New(*fault)
+	}
+	if h.heardAt.Load() == 0 {
+		return errNotHeard
 	}
 	if !h.namespaces.isSynced() {
 		return errors.New("waiting for the first full config")
@@ -253,16 +268,7 @@ func (h *host) signal() {
 
 // place exchanges heartbeats, and makes the moves of this process, until ctx is done.
 func (h *host) place(ctx context.Context) error {
-	stop, err := h.s.Bus.Subscribe(func(text []byte) {
-		var heartbeat slots.Heartbeat
-		if err := json.Unmarshal(text, &heartbeat); err != nil {
-			h.log.Warn("the heartbeat of a process cannot be read", "error", err)
-			return
-		}
-		if h.members.Hear(heartbeat) {
-			h.signal()
-		}
-	})
+	stop, err := h.s.Bus.Subscribe(h.hear)
 	if err != nil {
 		return err
 	}
@@ -279,7 +285,7 @@ func (h *host) place(ctx context.Context) error {
 		}
 		h.announceOwners()
 		// The directory exists before the first slot, so that a log of one slot is recognized.
-		if time.Since(h.started) >= settleTime && h.fault.Load() == nil {
+		if time.Since(h.started) >= settleTime && h.fault.Load() == nil && h.isRecent(&h.heardAt) {
 			h.move(ctx)
 		}
 		select {
@@ -289,6 +295,37 @@ func (h *host) place(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// hear takes a heartbeat from the bus.
+func (h *host) hear(text []byte) {
+	var heartbeat slots.Heartbeat
+	if err := json.Unmarshal(text, &heartbeat); err != nil {
+		h.log.Warn("the heartbeat of a process cannot be read", "error", err)
+		return
+	}
+	now := max(int64(time.Since(h.started)), 1)
+	switch {
+	case heartbeat.Member != h.name:
+		if h.members.Hear(heartbeat) {
+			h.signal()
+		}
+	case bytes.Equal(heartbeat.Announcement, h.o.identity.Announce()):
+		if h.heardAt.Swap(now) == 0 {
+			h.signal()
+		}
+	default:
+		if !h.isRecent(&h.namesakeAt) {
+			h.log.Error("another process of this log has the name of this one; set --pod-name to another name in each process", "name", h.name)
+		}
+		h.namesakeAt.Store(now)
+	}
+}
+
+// isRecent reports whether a time since the start of the process is at most deafAfter ago; 0 is none.
+func (h *host) isRecent(at *atomic.Int64) bool {
+	n := at.Load()
+	return n != 0 && time.Since(h.started)-time.Duration(n) <= deafAfter
 }
 
 // heartbeat describes this process.

@@ -29,11 +29,17 @@ type bus struct {
 	mu  sync.Mutex
 	fns map[int]func([]byte)
 	n   int
+	// published counts the heartbeats. denied is true while none arrives.
+	published int
+	denied    bool
 }
 
 func (b *bus) Publish(text []byte) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.published++; b.denied {
+		return nil
+	}
 	for _, fn := range b.fns {
 		fn(text)
 	}
@@ -268,6 +274,53 @@ func TestSeveralSlots(t *testing.T) {
 		return nil
 	}); err != nil {
 		t.Error(err)
+	}
+}
+
+// A process that does not receive heartbeats, because of its permissions, knows no other process: it takes
+// no slots, and is not ready.
+func TestHeartbeatsAreRequired(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	in.bus.denied = true
+	l, _ := in.start(t, "only")
+	if err := wait.Until(func() error {
+		in.bus.mu.Lock()
+		defer in.bus.mu.Unlock()
+		if in.bus.published < 6 { // Slots are taken at the age of 2 s.
+			return fmt.Errorf("%d heartbeats", in.bus.published)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if owned, followed := slotsOf(t, l); owned+followed != 0 {
+		t.Errorf("without heartbeats: got %d slots owned and %d followed, want none", owned, followed)
+	}
+	if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusServiceUnavailable || !strings.Contains(text, "ph.NAME.members") {
+		t.Errorf("readyz without heartbeats: got status %d and %q, want 503 with the subject", status, text)
+	}
+	in.bus.mu.Lock()
+	in.bus.denied = false
+	in.bus.mu.Unlock()
+	waitSlots(t, l, 2)
+}
+
+// Two processes with one name would be one member: neither is ready.
+func TestNamesOfProcesses(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	for range 2 {
+		l, _ := in.start(t, "twin")
+		defer func() {
+			if err := wait.Until(func() error {
+				status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
+				if status != http.StatusServiceUnavailable || !strings.Contains(text, "--pod-name") {
+					return fmt.Errorf("status %d: %s", status, text)
+				}
+				return nil
+			}); err != nil {
+				t.Errorf("readyz of a process with the name of another one: want 503 with the fix: %v", err)
+			}
+		}()
 	}
 }
 

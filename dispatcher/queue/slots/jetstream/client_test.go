@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -299,13 +300,16 @@ var permissions = []string{
 	"$JS.API.STREAM.MSG.GET.*", "$JS.API.DIRECT.GET.>", "$JS.API.CONSUMER.>", "$JS.FC.>", "$JS.ACK.>",
 }
 
-// The documented permissions suffice for a claim, a snapshot, and a restore.
+var subscriptions = []string{"_INBOX.test.>", "ph.test.members"}
+
+// The documented permissions suffice for a claim, a snapshot, and a restore, and with several slots for
+// the directory and the heartbeats.
 func TestPermissions(t *testing.T) {
 	page, err := os.ReadFile("../../../../docs/replicated-log.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, p := range permissions {
+	for _, p := range append(slices.Clone(permissions), subscriptions...) {
 		if !strings.Contains(string(page), strconv.Quote(p)) {
 			t.Errorf("docs/replicated-log.md: got no permission %q, want all that the test uses", p)
 		}
@@ -313,7 +317,7 @@ func TestPermissions(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT, Users: []*server.User{{
 		Username: "posthorn", Password: "secret", Permissions: &server.Permissions{
 			Publish:   &server.SubjectPermission{Allow: permissions, Deny: []string{"$JS.API.STREAM.DELETE.>"}},
-			Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.test.>"}},
+			Subscribe: &server.SubjectPermission{Allow: subscriptions},
 		},
 	}}})
 	url := strings.Replace(s.ClientURL(), "nats://", "nats://posthorn:secret@", 1)
@@ -352,6 +356,42 @@ func TestPermissions(t *testing.T) {
 		if err := w.Release(ctx); err != nil {
 			t.Fatal(err)
 		}
+	}
+	client, err := New(config(url), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(client.Close)
+	heard := make(chan string, 1)
+	stop, err := client.Subscribe(func(text []byte) { heard <- string(text) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	if err := wait.Until(func() error { return client.check(ctx) }); err != nil {
+		t.Fatal(err)
+	}
+	if err := client.Publish([]byte("heartbeat")); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case got := <-heard:
+		if got != "heartbeat" {
+			t.Errorf("heartbeat: got %q", got)
+		}
+	case <-ctx.Done():
+		t.Error("no heartbeat was received")
+	}
+	assignments, err := OpenAssignments(ctx, client.nc, DirectoryConfig{Name: client.directory(), Subject: "ph.test.dir", Replicas: 1, MaxBytes: directoryBytes})
+	if err != nil {
+		t.Fatal(err)
+	}
+	directory, err := slots.OpenDirectory(ctx, assignments, 2, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := directory.Assign(ctx, "shop", slots.PinNone); err != nil {
+		t.Error(err)
 	}
 }
 
