@@ -106,7 +106,7 @@ func newInstallation(t *testing.T, number int, namespaces ...string) *installati
 }
 
 // start runs a process of the installation until stop.
-func (in *installation) start(t *testing.T, name string) (l *Listeners, stop func()) {
+func (in *installation) start(t *testing.T, name string, change ...func(*Options)) (l *Listeners, stop func()) {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
 	if err != nil {
@@ -125,6 +125,9 @@ func (in *installation) start(t *testing.T, name string) (l *Listeners, stop fun
 				next.ServeHTTP(w, r)
 			})
 		},
+	}
+	for _, f := range change {
+		f(&o)
 	}
 	l, err = Listen(o)
 	if err != nil {
@@ -321,6 +324,59 @@ func TestNamesOfProcesses(t *testing.T) {
 				t.Errorf("readyz of a process with the name of another one: want 503 with the fix: %v", err)
 			}
 		}()
+	}
+}
+
+// The listener for probes, which the network reaches, has no other paths than those of the probes, and
+// without a guard no page of a browser can read the admin listener.
+func TestAccessToAProcess(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	several, _ := in.start(t, "only", func(o *Options) { o.ProbeListen, o.AdminGuard = "127.0.0.1:0", nil })
+	o := Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", ProbeListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler),
+	}
+	one, err := Listen(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = one
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return slots.Remote{}, errors.New("no server answers") }, nil)
+	}()
+	defer func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("the standby ended with %v", err)
+		}
+	}()
+	for name, l := range map[string]*Listeners{"process with several slots": several, "standby": one} {
+		probes := "http://" + l.probes.Addr().String()
+		if status, _ := fetchText(t, probes+"/healthz"); status != http.StatusOK {
+			t.Errorf("%s: healthz for probes: got status %d, want 200", name, status)
+		}
+		if status, text := fetchText(t, probes+"/readyz"); status != http.StatusOK && status != http.StatusServiceUnavailable {
+			t.Errorf("%s: readyz for probes: got status %d and %q, want 200 or 503", name, status, text)
+		}
+		for _, path := range []string{"/report", "/metrics", "/log", "/slots", "/slots/0/report", "/slots/0/deadletters"} {
+			if status, _ := fetchText(t, probes+path); status != http.StatusNotFound {
+				t.Errorf("%s: %s at the listener for probes: got status %d, want 404", name, path, status)
+			}
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+l.AdminAddr().String()+path, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Host = "posthorn.attacker.example"
+			resp, err := http.DefaultClient.Do(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusForbidden {
+				t.Errorf("%s: %s with the Host header of a page: got status %d, want 403", name, path, resp.StatusCode)
+			}
+		}
 	}
 }
 

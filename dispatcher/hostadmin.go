@@ -21,7 +21,7 @@ func (h *host) serve(ctx context.Context) error {
 	calls := http.NewServeMux()
 	admin.MountHealth(calls, h.ready)
 	calls.Handle("/", h.front())
-	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), http.HandlerFunc(h.fromPeer)}, func() time.Duration { return handOverTimeout })
+	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), http.HandlerFunc(h.fromPeer), h.ready}, func() time.Duration { return handOverTimeout })
 }
 
 // admin is the handler of the admin listener. The admin API of a slot that the process owns is below
@@ -50,6 +50,7 @@ func (h *host) admin() http.Handler {
 	if h.o.AdminGuard != nil {
 		others, refused = h.o.AdminGuard(others), h.o.AdminGuard(refused)
 	}
+	others, refused = admin.NotFromPages(others, h.o.AdminGuard != nil), admin.NotFromPages(refused, h.o.AdminGuard != nil)
 	root := http.NewServeMux()
 	admin.MountHealth(root, h.ready)
 	root.Handle("/", others)

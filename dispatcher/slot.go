@@ -204,7 +204,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 // serve answers requests until ctx is done. When process, the context of the process, is done, too, it
 // stops as an owner does: calls are still forwarded for the shutdown delay.
 func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
-	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), http.HandlerFunc(peer.Misdirected)}, func() time.Duration {
+	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), http.HandlerFunc(peer.Misdirected), s.ready}, func() time.Duration {
 		if process.Err() == nil || s.calls == nil {
 			return drainTakeover
 		}
@@ -214,8 +214,11 @@ func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) e
 	})
 }
 
-// handlers are those of the listeners of a process.
-type handlers struct{ calls, admin, peers http.Handler }
+// handlers are those of the listeners of a process. The listener for probes has only ready.
+type handlers struct {
+	calls, admin, peers http.Handler
+	ready               func() error
+}
 
 // serveProcess serves the listeners of a process until ctx is done. Calls in progress may then take as
 // long as drain returns.
@@ -223,6 +226,7 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 	calls := listen.New(ingest.NewServer(h.calls), maxConns, o.Logger)
 	requests := listen.New(admin.NewStandbyServer(h.admin), maxAdminConns, o.Logger)
 	peers := listen.New(newPeerServer(o.identity, h.peers), maxConns, o.Logger)
+	probes := listen.New(admin.NewProbeServer(h.ready), maxAdminConns, o.Logger)
 	group, ctx := errgroup.WithContext(ctx)
 	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
 	start(l.calls, calls.Serve)
@@ -230,7 +234,7 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 		start(l.callsTLS, func(on net.Listener) error { return calls.ServeTLS(on, o.TLS) })
 	}
 	if l.probes != nil {
-		start(l.probes, requests.Serve)
+		start(l.probes, probes.Serve)
 	}
 	if o.AdminTLS != nil {
 		start(l.admin, func(on net.Listener) error { return requests.ServeTLS(on, o.AdminTLS) })
@@ -247,7 +251,7 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 		if err := calls.Shutdown(draining); err != nil {
 			_ = calls.Close()
 		}
-		return errors.Join(requests.Close(), peers.Close())
+		return errors.Join(requests.Close(), peers.Close(), probes.Close())
 	})
 	return group.Wait()
 }
@@ -336,10 +340,11 @@ func (s *standby) admin(o Options) http.Handler {
 	})
 	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
 	guarded.HandleFunc("/", s.refuseAdmin)
+	protected := http.Handler(guarded)
 	if o.AdminGuard != nil {
-		return s.handler(o.AdminGuard(guarded))
+		protected = o.AdminGuard(guarded)
 	}
-	return s.handler(guarded)
+	return s.handler(admin.NotFromPages(protected, o.AdminGuard != nil))
 }
 
 const standbyMessage = "this process does not own the messages: it is a standby, or the log cannot be reached; send the request to the owner, or again later"

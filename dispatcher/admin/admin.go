@@ -95,7 +95,7 @@ func NewServer(o Options) *http.Server {
 	}
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
-	root.Handle("/", notFromPages(guarded, o.Guard != nil))
+	root.Handle("/", NotFromPages(guarded, o.Guard != nil))
 	return newServer(root)
 }
 
@@ -129,11 +129,11 @@ func newServer(h http.Handler) *http.Server {
 	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
-// notFromPages refuses the requests of web pages. A page could otherwise make a browser act
+// NotFromPages refuses the requests of web pages. A page could otherwise make a browser act
 // (cross-site requests) or read (a name that an attacker's DNS resolves to the admin address).
 // Reads are possible only without a guard: with one, a request needs a token, which a browser does
 // not add.
-func notFromPages(next http.Handler, guarded bool) http.Handler {
+func NotFromPages(next http.Handler, guarded bool) http.Handler {
 	sameSite := http.NewCrossOriginProtection().Handler(next)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !guarded && !namesAddress(r.Host) {
