@@ -63,7 +63,9 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			f.serve(w, r, namespace)
 			return
 		}
-	} else if !inBody {
+	}
+	doubtful := f.Doubtful()
+	if !inBody && (key == "" || len(doubtful) == 0) {
 		f.Any().ServeHTTP(w, r)
 		return
 	}
@@ -79,13 +81,31 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if inBody {
-		key = ingest.WriteKeyInBody(r, body)
+		key, ok := f.keyInBody(r, body)
+		if !ok {
+			refuseBusy(w)
+			return
+		}
 		if namespace, ok := f.Index.Namespace(key); ok {
 			f.serveRead(w, r, namespace, &memory, len(body))
 			return
 		}
 	}
-	f.ask(w, r, body)
+	if len(doubtful) == 0 {
+		f.Any().ServeHTTP(w, r)
+		return
+	}
+	f.ask(w, r, body, doubtful)
+}
+
+// keyInBody returns the write key in a body; ok is false without memory for it.
+func (f *Front) keyInBody(r *http.Request, body []byte) (key string, ok bool) {
+	inflated := f.Memory.For(&f.account)
+	defer inflated.Release()
+	if r.Header.Get("Content-Encoding") != "" && !inflated.Grow(2*event.MaxBodyBytes) { // Inflated, and parsed.
+		return "", false
+	}
+	return ingest.WriteKeyInBody(r, body), true
 }
 
 // serveRead sends a request whose body of a size was read to the owner of a namespace's slot.
@@ -119,7 +139,7 @@ func (f *Front) read(r *http.Request, memory *limits.Reservation) (body []byte, 
 	if size < 0 || size > event.MaxBodyBytes {
 		size = event.MaxBodyBytes
 	}
-	if !memory.Grow(2 * size) { // The inflated or the parsed body is about as large.
+	if !memory.Grow(2 * size) { // The parsed body is about as large.
 		return nil, refuseBusy
 	}
 	body, err := io.ReadAll(io.LimitReader(r.Body, event.MaxBodyBytes+1))
@@ -146,20 +166,19 @@ type replayed struct {
 
 func (r replayed) Close() error { return r.rest.Close() }
 
-// ask sends a request whose key is in no live config to the owners of the doubtful slots, until one
-// knows the key. The last answer is that of any slot.
-func (f *Front) ask(w http.ResponseWriter, r *http.Request, body []byte) {
-	for _, slot := range f.Doubtful() {
+// ask sends a request whose key is in no live config to the owners of the doubtful slots, of which there
+// is at least one, until one knows the key.
+func (f *Front) ask(w http.ResponseWriter, r *http.Request, body []byte, doubtful []int) {
+	for i, slot := range doubtful {
 		var a answer
 		asked := r.Clone(r.Context())
 		asked.Body = io.NopCloser(bytes.NewReader(body))
 		f.Slot(slot).ServeHTTP(&a, asked)
-		if a.status != http.StatusUnauthorized {
+		if a.status != http.StatusUnauthorized || i == len(doubtful)-1 {
 			a.write(w)
 			return
 		}
 	}
-	f.Any().ServeHTTP(w, r)
 }
 
 // answer keeps an answer.

@@ -68,6 +68,17 @@ func TestIndex(t *testing.T) {
 	want("old", "b")
 	x.Delete("b")
 	want("old", "a")
+	// A key moves to another namespace, whose config arrives first.
+	for _, c := range []struct{ namespace, key string }{{"d", "moved"}, {"c", "moved"}, {"e", "moved"}, {"d", "key-d"}} {
+		if err := x.Set(c.namespace, stored(t, c.namespace, c.key, "")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want("moved", "c") // The first by name, as in a process with one store.
+	x.Delete("c")
+	want("moved", "e")
+	x.Delete("e")
+	want("moved", "")
 	if got, ok := x.Allowing("https://A.example"); got != "a" || !ok {
 		t.Errorf("origin: got %q and %v, want a", got, ok)
 	}
@@ -95,7 +106,7 @@ func (s slot) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 func TestFront(t *testing.T) {
 	var asked []int
-	statuses := map[int]int{0: 401, 1: 200, 2: 200, 3: 503}
+	statuses := map[int]int{0: 401, 1: 200, 2: 200, 3: 503, 4: 401}
 	var x Index
 	for _, namespace := range []string{"a", "b", "new"} {
 		if err := x.Set(namespace, stored(t, namespace, "key-"+namespace, "old-"+namespace)); err != nil {
@@ -141,6 +152,7 @@ func TestFront(t *testing.T) {
 		{name: "unknown key", key: "x", body: call, status: 401, asked: []int{0}},
 		{name: "unknown key in the body", body: inBody("x"), status: 401, asked: []int{0}},
 		{name: "unknown key, and a slot that knows it", key: "x", body: call, doubtful: []int{0, 1, 3}, status: 200, asked: []int{0, 1}},
+		{name: "unknown key that no slot knows", key: "x", body: call, doubtful: []int{0, 4}, status: 401, asked: []int{0, 4}},
 		{name: "unknown key, and a slot without owner", key: "x", body: call, doubtful: []int{0, 3}, status: 503, asked: []int{0, 3}},
 		{name: "no key", path: "/v1/unknown", status: 401, asked: []int{0}},
 		{name: "body that is too large", body: large, status: 401, asked: []int{0}},
@@ -176,6 +188,61 @@ func TestFront(t *testing.T) {
 				t.Errorf("%d bytes are reserved after the request, want 0", used)
 			}
 		})
+	}
+}
+
+// rest counts the bytes that are read.
+type rest struct {
+	io.Reader
+	n int
+}
+
+func (r *rest) Read(p []byte) (int, error) {
+	n, err := r.Reader.Read(p)
+	r.n += n
+	return n, err
+}
+
+// An unknown key in the header costs no memory while no slot can know it: the owner refuses it before the
+// body is read.
+func TestBodyOfUnknownKeyIsNotRead(t *testing.T) {
+	var asked []int
+	f := &Front{
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{},
+		Any: func() http.Handler {
+			return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				asked = append(asked, 0)
+				w.WriteHeader(http.StatusUnauthorized)
+			})
+		},
+	}
+	body := &rest{Reader: strings.NewReader(`{"userId":"u","event":"e"}`)}
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/track", body)
+	r.SetBasicAuth("x", "")
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
+	if w.Code != http.StatusUnauthorized || body.n != 0 || len(asked) != 1 {
+		t.Errorf("got status %d after %d bytes from %d slots, want 401 after 0 from one", w.Code, body.n, len(asked))
+	}
+}
+
+// The memory of an inflated body is reserved while its key is read.
+func TestInflatedBodiesHaveBoundedMemory(t *testing.T) {
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	_, _ = io.WriteString(z, `{"userId":"u","event":"`+strings.Repeat("e", event.MaxBodyBytes/2)+`"}`)
+	_ = z.Close()
+	var asked []int
+	f := &Front{
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: event.MaxBodyBytes},
+		Any: func() http.Handler { return slot{0, 200, &asked} },
+	}
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/track", &b)
+	r.Header.Set("Content-Encoding", "gzip")
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
+	if w.Code != http.StatusServiceUnavailable || len(asked) != 0 {
+		t.Errorf("got status %d from slots %v, want 503 from none", w.Code, asked)
 	}
 }
 

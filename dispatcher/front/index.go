@@ -2,6 +2,7 @@ package front
 
 import (
 	"encoding/hex"
+	"slices"
 	"strings"
 	"sync"
 
@@ -15,10 +16,30 @@ import (
 type Index struct {
 	mu         sync.RWMutex
 	namespaces map[string]entry
-	// known has the keys of Sources, and reserved those that a namespace had before.
-	known, reserved map[writekey.Hash]string
+	// known has the namespaces of the keys of Sources, and reserved those of the keys that a namespace had
+	// before. A key has several while it moves from one namespace to another.
+	known, reserved byKey
 	// origins has the namespaces that allow an origin, in lower case.
 	origins map[string]map[string]bool
+}
+
+// byKey has namespaces by key, sorted.
+type byKey map[writekey.Hash][]string
+
+func (k byKey) add(hash writekey.Hash, namespace string) {
+	if i, exists := slices.BinarySearch(k[hash], namespace); !exists {
+		k[hash] = slices.Insert(k[hash], i, namespace)
+	}
+}
+
+func (k byKey) remove(hash writekey.Hash, namespace string) {
+	list := k[hash]
+	if i, exists := slices.BinarySearch(list, namespace); exists {
+		k[hash] = slices.Delete(list, i, i+1)
+	}
+	if len(k[hash]) == 0 {
+		delete(k, hash)
+	}
 }
 
 // entry is what the maps of an Index have of a namespace.
@@ -72,16 +93,14 @@ func (x *Index) Delete(namespace string) {
 func (x *Index) add(namespace string, e entry) {
 	if x.namespaces == nil {
 		x.namespaces = map[string]entry{}
-		x.known, x.reserved, x.origins = map[writekey.Hash]string{}, map[writekey.Hash]string{}, map[string]map[string]bool{}
+		x.known, x.reserved, x.origins = byKey{}, byKey{}, map[string]map[string]bool{}
 	}
 	x.namespaces[namespace] = e
 	for _, hash := range e.known {
-		if _, taken := x.known[hash]; !taken {
-			x.known[hash] = namespace
-		}
+		x.known.add(hash, namespace)
 	}
 	for _, hash := range e.reserved {
-		x.reserved[hash] = namespace
+		x.reserved.add(hash, namespace)
 	}
 	for _, origin := range e.origins {
 		if x.origins[origin] == nil {
@@ -96,14 +115,10 @@ func (x *Index) remove(namespace string) {
 	e := x.namespaces[namespace]
 	delete(x.namespaces, namespace)
 	for _, hash := range e.known {
-		if x.known[hash] == namespace {
-			delete(x.known, hash)
-		}
+		x.known.remove(hash, namespace)
 	}
 	for _, hash := range e.reserved {
-		if x.reserved[hash] == namespace {
-			delete(x.reserved, hash)
-		}
+		x.reserved.remove(hash, namespace)
 	}
 	for _, origin := range e.origins {
 		if delete(x.origins[origin], namespace); len(x.origins[origin]) == 0 {
@@ -112,15 +127,18 @@ func (x *Index) remove(namespace string) {
 	}
 }
 
-// Namespace returns the namespace whose Source has or had a write key.
+// Namespace returns the namespace whose Source has or had a write key: of several the first one by name, as
+// in liveconfig.View.
 func (x *Index) Namespace(key string) (namespace string, ok bool) {
 	hash := writekey.HashOf(key)
 	x.mu.RLock()
 	defer x.mu.RUnlock()
-	if namespace, ok = x.known[hash]; !ok {
-		namespace, ok = x.reserved[hash]
+	for _, keys := range []byKey{x.known, x.reserved} {
+		if list := keys[hash]; len(list) > 0 {
+			return list[0], true
+		}
 	}
-	return namespace, ok
+	return "", false
 }
 
 // Allowing returns a namespace with a Source that allows pages of an origin.
