@@ -35,9 +35,9 @@ type Slots struct {
 	Standbys int
 	// Pins are the slots of namespaces that have none yet.
 	Pins map[string]int
-	// Open opens a slot, and OpenDirectory the directory.
+	// Open opens a slot, and OpenDirectory the directory of an installation with a number of slots.
 	Open          func(ctx context.Context, slot int) (slots.Remote, error)
-	OpenDirectory func(ctx context.Context) (slots.Assignments, error)
+	OpenDirectory func(ctx context.Context, slots int) (slots.Assignments, error)
 	// Bus carries the heartbeats of the processes.
 	Bus slots.Bus
 	// Watch sends the live configs of all namespaces to a sink until ctx is done.
@@ -223,7 +223,7 @@ func (h *host) followDirectory(ctx context.Context) error {
 }
 
 func (h *host) openDirectory(ctx context.Context) (*slots.Directory, error) {
-	stream, err := h.s.OpenDirectory(ctx)
+	stream, err := h.s.OpenDirectory(ctx, h.s.Number)
 	if err != nil {
 		return nil, err
 	}

@@ -140,7 +140,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 		ended <- RunSlots(ctx, o, Slots{
 			Number: in.number, Standbys: 1, Bus: &in.bus,
 			Open:          func(_ context.Context, slot int) (slots.Remote, error) { return in.remotes[slot], nil },
-			OpenDirectory: func(context.Context) (slots.Assignments, error) { return in.directory, nil },
+			OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range in.configs {
 					to.Set(namespace, stored)

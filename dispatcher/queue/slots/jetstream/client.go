@@ -168,6 +168,9 @@ func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 func (c *Client) directory() string          { return fmt.Sprintf("PH_%s_DIR", c.c.Name) }
 func (c *Client) slotStream(slot int) string { return fmt.Sprintf("PH_%s_W%d", c.c.Name, slot) }
 
+// members is the name of the object store of the audiences' members.
+func (c *Client) members(slot int) string { return c.slotStream(slot) + "_members" }
+
 // OpenSlot returns the stream and the object stores of a slot, and creates them when they are missing.
 // It fails when the servers or the settings cannot keep what Posthorn promises.
 func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err error) {
@@ -189,7 +192,7 @@ func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	if err != nil {
 		return r, explain(err)
 	}
-	members, err := OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: base + "_members", Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes})
+	members, err := OpenObjects(ctx, c.nc, ObjectsConfig{Bucket: c.members(slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes})
 	if err != nil {
 		return r, explain(err)
 	}
@@ -204,10 +207,11 @@ func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err er
 // directoryBytes has room for 50,000 namespaces.
 const directoryBytes = 16 << 20
 
-// OpenDirectory returns the stream with the slot of each namespace, and creates it when it is missing.
-// It is opened before the slots. Its errors are those of OpenSlot, and one for a log with one slot: that
-// slot has messages of namespaces that the directory would give to other slots.
-func (c *Client) OpenDirectory(ctx context.Context) (slots.Assignments, error) {
+// OpenDirectory returns the stream with the slot of each namespace. It creates the stream and those of a
+// number of slots when they are missing, so that a process whose slots do not fit into the servers is
+// not ready. The directory is opened before the slots. Its errors are those of OpenSlot, and one for a
+// log with one slot: that slot has messages of namespaces that the directory would give to other slots.
+func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignments, error) {
 	if err := c.check(ctx); err != nil {
 		return nil, err
 	}
@@ -230,20 +234,30 @@ func (c *Client) OpenDirectory(ctx context.Context) (slots.Assignments, error) {
 	if err != nil {
 		return nil, explain(err)
 	}
+	for slot := range number {
+		// This stream of a slot is created last.
+		complete, err := c.exists(ctx, "OBJ_"+c.members(slot))
+		if err == nil && !complete {
+			_, err = c.openSlot(ctx, slot)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("slot %d of %d: %w", slot, number, err)
+		}
+	}
 	return a, nil
 }
 
 var _ slots.Bus = (*Client)(nil)
 
-// members is the subject of heartbeats.
-func (c *Client) members() string { return fmt.Sprintf("ph.%s.members", c.c.Name) }
+// heartbeats is the subject of heartbeats.
+func (c *Client) heartbeats() string { return fmt.Sprintf("ph.%s.members", c.c.Name) }
 
 // Publish implements slots.Bus. No stream has the heartbeats.
-func (c *Client) Publish(heartbeat []byte) error { return c.nc.Publish(c.members(), heartbeat) }
+func (c *Client) Publish(heartbeat []byte) error { return c.nc.Publish(c.heartbeats(), heartbeat) }
 
 // Subscribe implements slots.Bus.
 func (c *Client) Subscribe(fn func([]byte)) (stop func(), err error) {
-	s, err := c.nc.Subscribe(c.members(), func(m *nats.Msg) { fn(m.Data) })
+	s, err := c.nc.Subscribe(c.heartbeats(), func(m *nats.Msg) { fn(m.Data) })
 	if err != nil {
 		return nil, fmt.Errorf("subscribe to the heartbeats of the other processes: %w", err)
 	}

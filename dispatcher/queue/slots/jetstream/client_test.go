@@ -415,7 +415,7 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 	}
 	several := connect("several")
 	for range 2 {
-		if _, err := several.OpenDirectory(t.Context()); err != nil {
+		if _, err := several.OpenDirectory(t.Context(), 1); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := several.OpenSlot(t.Context(), 0); err != nil {
@@ -431,8 +431,31 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	_, err = one.OpenDirectory(t.Context())
+	_, err = one.OpenDirectory(t.Context(), 1)
 	wantText(t, "several slots of a log with one", err, "one slot", "--log-slots=1")
+}
+
+// The directory is not opened while a slot has no streams.
+func TestDirectoryNeedsRoomForAllSlots(t *testing.T) {
+	const size = 10 * MinBytes // Two slots need 5 * size for each one.
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT, JetStreamMaxStore: 8 * size})
+	c := config(s.ClientURL())
+	c.MaxBytes = size
+	client, err := New(c, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // Also when a part of the streams was created.
+		_, err = client.OpenDirectory(t.Context(), 2)
+		wantText(t, "two slots in the space of one", err, "slot 1 of 2", "max_file_store")
+	}
+	if _, err = client.OpenDirectory(t.Context(), 1); err != nil {
+		t.Errorf("one slot: got %v, want no error", err)
+	}
 }
 
 // A server that only lacks the records in progress has a copy.
