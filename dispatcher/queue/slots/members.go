@@ -23,6 +23,8 @@ type Heartbeat struct {
 	Milliseconds int64 `json:"age"`
 	// Leaving is that of Member.
 	Leaving bool `json:"leaving,omitempty"`
+	// ClockSkew is that of Member, in milliseconds.
+	ClockSkew int64 `json:"clockSkew,omitempty"`
 	// Announcement is how other processes reach this one.
 	Announcement []byte       `json:"announcement,omitempty"`
 	Owned        []OwnedSlot  `json:"owned,omitempty"`
@@ -94,7 +96,7 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	now := m.now()
 	placed = make([]Placed, slots)
 	for _, h := range m.alive(now) {
-		members = append(members, Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving})
+		members = append(members, Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond})
 		for _, c := range h.Copies {
 			if c.Slot >= 0 && c.Slot < slots {
 				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready})

@@ -12,9 +12,23 @@ type Member struct {
 	Name string
 	// Age is the time since its first heartbeat.
 	Age time.Duration
-	// Leaving members take no slots and hand over those that they have: they end, or their clock is
-	// wrong.
+	// Leaving members take no slots and hand over those that they have: they end.
 	Leaving bool
+	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log.
+	ClockSkew time.Duration
+}
+
+// HasRightClock reports whether the clock of one of the members is right: it agrees with a server of the
+// log, or all members agree with each other, and the clocks of the servers are wrong.
+func (m Member) HasRightClock(members []Member) bool {
+	if m.ClockSkew.Abs() <= MaxClockSkew {
+		return true
+	}
+	least, most := m.ClockSkew, m.ClockSkew
+	for _, other := range members {
+		least, most = min(least, other.ClockSkew), max(most, other.ClockSkew)
+	}
+	return len(members) > 1 && most-least <= MaxClockSkew
 }
 
 // Placed is the state of a slot, as a process sees it.
@@ -75,6 +89,7 @@ const (
 //   - Each slot has a number of standbys. Those of one owner are spread so that the members that
 //     take its slots after its loss do not exceed their shares.
 //   - A member restores one copy at a time for the standbys and hand-overs.
+//   - A member with a wrong clock takes no slots. It hands over those that it has, and keeps its copies.
 func Place(members []Member, slots []Placed, standbys int) []Move {
 	p := newPlacement(members, slots, standbys)
 	if len(p.names) == 0 {
@@ -98,18 +113,23 @@ type placement struct {
 	moves                     []Move
 	// targets are the members to which slots are to be handed over.
 	targets map[int]string
+	// leaving are the members that hand over their slots: they end, or their clock is wrong.
 	leaving map[string]bool
+	// wrongClock are those with a wrong clock.
+	wrongClock map[string]bool
 }
 
 func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 	p := &placement{
 		slots: slots, standbys: standbys,
 		owned: map[string]int{}, follows: map[string]int{}, restoring: map[string]int{},
-		targets: map[int]string{}, leaving: map[string]bool{},
+		targets: map[int]string{}, leaving: map[string]bool{}, wrongClock: map[string]bool{},
 	}
 	var young []string
 	for _, m := range members {
 		switch {
+		case !m.HasRightClock(members):
+			p.leaving[m.Name], p.wrongClock[m.Name] = true, true
 		case m.Leaving:
 			p.leaving[m.Name] = true
 		case m.Age < countedAge:
@@ -327,7 +347,7 @@ func (p *placement) stopFollowing(slot int, wanted []string) {
 		return
 	}
 	for _, f := range s.Followers {
-		if f.Name != p.targets[slot] && !slices.Contains(wanted, f.Name) {
+		if f.Name != p.targets[slot] && !slices.Contains(wanted, f.Name) && !p.wrongClock[f.Name] {
 			p.add(f.Name, StopFollowing, slot)
 		}
 	}

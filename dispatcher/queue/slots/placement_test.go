@@ -26,6 +26,9 @@ func TestPlace(t *testing.T) {
 		return all
 	}
 	leaving := Member{Name: "a", Age: time.Hour, Leaving: true}
+	skewed := func(name string, skew time.Duration) Member {
+		return Member{Name: name, Age: time.Hour, ClockSkew: skew}
+	}
 	for _, c := range []struct {
 		name     string
 		members  []Member
@@ -57,6 +60,20 @@ func TestPlace(t *testing.T) {
 			[]Move{{"b", Take, 2}}},
 		{"a member that leaves hands over all", append(old("b"), leaving), []Placed{{Owner: "b"}, {Owner: "a", Followers: ready("b")}}, 0,
 			[]Move{{"a", HandOver, 1}}},
+		{"a member with a wrong clock takes no slot", append(old("b"), skewed("a", 31*time.Second)), []Placed{{}, {}}, 0,
+			[]Move{{"b", Take, 0}, {"b", Take, 1}}},
+		{"a member with a nearly right clock takes slots", append(old("b"), skewed("a", -30*time.Second)), []Placed{{}, {}}, 0,
+			[]Move{{"a", Take, 0}, {"b", Take, 1}}},
+		{"a member alone with a wrong clock takes no slot", []Member{skewed("a", time.Hour)}, []Placed{{}}, 0, nil},
+		{"it keeps its slot", []Member{skewed("a", time.Hour)}, []Placed{{Owner: "a"}}, 1, nil},
+		{"also beside another wrong clock", []Member{skewed("a", time.Hour), skewed("b", -time.Hour)}, []Placed{{Owner: "a", Followers: ready("b")}}, 1, nil},
+		{"a wrong clock hands over to a right one", append(old("b"), skewed("a", time.Hour)), []Placed{{Owner: "a", Followers: ready("b")}}, 1,
+			[]Move{{"a", HandOver, 0}}},
+		{"not before it is ready", append(old("b"), skewed("a", time.Hour)), []Placed{{Owner: "a"}}, 1,
+			[]Move{{"b", StartFollowing, 0}}},
+		{"it keeps its copy", append(old("b", "c"), skewed("a", time.Hour)), []Placed{{Owner: "b", Followers: ready("a", "c")}}, 1, nil},
+		{"members that agree with each other are right", []Member{skewed("a", time.Hour), skewed("b", time.Hour+30*time.Second)}, []Placed{{}, {}}, 0,
+			[]Move{{"a", Take, 0}, {"b", Take, 1}}},
 		{"a standby follows", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b", Followers: ready("a")}}, 1,
 			[]Move{{"b", StartFollowing, 0}}},
 		{"a copy that is not wanted ends", old("a", "b", "c"), []Placed{{Owner: "a", Followers: ready("b", "c")}}, 1,

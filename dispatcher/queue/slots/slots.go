@@ -6,7 +6,8 @@
 // session of the newest claim can append.
 //
 // An installation can have several slots: Directory has the slot of each namespace, Members the
-// processes, by their heartbeats, and Place selects the owners and the standbys.
+// processes, by their heartbeats, and Place selects the owners and the standbys. WallClock finds a process
+// with a wrong wall clock, which must not own a slot.
 //
 // The package does not know which system keeps the stream; Log is all that it needs. The main
 // types are Slot (takes over or follows a slot), Writer (appends the batches of a session), publisher
@@ -83,6 +84,8 @@ type Remote struct {
 	Snapshots, Members Objects
 	// Durability reads how safely the servers store the records now. May be nil.
 	Durability func(context.Context) (Durability, error)
+	// Clocks are those of the servers, for WallClock.Read. Several of them can be of one server.
+	Clocks []ServerTime
 }
 
 // Durability is how safely the servers store the records of a slot.
