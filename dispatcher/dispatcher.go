@@ -50,6 +50,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
@@ -111,6 +112,13 @@ type Options struct {
 	// the DeletionRequests only those that this store has begun. The admin listener is optional.
 	// Nothing is discarded: OrphanGrace has no end, and all retry windows begin again. Backlog returns the rest.
 	Drain bool
+	// WallClock is the clock of this process that is compared with those of the log's servers, replaced by
+	// tests. Default time.Now.
+	WallClock func() time.Time
+	// Bus carries the heartbeats of RunSlot. Without it an owner with a wrong clock keeps its slot.
+	Bus slots.Bus
+	// clock is set by RunSlot and RunSlots.
+	clock *clockCheck
 	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
 	term *term
 	// identity and forwarder are set by RunSlot if standbys forward calls.
@@ -213,7 +221,7 @@ func New(o Options) (*Dispatcher, error) {
 		q.Log = o.term.writer
 	}
 	if o.term != nil && o.hosted == nil {
-		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() (uint64, bool) { return o.term.writer.Status().Sequence, true }})
+		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() (uint64, bool) { return o.term.writer.Status().Sequence, true }}, o.clock.metric())
 	}
 	plan := planMemory(cmp.Or(o.Memory, DefaultMemory)).share(o.hosted.share())
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)

@@ -115,9 +115,11 @@ type host struct {
 }
 
 func newHost(o Options, s Slots) *host {
+	members := slots.NewMembers(nil)
+	o.clock = newClockCheck(o.WallClock, members)
 	h := &host{
 		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
-		namespaces: newNamespaces(o.Logger), members: slots.NewMembers(nil), wake: make(chan struct{}, 1),
+		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
 	}
 	if o.Memory != 0 {
 		planMemory(o.Memory).bound()
@@ -188,8 +190,10 @@ func (h *host) leave(ctx context.Context) {
 
 // hasSuccessor reports whether another process can take slots.
 func (h *host) hasSuccessor() bool {
-	members, _ := h.members.View(len(h.slots))
-	return slices.ContainsFunc(members, func(m slots.Member) bool { return m.Name != h.name && !m.Leaving })
+	members := h.members.List()
+	return slices.ContainsFunc(members, func(m slots.Member) bool {
+		return m.Name != h.name && !m.Leaving && m.HasRightClock(members)
+	})
 }
 
 // followDirectory reads the slots of the namespaces.
@@ -238,6 +242,9 @@ func (h *host) ready() error {
 	if h.isRecent(&h.namesakeAt) {
 		return fmt.Errorf("another process of this log has the name %s; set --pod-name to another name in each process", h.name)
 	}
+	if !h.o.clock.isRight() && len(h.owned()) == 0 {
+		return errors.New(h.o.clock.problem())
+	}
 	return h.canRoute()
 }
 
@@ -279,6 +286,7 @@ func (h *host) place(ctx context.Context) error {
 	for {
 		own := h.heartbeat()
 		h.members.Hear(own)
+		h.o.clock.log(h.log)
 		text, _ := json.Marshal(own) // Its fields always marshal.
 		if err := h.s.Bus.Publish(text); err != nil {
 			h.log.Debug("sending a heartbeat failed", "error", err)
@@ -332,7 +340,7 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 func (h *host) heartbeat() slots.Heartbeat {
 	own := slots.Heartbeat{
 		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load(), Announcement: h.o.identity.Announce(),
-		Owned: h.owned(),
+		ClockSkew: h.o.clock.milliseconds(), Owned: h.owned(),
 	}
 	for _, s := range h.slots {
 		if following, ready := s.copied(); following {
@@ -494,12 +502,10 @@ func (s *hosted) changed() {
 	}
 }
 
-// mayClaimFunc is Options.MayClaim of package slots; nil for a process with one slot.
-func (s *hosted) mayClaimFunc() func() bool {
-	if s == nil {
-		return nil
-	}
-	return s.mayClaim.Load
+// mayClaim is Options.MayClaim of package slots: the clock is right, and a process with several slots should
+// take this one.
+func (o *Options) mayClaim() bool {
+	return o.clock.isRight() && (o.hosted == nil || o.hosted.mayClaim.Load())
 }
 
 // copied reports whether the process follows the slot, and whether it could take it.

@@ -14,7 +14,9 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -70,6 +72,13 @@ type installation struct {
 	configs   map[string]liveconfig.Stored
 	number    int
 	calls     *receivedCalls
+	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
+	ahead map[string]*atomic.Int64
+}
+
+// setClock sets the clock of a process.
+func (in *installation) setClock(name string, ahead time.Duration) {
+	in.ahead[name].Store(int64(ahead))
 }
 
 // receivedCalls counts the messageIds that a receiver got.
@@ -80,7 +89,7 @@ type receivedCalls struct {
 
 func newInstallation(t *testing.T, number int, namespaces ...string) *installation {
 	t.Helper()
-	in := &installation{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), configs: map[string]liveconfig.Stored{}, number: number, calls: &receivedCalls{ids: map[string]int{}}}
+	in := &installation{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), configs: map[string]liveconfig.Stored{}, number: number, calls: &receivedCalls{ids: map[string]int{}}, ahead: map[string]*atomic.Int64{}}
 	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		var call struct{ MessageID string }
 		if err := json.NewDecoder(r.Body).Decode(&call); err != nil {
@@ -93,7 +102,9 @@ func newInstallation(t *testing.T, number int, namespaces ...string) *installati
 	t.Cleanup(receiver.Close)
 	for range number {
 		stream := slotstest.NewStream(1 << 30)
-		in.remotes = append(in.remotes, slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)})
+		in.remotes = append(in.remotes, slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30), Clocks: []slots.ServerTime{
+			func(context.Context) (time.Time, error) { return time.Now(), nil },
+		}})
 	}
 	for _, namespace := range namespaces {
 		c := testConfig(receiver.URL)
@@ -112,8 +123,11 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	if err != nil {
 		t.Fatal(err)
 	}
+	ahead := &atomic.Int64{}
+	in.ahead[name] = ahead
 	o := Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name,
+		WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) },
+		DataDir:   t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name,
 		Egress: policy, Logger: slog.New(slog.DiscardHandler),
 		// The path of a slot's API is authorized without the slot.
 		AdminGuard: func(next http.Handler) http.Handler {
@@ -461,4 +475,95 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("unknown key, and a slot that this process does not know: want 503: %v", err)
 	}
+}
+
+// wantClock waits until the state of a process's clock and its readiness are these.
+func wantClock(t *testing.T, l *Listeners, status int, problem string) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		got, reason := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
+		if got != status || status != http.StatusOK && !strings.Contains(reason, problem) {
+			return fmt.Errorf("readyz: got status %d with %q", got, reason)
+		}
+		_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots")
+		if has := strings.Contains(text, `"clock":"`); has != (problem != "") || !strings.Contains(text, problem) {
+			return fmt.Errorf("slots: got %s", text)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("want status %d and the problem %q: %v", status, problem, err)
+	}
+}
+
+// A process with a wrong clock hands over its slots to one with a right clock, forwards calls, and gets
+// slots again when its clock is right.
+func TestWrongClockOfAProcess(t *testing.T) {
+	namespaces := []string{"a", "b", "c", "d"}
+	in := newInstallation(t, 4, namespaces...)
+	first, stopFirst := in.start(t, "first")
+	second, _ := in.start(t, "second")
+	waitSlots(t, first, 2)
+	waitSlots(t, second, 2)
+	sent := 0
+	send := func(l *Listeners) {
+		for _, namespace := range namespaces {
+			sent++
+			in.call(t, l, namespace, fmt.Sprintf("%s-%d", namespace, sent), false)
+		}
+	}
+	send(first)
+	const wrong = "the clock of this process is 6h0m0s ahead of those of the NATS servers"
+	in.setClock("first", 6*time.Hour)
+	waitSlots(t, second, 4)
+	wantClock(t, first, http.StatusServiceUnavailable, wrong)
+	wantClock(t, second, http.StatusOK, "")
+	send(first)
+	send(second)
+	if _, text := fetchText(t, "http://"+first.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_log_clock_skew_seconds 2160") && !strings.Contains(text, "\nposthorn_log_clock_skew_seconds 2159") {
+		t.Error("the metrics lack posthorn_log_clock_skew_seconds of about 21600")
+	}
+
+	// When all processes agree, the servers are wrong, and the processes share the slots as before.
+	in.setClock("second", 6*time.Hour)
+	waitSlots(t, first, 2)
+	waitSlots(t, second, 2)
+	const all = "the clocks of all processes are 6h0m0s ahead of those of the NATS servers"
+	wantClock(t, first, http.StatusOK, all)
+	wantClock(t, second, http.StatusOK, all)
+	in.setClock("first", 0)
+	in.setClock("second", 0)
+	wantClock(t, first, http.StatusOK, "")
+	wantClock(t, second, http.StatusOK, "")
+	send(second)
+
+	// The last process keeps its slots, and takes no others.
+	stopFirst()
+	waitSlots(t, second, 4)
+	in.setClock("second", -time.Hour)
+	wantClock(t, second, http.StatusOK, "the clock of this process is 1h0m0s behind those of the NATS servers")
+	waitSlots(t, second, 4)
+	send(second)
+	if err := wait.Until(func() error {
+		in.calls.mu.Lock()
+		defer in.calls.mu.Unlock()
+		if len(in.calls.ids) != sent {
+			return fmt.Errorf("%d of %d calls were delivered", len(in.calls.ids), sent)
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+// A process that starts alone with a wrong clock takes no slot until the clock is right.
+func TestStartWithAWrongClock(t *testing.T) {
+	in := newInstallation(t, 1, "a")
+	in.remotes[0].Clocks = []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now().Add(time.Hour), nil }}
+	l, _ := in.start(t, "only")
+	wantClock(t, l, http.StatusServiceUnavailable, "the clock of this process is 1h0m0s behind those of the NATS servers")
+	waitSlots(t, l, 0)
+	in.setClock("only", time.Hour)
+	waitSlots(t, l, 1)
+	wantClock(t, l, http.StatusOK, "")
+	in.call(t, l, "a", "call", false)
 }

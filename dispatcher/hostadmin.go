@@ -28,6 +28,7 @@ func (h *host) serve(ctx context.Context) error {
 // /slots/N/.
 func (h *host) admin() http.Handler {
 	registry := newRegistry()
+	registry.MustRegister(h.o.clock.metric())
 	for _, s := range h.slots {
 		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.term.Load, s.forwarder, s.sequence})
 	}

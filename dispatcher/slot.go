@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -73,27 +74,36 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		}
 		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{}}
 	}
+	process := newSingle(o)
+	o.clock = process.o.clock
+	exchanging, stop := context.WithCancel(ctx)
+	var exchanged sync.WaitGroup
+	exchanged.Go(func() { process.exchange(exchanging) })
+	defer exchanged.Wait()
+	defer stop()
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
 	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
 	for {
-		t, d, err := becomeOwner(ctx, o, open)
+		t, d, err := becomeOwner(ctx, o, open, &process.standby)
 		if err != nil || t == nil {
 			return err
 		}
-		if err := t.run(ctx, d, run); err != nil || ctx.Err() != nil {
+		if err := process.own(ctx, t, d, run); err != nil || ctx.Err() != nil {
 			return err
 		}
 	}
 }
 
 // becomeOwner is a standby until this process owns the slot and has made a Dispatcher with its store.
-// The term is nil when ctx is done before.
-func becomeOwner(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher, error) {
+// The term is nil when ctx is done before. present is the standby meanwhile.
+func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*term, *Dispatcher, error) {
 	shared, err := o.Listeners.share()
 	if err != nil {
 		return nil, nil, err
 	}
 	s := newStandby(o)
+	present.Store(s)
+	defer present.Store(nil)
 	serving, stop := context.WithCancel(ctx)
 	served := make(chan error, 1)
 	go func() {
@@ -118,6 +128,9 @@ type standby struct {
 	calls *peer.Forwarder
 	// reason is why the process does not own the slot.
 	reason atomic.Pointer[string]
+	clock  *clockCheck
+	// following is true while the process keeps a copy.
+	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
 	caughtUp atomic.Bool
 	// applied is the sequence of the last record in the copy.
@@ -126,7 +139,7 @@ type standby struct {
 }
 
 func newStandby(o Options) *standby {
-	s := &standby{log: o.Logger, calls: o.forwarder}
+	s := &standby{log: o.Logger, calls: o.forwarder, clock: o.clock}
 	s.because(connecting)
 	return s
 }
@@ -137,6 +150,8 @@ func (s *standby) ready() error {
 	switch {
 	case s.stopping.Load():
 		return errors.New("stopping")
+	case !s.clock.isRight():
+		return errors.New(s.clock.problem())
 	case s.calls != nil && s.caughtUp.Load():
 		return nil
 	}
@@ -180,16 +195,25 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, error) {
-	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger}
+	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
 	}
+	// A process with a wrong clock must not claim the slot, so the servers' clocks are read before.
+	if err := o.clock.Read(ctx, t.slot, t.remote.Clocks); err != nil {
+		return nil, err
+	}
+	watching, stop := context.WithCancel(ctx)
+	defer stop()
+	go o.clock.Watch(watching, t.slot, t.remote.Clocks)
+	s.following.Store(true)
+	defer s.following.Store(false)
 	s.because("standby: another process owns the slot, or did a moment ago")
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.hosted.mayClaimFunc()}
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}
@@ -258,7 +282,7 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 
 // state returns the part of this standby in the log.
 func (s *standby) state(o Options) *adminapi.LogState {
-	state := &adminapi.LogState{Pod: o.Pod, Slot: o.hosted.number(), Sequence: s.applied.Load()}
+	state := &adminapi.LogState{Pod: o.Pod, Slot: o.hosted.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
 	if s.calls != nil {
 		state.OwnerName = s.calls.Owner()
 	}
@@ -279,7 +303,7 @@ func (d *Dispatcher) logState() *adminapi.LogState {
 	status := t.writer.Status()
 	state := &adminapi.LogState{
 		Pod: d.options.Pod, Slot: t.slot, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
-		Snapshot: t.snapshotTaken(),
+		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
 	}
 	t.durability.describe(state)
 	if err := d.Ready(); err != nil {
@@ -331,7 +355,7 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }})
+	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric())
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
@@ -398,6 +422,7 @@ type term struct {
 	writer   *slots.Writer
 	dir      string
 	logger   *slog.Logger
+	clock    *clockCheck
 	// snapshots is set when the store is open.
 	snapshots  atomic.Pointer[slots.Snapshotter]
 	durability durability
@@ -416,6 +441,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		}
 	}()
 	go t.durability.watch(running, t.remote.Durability, t.logger)
+	go t.clock.Watch(running, t.slot, t.remote.Clocks)
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)

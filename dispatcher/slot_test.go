@@ -2,6 +2,7 @@ package dispatcher
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,10 +13,12 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
@@ -219,4 +222,73 @@ func TestRefusalsOfForwardedCalls(t *testing.T) {
 			t.Errorf("%s: got status %d and Retry-After %q, want %d and %q", name, w.Code, got, c.status, c.retryAfter)
 		}
 	}
+}
+
+// An owner with a wrong clock hands over the slot to a standby with a right clock, and is a standby that is
+// not ready until its clock is right.
+func TestOwnerWithAWrongClock(t *testing.T) {
+	remote := slots.Remote{
+		Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30),
+		Clocks: []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now(), nil }},
+	}
+	shared := &bus{}
+	start := func(name string) (*Listeners, *atomic.Int64) {
+		ahead := &atomic.Int64{}
+		o := Options{
+			DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name, Bus: shared, Logger: slog.New(slog.DiscardHandler),
+			WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) },
+		}
+		l, err := Listen(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Listeners = l
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() {
+			ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
+		}()
+		t.Cleanup(func() {
+			cancel()
+			if err := <-ended; err != nil {
+				t.Errorf("process %s ended with %v", name, err)
+			}
+		})
+		return l, ahead
+	}
+	wantState := func(what string, l *Listeners, owner bool, problem string) {
+		t.Helper()
+		if err := wait.Until(func() error {
+			_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/log")
+			var s adminapi.LogState
+			if err := json.Unmarshal([]byte(text), &s); err != nil {
+				return fmt.Errorf("%w: %s", err, text)
+			}
+			// An owner is not ready before its first config.
+			if s.Owner != owner || !strings.HasPrefix(s.Clock, problem) || (s.Clock != "") != (problem != "") || !owner && s.Ready != (problem == "") {
+				return fmt.Errorf("got %+v", s)
+			}
+			return nil
+		}); err != nil {
+			t.Fatalf("%s: want owner %v and the problem %q: %v", what, owner, problem, err)
+		}
+	}
+	first, clock := start("first")
+	wantState("first process", first, true, "")
+	clock.Store(int64(6 * time.Hour))
+	const wrong = "the clock of this process is 6h0m0s ahead of those of the NATS servers"
+	wantState("first process without another one", first, true, wrong)
+	second, secondClock := start("second")
+	wantState("second process", second, true, "")
+	wantState("first process", first, false, wrong)
+	for _, l := range []*Listeners{first, second} {
+		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_log_clock_skew_seconds ") {
+			t.Error("the metrics lack posthorn_log_clock_skew_seconds")
+		}
+	}
+	clock.Store(0)
+	wantState("first process with a right clock", first, false, "")
+	secondClock.Store(int64(-time.Hour))
+	wantState("first process, when the second has a wrong clock", first, true, "")
+	wantState("second process", second, false, "the clock of this process is 1h0m0s behind those of the NATS servers")
 }

@@ -121,6 +121,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 				})
 			})
 		} else {
+			d.options.Bus = client
 			group.Go(func() error { return dispatcher.RunSlot(ctx, d.options, client.OpenOnlySlot, s.run) })
 		}
 		isUp := func() error { return nil } // A standby is ready, too.

@@ -21,6 +21,8 @@ type LogState struct {
 	// Ready is true if the process may get calls, and Reason is why it does not.
 	Ready  bool   `json:"ready"`
 	Reason string `json:"reason,omitempty"`
+	// Clock is why the clock of the process is wrong, with the fix; empty if it is right.
+	Clock string `json:"clock,omitempty"`
 	// Sequence is the number of the last record that the process has.
 	Sequence uint64 `json:"sequence"`
 	// OwnerName is the owner that a standby knows, with its address; empty for none.

@@ -163,6 +163,9 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int) er
 				problems = append(problems, fmt.Sprintf("%d of %d servers of the log have all records; start the others, or wait until they have caught up", s.CurrentReplicas, s.Replicas))
 			}
 		}
+		if s.Clock != "" && s.Clock != s.Reason {
+			problems = append(problems, name+": "+s.Clock)
+		}
 		if !s.Ready {
 			problems = append(problems, name+" is not ready: "+s.Reason)
 		}

@@ -58,7 +58,11 @@ func TestSlots(t *testing.T) {
 		}, 3, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up.\ndispatcher-0 owns slot 1 and cannot deliver: the log does not answer."},
 		"slot without owner":  {[]adminapi.LogState{owner, in(2, standby), in(2, standby)}, 3, 2, true, "no process owns slot 1; another one takes it over within about 15 s.\nno process owns slot 2; another one takes it over within about 15 s."},
 		"slots of one of two": {[]adminapi.LogState{owner, in(1, standby)}, 3, 1, false, "The owner of slot 1 is dispatcher-0 (10.0.0.7:8444)."},
-		"standby not ready":   {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
+		"clock of an owner":   {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Clock = "the clock is wrong: correct it" })}, 1, 1, true, "dispatcher-0: the clock is wrong: correct it."},
+		"clock of a standby": {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) {
+			s.Ready, s.Reason, s.Clock = false, "the clock is wrong", "the clock is wrong"
+		})}, 1, 2, true, "dispatcher-1 is not ready: the clock is wrong."},
+		"standby not ready": {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
 	} {
 		var out strings.Builder
 		err := slotsProblem(&out, c.states, c.number, c.asked)

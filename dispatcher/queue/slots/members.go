@@ -89,6 +89,21 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 	return !known || before.Leaving != h.Leaving || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
 }
 
+// member returns what Place uses of a heartbeat.
+func (h Heartbeat) member() Member {
+	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond}
+}
+
+// List returns the members.
+func (m *Members) List() (members []Member) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, h := range m.alive(m.now()) {
+		members = append(members, h.member())
+	}
+	return members
+}
+
 // View returns the arguments of Place for a number of slots.
 func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	m.mu.Lock()
@@ -96,7 +111,7 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	now := m.now()
 	placed = make([]Placed, slots)
 	for _, h := range m.alive(now) {
-		members = append(members, Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond})
+		members = append(members, h.member())
 		for _, c := range h.Copies {
 			if c.Slot >= 0 && c.Slot < slots {
 				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready})

@@ -201,7 +201,21 @@ func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err er
 		Durability: func(ctx context.Context) (slots.Durability, error) {
 			return c.durability(ctx, log, log.stream, snapshots.stream, members.stream)
 		},
+		Clocks: []slots.ServerTime{leaderTime(log.stream), leaderTime(snapshots.stream), leaderTime(members.stream)},
 	}, nil
+}
+
+// leaderTime reads the clock of the server that leads a stream, which also gives the records their times.
+func leaderTime(s jetstream.Stream) slots.ServerTime {
+	return func(ctx context.Context) (time.Time, error) {
+		ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+		defer cancel()
+		info, err := s.Info(ctx)
+		if err != nil {
+			return time.Time{}, fmt.Errorf("read the state of stream %s: %w", s.CachedInfo().Config.Name, err)
+		}
+		return info.TimeStamp, nil
+	}
 }
 
 // directoryBytes has room for 50,000 namespaces.

@@ -302,6 +302,36 @@ var permissions = []string{
 
 var subscriptions = []string{"_INBOX.test.>", "ph.test.members"}
 
+// The servers' clocks are read from the leaders of the streams.
+func TestClocks(t *testing.T) {
+	url := startCluster(t).ClientURL()
+	c := config(url)
+	c.Replicas, c.AllowWeak = MinReplicas, false
+	var remote slots.Remote
+	if err := wait.Until(func() (err error) { // Servers without a leader do not answer.
+		remote, err = openSlot(t, c)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if len(remote.Clocks) != 3 {
+		t.Errorf("clocks: got those of %d streams, want 3", len(remote.Clocks))
+	}
+	var ahead time.Duration
+	w := slots.NewWallClock(func() time.Time { return time.Now().Add(ahead) }, nil)
+	if err := w.Read(t.Context(), 0, remote.Clocks); err != nil {
+		t.Fatal(err)
+	}
+	if skew := w.Skew(); skew != 0 {
+		t.Errorf("clock of the same machine: got a skew of %v, want 0", skew)
+	}
+	ahead = 6 * time.Hour
+	// The duration of an answer is not known to be less than a minute on a busy machine.
+	if skew := w.Skew(); skew < ahead-time.Minute || skew > ahead {
+		t.Errorf("clock that is ahead: got a skew of %v, want %v", skew, ahead)
+	}
+}
+
 // The documented permissions suffice for a claim, a snapshot, and a restore, and with several slots for
 // the directory and the heartbeats.
 func TestPermissions(t *testing.T) {

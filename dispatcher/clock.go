@@ -1,0 +1,74 @@
+package dispatcher
+
+import (
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// clockCheck compares the wall clock of this process with those of the servers of the log and of the other
+// processes. A process with a wrong clock takes no slot, and hands over those that it has. A nil clockCheck
+// finds no problem.
+type clockCheck struct {
+	*slots.WallClock
+	members *slots.Members
+	// logged is whether the last log message was about a problem.
+	logged bool
+}
+
+func newClockCheck(wall func() time.Time, members *slots.Members) *clockCheck {
+	return &clockCheck{WallClock: slots.NewWallClock(wall, nil), members: members}
+}
+
+// isRight reports whether this process may take slots.
+func (c *clockCheck) isRight() bool {
+	return c == nil || slots.Member{ClockSkew: c.Skew()}.HasRightClock(c.members.List())
+}
+
+// problem describes a wrong clock with its fix; empty for none.
+func (c *clockCheck) problem() string {
+	if c == nil {
+		return ""
+	}
+	skew := c.Skew()
+	if skew.Abs() <= slots.MaxClockSkew {
+		return ""
+	}
+	direction := "ahead of"
+	if skew < 0 {
+		direction = "behind"
+	}
+	difference := fmt.Sprintf("%v %s those of the NATS servers", skew.Abs().Round(time.Second), direction)
+	if c.isRight() {
+		return "the clocks of all processes are " + difference + ": correct the clocks of the servers by NTP"
+	}
+	return "the clock of this process is " + difference + ", so it takes no slot, and hands over its slots to processes with a right clock: correct the clock of this machine by NTP, or those of the servers"
+}
+
+// log logs a change of the problem. It is called by one goroutine.
+func (c *clockCheck) log(to *slog.Logger) {
+	problem := c.problem()
+	switch is := problem != ""; {
+	case is && !c.logged:
+		to.Error("the clock is wrong", "problem", problem)
+	case !is && c.logged:
+		to.Info("the clock is right again")
+	default:
+		return
+	}
+	c.logged = !c.logged
+}
+
+// metric is that of the clock.
+func (c *clockCheck) metric() prometheus.Collector {
+	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "posthorn_log_clock_skew_seconds", Help: "Seconds by which the clock of the process is ahead of those of the NATS servers; negative if it is behind.",
+	}, func() float64 { return c.Skew().Seconds() })
+}
+
+// milliseconds is the ClockSkew of a heartbeat.
+func (c *clockCheck) milliseconds() int64 { return c.Skew().Milliseconds() }

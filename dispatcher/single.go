@@ -1,0 +1,118 @@
+package dispatcher
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// single is a process with one slot among the others with the same log. By the heartbeats, an owner with a
+// wrong clock finds a standby to which it hands over the slot.
+type single struct {
+	o Options
+	// name is another one for each process: --pod-name is optional.
+	name    string
+	started time.Time
+	members *slots.Members
+	standby atomic.Pointer[standby]
+	term    atomic.Pointer[term]
+
+	mu sync.Mutex
+	// endTerm ends the term in order; nil while there is none.
+	endTerm context.CancelFunc
+}
+
+func newSingle(o Options) *single {
+	s := &single{o: o, name: rand.Text(), started: time.Now(), members: slots.NewMembers(nil)}
+	s.o.clock = newClockCheck(o.WallClock, s.members)
+	return s
+}
+
+// exchange exchanges heartbeats until ctx is done.
+func (s *single) exchange(ctx context.Context) {
+	if s.o.Bus != nil {
+		stop, err := s.o.Bus.Subscribe(func(text []byte) {
+			var heartbeat slots.Heartbeat
+			if err := json.Unmarshal(text, &heartbeat); err == nil {
+				s.members.Hear(heartbeat)
+			}
+		})
+		if err != nil {
+			s.o.Logger.Warn("the heartbeats of the other processes cannot be read", "error", err)
+		} else {
+			defer stop()
+		}
+	}
+	tick := time.NewTicker(slots.HeartbeatInterval)
+	defer tick.Stop()
+	for {
+		s.beat()
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// beat sends a heartbeat, and hands over the slot if it must.
+func (s *single) beat() {
+	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: s.o.clock.milliseconds()}
+	if t := s.term.Load(); t != nil {
+		if t.writer.MaySend() {
+			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}
+		}
+	} else if b := s.standby.Load(); b != nil && b.following.Load() {
+		own.Copies = []slots.SlotCopied{{Ready: b.caughtUp.Load()}}
+	}
+	s.members.Hear(own)
+	s.o.clock.log(s.o.Logger)
+	// A process that cannot use the log is not one of its processes.
+	if s.o.Bus != nil && len(own.Owned)+len(own.Copies) > 0 {
+		text, _ := json.Marshal(own) // Its fields always marshal.
+		if err := s.o.Bus.Publish(text); err != nil {
+			s.o.Logger.Debug("sending a heartbeat failed", "error", err)
+		}
+	}
+	members, placed := s.members.View(1)
+	for _, m := range slots.Place(members, placed, 1) {
+		if m.Member == s.name && m.Action == slots.HandOver {
+			s.handOver()
+		}
+	}
+}
+
+// handOver ends the term in order; a standby claims the slot then.
+func (s *single) handOver() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.endTerm != nil {
+		s.o.Logger.Warn("handing over the slot to another process, because the clock is wrong")
+		s.endTerm()
+		s.endTerm = nil
+	}
+}
+
+// own runs a term until ctx is done, the term has ended, or the slot is handed over.
+func (s *single) own(ctx context.Context, t *term, d *Dispatcher, run func(context.Context, *Dispatcher) error) error {
+	s.term.Store(t)
+	defer s.term.Store(nil)
+	return t.run(ctx, d, func(ctx context.Context, d *Dispatcher) error {
+		running, end := context.WithCancel(ctx)
+		defer end()
+		s.mu.Lock()
+		s.endTerm = end
+		s.mu.Unlock()
+		defer func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.endTerm = nil
+		}()
+		return run(running, d)
+	})
+}
