@@ -107,7 +107,7 @@ type host struct {
 	// fault is why the directory is not read.
 	fault atomic.Pointer[string]
 	// heardAt is when the process received a heartbeat of its own, and namesakeAt when it received one of
-	// another process with its name, in nanoseconds since started; 0 before.
+	// the first process with its name, in nanoseconds since started; 0 before.
 	heardAt, namesakeAt atomic.Int64
 	stopping            atomic.Bool
 	running             sync.WaitGroup
@@ -240,7 +240,7 @@ func (h *host) ready() error {
 		return errors.New("stopping")
 	}
 	if h.isRecent(&h.namesakeAt) {
-		return fmt.Errorf("another process of this log has the name %s; set --pod-name to another name in each process", h.name)
+		return errors.New(h.namesake())
 	}
 	if !h.o.clock.isRight() && len(h.owned()) == 0 {
 		return errors.New(h.o.clock.problem())
@@ -284,16 +284,14 @@ func (h *host) place(ctx context.Context) error {
 	tick := time.NewTicker(slots.HeartbeatInterval)
 	defer tick.Stop()
 	for {
-		own := h.heartbeat()
-		h.members.Hear(own)
 		h.o.clock.log(h.log)
-		text, _ := json.Marshal(own) // Its fields always marshal.
-		if err := h.s.Bus.Publish(text); err != nil {
-			h.log.Debug("sending a heartbeat failed", "error", err)
-		}
+		h.beat()
 		h.announceOwners()
+		switch {
+		case h.isRecent(&h.namesakeAt):
+			h.park()
 		// The directory exists before the first slot, so that a log of one slot is recognized.
-		if time.Since(h.started) >= settleTime && h.fault.Load() == nil && h.isRecent(&h.heardAt) {
+		case time.Since(h.started) >= settleTime && h.fault.Load() == nil && h.isRecent(&h.heardAt):
 			h.move(ctx)
 		}
 		select {
@@ -303,6 +301,32 @@ func (h *host) place(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// beat sends a heartbeat, unless the process with the name of this one sends them.
+func (h *host) beat() {
+	if h.isRecent(&h.namesakeAt) {
+		return
+	}
+	own := h.heartbeat()
+	h.members.Hear(own)
+	text, _ := json.Marshal(own) // Its fields always marshal.
+	if err := h.s.Bus.Publish(text); err != nil {
+		h.log.Debug("sending a heartbeat failed", "error", err)
+	}
+}
+
+// park releases the slots of a process with the name of another one, and takes none.
+func (h *host) park() {
+	for _, s := range h.slots {
+		s.mayClaim.Store(false)
+		s.handOver()
+	}
+}
+
+// namesake is why a process with the name of another one is not ready.
+func (h *host) namesake() string {
+	return fmt.Sprintf("another process of this log has the name %s, and started before this one, which takes no slots: set --pod-name to another name in one of them", h.name)
 }
 
 // hear takes a heartbeat from the bus.
@@ -322,11 +346,14 @@ func (h *host) hear(text []byte) {
 		if h.heardAt.Swap(now) == 0 {
 			h.signal()
 		}
+	case !heartbeat.Precedes(slots.Heartbeat{Milliseconds: time.Since(h.started).Milliseconds(), Announcement: h.o.identity.Announce()}):
+		// It is the second, and takes no slots.
 	default:
 		if !h.isRecent(&h.namesakeAt) {
-			h.log.Error("another process of this log has the name of this one; set --pod-name to another name in each process", "name", h.name)
+			h.log.Error("another process has the name of this one", "problem", h.namesake())
 		}
 		h.namesakeAt.Store(now)
+		h.members.Hear(heartbeat)
 	}
 }
 

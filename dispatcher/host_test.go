@@ -322,75 +322,68 @@ func TestHeartbeatsAreRequired(t *testing.T) {
 	waitSlots(t, l, 2)
 }
 
-// Two processes with one name would be one member: neither is ready.
-func TestNamesOfProcesses(t *testing.T) {
-	in := newInstallation(t, 2, "a")
-	for range 2 {
-		l, _ := in.start(t, "twin")
-		defer func() {
-			if err := wait.Until(func() error {
-				status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
-				if status != http.StatusServiceUnavailable || !strings.Contains(text, "--pod-name") {
-					return fmt.Errorf("status %d: %s", status, text)
-				}
-				return nil
-			}); err != nil {
-				t.Errorf("readyz of a process with the name of another one: want 503 with the fix: %v", err)
-			}
-		}()
+// wantTwin waits until the readiness of a process is that of the first or the second with its name.
+func wantTwin(t *testing.T, l *Listeners, first bool) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
+		if (status == http.StatusOK) != first || !first && !strings.Contains(text, "another process of this log has the name twin") {
+			return fmt.Errorf("readyz: status %d: %s", status, text)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("want a ready process %v: %v", first, err)
 	}
 }
 
-// The listener for probes, which the network reaches, has no other paths than those of the probes, and
-// without a guard no page of a browser can read the admin listener.
-func TestAccessToAProcess(t *testing.T) {
-	in := newInstallation(t, 2, "a")
-	several, _ := in.start(t, "only", func(o *Options) { o.ProbeListen, o.AdminGuard = "127.0.0.1:0", nil })
-	o := Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", ProbeListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler),
+// The second process with a name is not ready, and takes no slots until the first one has ended. The first
+// one is not affected, also for a third process.
+func TestNamesOfProcesses(t *testing.T) {
+	in := newInstallation(t, 3, "a", "b")
+	first, stopFirst := in.start(t, "twin")
+	waitSlots(t, first, 3)
+	second, _ := in.start(t, "twin")
+	wantTwin(t, second, false)
+	third, _ := in.start(t, "third")
+	waitSlots(t, first, 2)
+	waitSlots(t, third, 1)
+	for i := range 3 {
+		in.call(t, first, "a", fmt.Sprint("first-", i), false)
+		in.call(t, third, "a", fmt.Sprint("third-a-", i), false)
+		in.call(t, third, "b", fmt.Sprint("third-b-", i), false)
 	}
-	one, err := Listen(o)
-	if err != nil {
-		t.Fatal(err)
+	wantTwin(t, first, true)
+	wantTwin(t, second, false)
+	if owned, _ := slotsOf(t, second); owned != 0 {
+		t.Errorf("second process: got %d slots, want none", owned)
 	}
-	o.Listeners = one
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	go func() {
-		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return slots.Remote{}, errors.New("no server answers") }, nil)
-	}()
-	defer func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Errorf("the standby ended with %v", err)
-		}
-	}()
-	for name, l := range map[string]*Listeners{"process with several slots": several, "standby": one} {
-		probes := "http://" + l.probes.Addr().String()
-		if status, _ := fetchText(t, probes+"/healthz"); status != http.StatusOK {
-			t.Errorf("%s: healthz for probes: got status %d, want 200", name, status)
-		}
-		if status, text := fetchText(t, probes+"/readyz"); status != http.StatusOK && status != http.StatusServiceUnavailable {
-			t.Errorf("%s: readyz for probes: got status %d and %q, want 200 or 503", name, status, text)
-		}
-		for _, path := range []string{"/report", "/metrics", "/log", "/slots", "/slots/0/report", "/slots/0/deadletters"} {
-			if status, _ := fetchText(t, probes+path); status != http.StatusNotFound {
-				t.Errorf("%s: %s at the listener for probes: got status %d, want 404", name, path, status)
+	stopFirst()
+	wantTwin(t, second, true)
+	waitSlots(t, second, 1)
+	waitSlots(t, third, 2)
+	in.call(t, second, "a", "last", false)
+}
+
+// Of two processes with one name that start together, one is ready.
+func TestTwinsThatStartTogether(t *testing.T) {
+	in := newInstallation(t, 1, "a")
+	one, _ := in.start(t, "twin")
+	other, _ := in.start(t, "twin")
+	if err := wait.Until(func() error {
+		ready, owned := 0, 0
+		for _, l := range []*Listeners{one, other} {
+			if status, _ := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status == http.StatusOK {
+				ready++
 			}
-			r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+l.AdminAddr().String()+path, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			r.Host = "posthorn.attacker.example"
-			resp, err := http.DefaultClient.Do(r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			resp.Body.Close()
-			if resp.StatusCode != http.StatusForbidden {
-				t.Errorf("%s: %s with the Host header of a page: got status %d, want 403", name, path, resp.StatusCode)
-			}
+			n, _ := slotsOf(t, l)
+			owned += n
 		}
+		if ready != 1 || owned != 1 {
+			return fmt.Errorf("%d processes are ready, and %d own the slot", ready, owned)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("want one ready process with the slot: %v", err)
 	}
 }
 

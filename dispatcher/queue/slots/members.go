@@ -1,6 +1,7 @@
 package slots
 
 import (
+	"bytes"
 	"cmp"
 	"slices"
 	"sync"
@@ -25,7 +26,7 @@ type Heartbeat struct {
 	Leaving bool `json:"leaving,omitempty"`
 	// ClockSkew is that of Member, in milliseconds.
 	ClockSkew int64 `json:"clockSkew,omitempty"`
-	// Announcement is how other processes reach this one.
+	// Announcement is how other processes reach this one. It is another one for each start of a process.
 	Announcement []byte       `json:"announcement,omitempty"`
 	Owned        []OwnedSlot  `json:"owned,omitempty"`
 	Copies       []SlotCopied `json:"copies,omitempty"`
@@ -80,12 +81,30 @@ func NewMembers(now func() time.Time) *Members {
 	return &Members{now: now, heard: map[string]heard{}, slots: map[int]seen{}}
 }
 
-// Hear takes a heartbeat. It reports whether the slots or the state of its member have changed.
+// Precedes reports whether h is of the first of two processes with one name. Of processes that started
+// within a second, it is that with the lower announcement.
+func (h Heartbeat) Precedes(other Heartbeat) bool {
+	const same = int64(time.Second / time.Millisecond)
+	if older := h.Milliseconds - other.Milliseconds; older > same || older < -same {
+		return older > 0
+	}
+	return bytes.Compare(h.Announcement, other.Announcement) < 0
+}
+
+// Hear takes a heartbeat. It reports whether the slots or the state of its member have changed. Of two
+// processes with one name the first is the member, until it leaves or is silent for lostAfter.
 func (m *Members) Hear(h Heartbeat) (changed bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	now := m.now()
 	before, known := m.heard[h.Member]
-	m.heard[h.Member] = heard{h, m.now()}
+	if age := now.Sub(before.at); known && !before.Leaving && age <= lostAfter && !bytes.Equal(before.Announcement, h.Announcement) {
+		first := before.Heartbeat
+		if first.Milliseconds += age.Milliseconds(); first.Precedes(h) {
+			return false
+		}
+	}
+	m.heard[h.Member] = heard{h, now}
 	return !known || before.Leaving != h.Leaving || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
 }
 

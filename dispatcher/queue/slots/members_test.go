@@ -49,6 +49,43 @@ func TestMembers(t *testing.T) {
 	}
 }
 
+// The first of two processes with one name is the member until it leaves or is lost.
+func TestMembersWithOneName(t *testing.T) {
+	now := time.Unix(1000, 0)
+	beat := func(announcement string, age time.Duration) Heartbeat {
+		return Heartbeat{Member: "twin", Announcement: []byte(announcement), Milliseconds: age.Milliseconds(), Owned: []OwnedSlot{{0, 3}}}
+	}
+	leaving := func(h Heartbeat) Heartbeat {
+		h.Leaving = true
+		return h
+	}
+	for _, c := range []struct {
+		name          string
+		first, second Heartbeat
+		// silence is the time between both.
+		silence time.Duration
+		want    string
+	}{
+		{"older process first", beat("z", time.Hour), beat("a", 0), time.Second, "z"},
+		{"younger process first", beat("z", 0), beat("a", time.Hour), time.Second, "a"},
+		{"the younger one continues", beat("z", time.Hour), beat("a", 59*time.Minute), time.Second, "z"},
+		{"both start together", beat("z", 10*time.Second), beat("a", 10*time.Second), time.Second, "a"},
+		{"both start together, other order", beat("a", 10*time.Second), beat("z", 12*time.Second), time.Second, "a"},
+		{"the older one leaves", leaving(beat("z", time.Hour)), beat("a", 0), time.Second, "a"},
+		{"the older one is lost", beat("z", time.Hour), beat("a", 0), lostAfter + time.Millisecond, "a"},
+		{"the same process", beat("z", time.Hour), beat("z", time.Hour), time.Second, "z"},
+	} {
+		now := now
+		m := NewMembers(func() time.Time { return now })
+		m.Hear(c.first)
+		now = now.Add(c.silence)
+		m.Hear(c.second)
+		if owner, ok := m.Owner(0); !ok || string(owner.Announcement) != c.want {
+			t.Errorf("%s: got the member %q, want %q", c.name, owner.Announcement, c.want)
+		}
+	}
+}
+
 // A pod that may not claim follows the slot, also when the session has released it.
 func TestCandidateThatMayNotClaim(t *testing.T) {
 	may := false
