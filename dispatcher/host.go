@@ -216,8 +216,10 @@ func (h *host) followDirectory(ctx context.Context) error {
 		h.fault.Store(nil)
 		h.signal()
 		group, following := errgroup.WithContext(ctx)
+		connected := time.Now()
+		isAssigner := func() bool { return time.Since(connected) >= settleTime && h.isFirst() }
 		group.Go(func() error {
-			h.namespaces.assign(following, directory, h.s.Pins)
+			h.namespaces.assign(following, directory, h.s.Pins, isAssigner)
 			return nil
 		})
 		group.Go(func() error { return directory.Run(following) })
@@ -263,6 +265,16 @@ func (h *host) canRoute() error {
 		return errors.New("waiting for the first full config")
 	}
 	return nil
+}
+
+// isFirst reports whether this process is the first one by name. It gives slots to new namespaces.
+func (h *host) isFirst() bool {
+	if !h.isRecent(&h.heardAt) {
+		return false
+	}
+	members, _ := h.members.View(0)
+	i := slices.IndexFunc(members, func(m slots.Member) bool { return !m.Leaving })
+	return i >= 0 && members[i].Name == h.name
 }
 
 // signal makes the next heartbeat due.

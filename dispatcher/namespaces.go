@@ -29,8 +29,9 @@ type namespaces struct {
 	stored  map[string]liveconfig.Stored
 	failed  []string
 	feeders map[int]*feeder
-	// unassigned are the namespaces that may have no slot. wake has a value when there are some.
-	unassigned map[string]bool
+	// unassigned are the namespaces that may have no slot, with the time of their first config. wake has a
+	// value when there are some.
+	unassigned map[string]time.Time
 	wake       chan struct{}
 	// doubtful are the slots of namespaces without a valid live config at doubtfulAt.
 	doubtful   []int
@@ -39,7 +40,7 @@ type namespaces struct {
 
 func newNamespaces(log *slog.Logger) *namespaces {
 	return &namespaces{
-		log: log, stored: map[string]liveconfig.Stored{}, feeders: map[int]*feeder{}, unassigned: map[string]bool{}, wake: make(chan struct{}, 1),
+		log: log, stored: map[string]liveconfig.Stored{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
 	}
 }
 
@@ -86,7 +87,9 @@ func (n *namespaces) changed(namespace string) {
 	slot, ok := n.SlotOf(namespace)
 	if !ok {
 		if _, exists := n.stored[namespace]; exists {
-			n.unassigned[namespace] = true
+			if n.unassigned[namespace].IsZero() {
+				n.unassigned[namespace] = time.Now()
+			}
 			select {
 			case n.wake <- struct{}{}:
 			default:
@@ -131,12 +134,19 @@ func (n *namespaces) listDoubtful() []int {
 	return n.doubtful
 }
 
-// assignRetry is the wait after the directory did not answer.
-const assignRetry = time.Second
+const (
+	// assignRetry is the wait after the directory did not answer.
+	assignRetry = time.Second
+	// turnInterval is the interval in which a process checks whether another one has given a slot, and
+	// assignTurn the time after which it does not wait for the other one any longer.
+	turnInterval = 100 * time.Millisecond
+	assignTurn   = 5 * time.Second
+)
 
 // assign gives a slot to each namespace with a live config until ctx is done. pins are slots by
-// namespace.
-func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int) {
+// namespace. isAssigner reports whether this process is the one that gives the slots: several at the same
+// time would not know how many namespaces each slot has.
+func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int, isAssigner func() bool) {
 	n.mu.Lock()
 	n.directory.Store(directory)
 	for namespace := range n.stored {
@@ -144,12 +154,18 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 	}
 	n.sync()
 	n.mu.Unlock()
+	begin := time.Now()
 	for {
 		n.mu.Lock()
-		waiting := slices.Sorted(maps.Keys(n.unassigned))
+		unassigned := maps.Clone(n.unassigned)
 		n.mu.Unlock()
 		var err error
-		for _, namespace := range waiting {
+		var again <-chan time.Time
+		for _, namespace := range slices.Sorted(maps.Keys(unassigned)) {
+			if _, known := directory.Slot(namespace); !known && !isAssigner() && min(time.Since(unassigned[namespace]), time.Since(begin)) < assignTurn {
+				again = time.After(turnInterval)
+				continue
+			}
 			pin, pinned := pins[namespace]
 			if !pinned {
 				pin = slots.PinNone
@@ -163,7 +179,6 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 			n.changed(namespace)
 			n.mu.Unlock()
 		}
-		var again <-chan time.Time
 		if err != nil {
 			again = time.After(assignRetry)
 		}

@@ -2,8 +2,10 @@ package dispatcher
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -11,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // recordingSink records the calls of a Dispatcher's configs.
@@ -56,7 +59,7 @@ func TestConfigsOfASlot(t *testing.T) {
 		t.Errorf("got %q before the directory was read, want nothing", call)
 	default:
 	}
-	running.Go(func() { n.assign(ctx, directory, nil) })
+	running.Go(func() { n.assign(ctx, directory, nil, func() bool { return true }) })
 	got := []string{<-sink.calls, <-sink.calls}
 	n.Delete("b")
 	n.Delete("a")
@@ -66,4 +69,41 @@ func TestConfigsOfASlot(t *testing.T) {
 	if diff := cmp.Diff([]string{"set a", "synced without broken", "delete a", "synced"}, got); diff != "" {
 		t.Errorf("calls (-want +got):\n%s", diff)
 	}
+}
+
+// Processes with different configs at the start do not give the same slot: one of them assigns, and the
+// others wait until they have read its assignments.
+func TestNamespacesAreSpread(t *testing.T) {
+	stream := slotstest.NewAssignments(slotstest.Faults{}, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel()
+	var second atomic.Bool
+	var directories []*slots.Directory
+	for i, isAssigner := range []func() bool{func() bool { return true }, second.Load} {
+		directory, err := slots.OpenDirectory(ctx, stream, 2, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		directories = append(directories, directory)
+		n := newNamespaces(slog.New(slog.DiscardHandler))
+		n.Set(string(rune('a'+i)), liveconfig.Stored{})
+		running.Go(func() { n.assign(ctx, directory, nil, isAssigner) })
+	}
+	waitSlot := func(namespace string, want int) {
+		t.Helper()
+		if err := wait.Until(func() error {
+			if got, ok := directories[1].Slot(namespace); !ok || got != want {
+				return fmt.Errorf("slot %d, assigned %v", got, ok)
+			}
+			return nil
+		}); err != nil {
+			t.Errorf("slot of namespace %s: want %d: %v", namespace, want, err)
+		}
+	}
+	running.Go(func() { _ = directories[1].Run(ctx) }) // It ends with ctx.
+	waitSlot("a", 0)
+	second.Store(true)
+	waitSlot("b", 1)
 }
