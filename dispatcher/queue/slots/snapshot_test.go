@@ -180,6 +180,29 @@ func TestTrimmedCopy(t *testing.T) {
 	s.open(t, old).wantAccepted(t, 210)
 }
 
+// A new copy, as each new process has, is restored without a warning.
+func TestRestoreOfANewCopy(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	for range 2 {
+		owner.accept(t, 100)
+		owner.take(t)
+	}
+	var log strings.Builder
+	slot := slots.Slot{
+		Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: "data/queue",
+		Store: pebblestore.Options{FS: vfs.NewMem(), Logger: slog.New(slog.NewTextHandler(&log, nil))},
+	}
+	w, err := slot.TakeOver(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.Close()
+	if got := log.String(); !strings.Contains(got, "level=INFO msg=\"no local files; restoring the newest snapshot\"") || strings.Contains(got, "level=WARN") {
+		t.Errorf("log of a restore without local files: got %s, want one line of level INFO about it", got)
+	}
+}
+
 // An object that another program deleted costs a restore from the snapshot before, and is stored
 // again by the next snapshot.
 func TestDeletedObject(t *testing.T) {

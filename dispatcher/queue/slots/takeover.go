@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"time"
 
@@ -48,6 +49,7 @@ func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
 	}
 	r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir, tried: map[uint64]bool{}}
 	emptied := false
+	_, missing := s.Store.FS.Stat(s.Dir)
 	for {
 		w, err := s.claim(ctx, force)
 		if !isUnusable(err) {
@@ -56,7 +58,12 @@ func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
 			}
 			return w, err
 		}
-		s.Logger.Warn("local files are not a part of the log; restoring them", "dir", s.Dir, "error", err)
+		if errors.Is(missing, fs.ErrNotExist) {
+			s.Logger.Info("no local files; restoring the newest snapshot", "dir", s.Dir)
+		} else {
+			s.Logger.Warn("local files are not a part of the log; restoring them", "dir", s.Dir, "error", err)
+		}
+		missing = nil
 		restoreErr := r.restore(ctx)
 		if errors.Is(restoreErr, errNoSnapshot) && !emptied {
 			emptied = true
