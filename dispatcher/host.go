@@ -393,16 +393,17 @@ func (h *host) heartbeat() slots.Heartbeat {
 func (h *host) owned() (list []slots.OwnedSlot) {
 	for _, s := range h.slots {
 		if t := s.term.Load(); t != nil && !t.hasEnded() && t.writer.MaySend() {
-			list = append(list, slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch()})
+			list = append(list, slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()})
 		}
 	}
 	return list
 }
 
-// announceOwners makes the forwarders use the present owners.
+// announceOwners makes the forwarders and the front use the present owners.
 func (h *host) announceOwners() {
 	for _, s := range h.slots {
-		owner, ok := h.members.Owner(s.slot)
+		owner, owned, ok := h.members.Owner(s.slot)
+		s.listed.Store(ok && !owned.Unlisted)
 		if !ok || owner.Member == h.name {
 			s.forwarder.SetOwner(nil)
 		} else {
@@ -486,6 +487,8 @@ type hosted struct {
 	bodies limits.Account
 	// mayClaim is true while this process should take the slot.
 	mayClaim atomic.Bool
+	// listed is true while the owner knows no other write keys than those in the live configs.
+	listed atomic.Bool
 	// standby is the copy while the process follows the slot, and term that while it owns it.
 	standby atomic.Pointer[standby]
 	term    atomic.Pointer[term]
@@ -511,6 +514,17 @@ func newHosted(h *host, slot int) *hosted {
 	}
 	s.o = o
 	return s
+}
+
+// hasUnlistedKeys reports whether this process, which owns the slot, can know write keys that no live config
+// has.
+func (s *hosted) hasUnlistedKeys() bool {
+	inside := s.enter()
+	if inside == nil {
+		return true // Its Dispatcher starts or ends.
+	}
+	defer inside.requests.Done()
+	return inside.dispatcher.configs.HasUnlistedKeys()
 }
 
 // number is that of the slot; 0 in a process with one slot.
@@ -685,12 +699,26 @@ func (h *host) any() http.Handler {
 // front routes the calls of clients.
 func (h *host) front() *front.Front {
 	return &front.Front{
-		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.namespaces.listDoubtful,
+		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.listDoubtful,
 		Slot: h.handlerOf, Any: h.any,
 		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Account: h.accountOf, Unreadable: func(w http.ResponseWriter, err error) {
 			refuseForwarded(w, &peer.BodyError{Err: err})
 		},
 	}
+}
+
+// listDoubtful returns the slots of which an unknown write key can be, sorted.
+func (h *host) listDoubtful() (list []int) {
+	directory := h.namespaces.directory.Load()
+	if directory == nil {
+		return nil
+	}
+	for slot := range directory.Slots() {
+		if directory.HasNamespaces(slot) && (slot >= len(h.slots) || !h.slots[slot].listed.Load() || h.namespaces.changedLately(slot)) {
+			list = append(list, slot)
+		}
+	}
+	return list
 }
 
 // handlerOf returns the handler of a slot. One that this process does not know was added meanwhile.

@@ -74,11 +74,23 @@ type installation struct {
 	calls     *receivedCalls
 	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
 	ahead map[string]*atomic.Int64
+
+	mu    sync.Mutex
+	sinks []liveconfig.Sink // of the processes
 }
 
 // setClock sets the clock of a process.
 func (in *installation) setClock(name string, ahead time.Duration) {
 	in.ahead[name].Store(int64(ahead))
+}
+
+// set changes the config of a namespace in all processes.
+func (in *installation) set(namespace string, stored liveconfig.Stored) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	for _, sink := range in.sinks {
+		sink.Set(namespace, stored)
+	}
 }
 
 // receivedCalls counts the messageIds that a receiver got.
@@ -160,6 +172,9 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 					to.Set(namespace, stored)
 				}
 				to.Synced()
+				in.mu.Lock()
+				in.sinks = append(in.sinks, to)
+				in.mu.Unlock()
 				<-ctx.Done()
 				return nil
 			},
@@ -320,6 +335,31 @@ func TestHeartbeatsAreRequired(t *testing.T) {
 	in.bus.denied = false
 	in.bus.mu.Unlock()
 	waitSlots(t, l, 2)
+}
+
+// A config that its owner refuses, or parks Sources for, changes nothing for the calls of another process:
+// they are routed to the owner, which knows the keys.
+func TestKeysOfRefusedConfigs(t *testing.T) {
+	in := newInstallation(t, 2, "a", "b")
+	for _, namespace := range []string{"a", "b"} {
+		live, err := in.configs[namespace].Decode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		in.configs[namespace] = numbered(t, 7, live.Config)
+	}
+	l, _ := in.start(t, "only")
+	waitSlots(t, l, 2)
+	for _, namespace := range []string{"a", "b"} {
+		in.call(t, l, namespace, "call-"+namespace, false)
+	}
+	// The config is one of a backup, from before the key.
+	for _, namespace := range []string{"a", "b"} {
+		in.set(namespace, numbered(t, 6, liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace}))
+	}
+	for _, namespace := range []string{"a", "b"} {
+		in.call(t, l, namespace, "later-"+namespace, false) // It fails at a status 401.
+	}
 }
 
 // wantTwin waits until the readiness of a process is that of the first or the second with its name.

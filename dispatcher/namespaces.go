@@ -33,14 +33,14 @@ type namespaces struct {
 	// value when there are some.
 	unassigned map[string]time.Time
 	wake       chan struct{}
-	// doubtful are the slots of namespaces without a valid live config at doubtfulAt.
-	doubtful   []int
-	doubtfulAt time.Time
+	// changedAt is when a config was replaced or deleted, by slot.
+	changedAt map[int]time.Time
 }
 
 func newNamespaces(log *slog.Logger) *namespaces {
 	return &namespaces{
 		log: log, stored: map[string]liveconfig.Stored{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
+		changedAt: map[int]time.Time{},
 	}
 }
 
@@ -52,6 +52,7 @@ func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 	_ = n.index.Set(namespace, stored)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	n.noteChange(namespace)
 	n.stored[namespace] = stored
 	n.changed(namespace)
 }
@@ -61,6 +62,7 @@ func (n *namespaces) Delete(namespace string) {
 	n.index.Delete(namespace)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	n.noteChange(namespace)
 	delete(n.stored, namespace)
 	n.changed(namespace)
 }
@@ -113,25 +115,26 @@ func (n *namespaces) SlotOf(namespace string) (slot int, ok bool) {
 // isSynced reports whether requests can be routed.
 func (n *namespaces) isSynced() bool { return n.synced.Load() && n.directory.Load() != nil }
 
-// doubtfulInterval is how long a list of doubtful slots is used: requests with an unknown key can be
-// many.
-const doubtfulInterval = time.Second
+// changeTime is the time in which the owner of a slot gets a changed config, and reports that it knows other
+// write keys.
+const changeTime = 5 * time.Second
 
-// listDoubtful returns the slots of namespaces without a valid live config, sorted.
-func (n *namespaces) listDoubtful() []int {
+// noteChange notes that a config is replaced or deleted. The mutex is held.
+func (n *namespaces) noteChange(namespace string) {
+	if _, exists := n.stored[namespace]; !exists {
+		return
+	}
+	if slot, ok := n.SlotOf(namespace); ok {
+		n.changedAt[slot] = time.Now()
+	}
+}
+
+// changedLately reports whether a config of the slot changed a moment ago.
+func (n *namespaces) changedLately(slot int) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	directory := n.directory.Load()
-	if now := time.Now(); directory != nil && now.Sub(n.doubtfulAt) >= doubtfulInterval {
-		n.doubtful, n.doubtfulAt = nil, now
-		for namespace, slot := range directory.All() {
-			if !slices.Contains(n.doubtful, slot) && !n.index.Has(namespace) {
-				n.doubtful = append(n.doubtful, slot)
-			}
-		}
-		slices.Sort(n.doubtful)
-	}
-	return n.doubtful
+	at, ok := n.changedAt[slot]
+	return ok && time.Since(at) < changeTime
 }
 
 const (

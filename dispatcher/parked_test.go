@@ -69,6 +69,9 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 		if s, body := send(t, d, "m3"); s != http.StatusServiceUnavailable || !strings.Contains(body, "config of this Source is missing") {
 			t.Errorf("call: got %d %s, want 503 because of the config", s, body)
 		}
+		if !d.configs.HasUnlistedKeys() {
+			t.Error("unlisted write keys with a lost config: got none, want some")
+		}
 		n := shopReport(d)
 		if n.Missing.IsZero() || n.Number != 7 {
 			t.Errorf("report: got missing %v, number %d; want a time, 7", n.Missing, n.Number)
@@ -104,6 +107,9 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 	eventually(t, "delivery of both messages", func() bool { return delivered.Load() == 2 })
 	if s, body := send(t, d, "m4"); s != http.StatusOK {
 		t.Errorf("call with the config: got %d %s, want 200", s, body)
+	}
+	if d.configs.HasUnlistedKeys() {
+		t.Error("unlisted write keys with the config: got some, want none")
 	}
 	stop()
 }

@@ -313,6 +313,25 @@ func (c *Configs) Usable() bool {
 	return len(c.invalid) == 0 || len(c.applied) > 0
 }
 
+// HasUnlistedKeys reports whether write keys can be known that no provided config has: those of a config that
+// is in effect although a later one was rejected, and those of missing configs and Sources.
+func (c *Configs) HasUnlistedKeys() bool {
+	if view := c.gate.View(); view == nil || !view.Complete() {
+		return true
+	}
+	c.reportMu.Lock()
+	defer c.reportMu.Unlock()
+	if len(c.refused) > 0 {
+		return true
+	}
+	for _, s := range c.states {
+		if !s.Missing.IsZero() || len(s.Parked) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // Rejected returns the rejected configs by namespace.
 func (c *Configs) Rejected() map[string]adminapi.RefusedConfig {
 	c.reportMu.Lock()

@@ -25,8 +25,8 @@ type Front struct {
 	Index *Index
 	// SlotOf returns the slot of a namespace; ok is false while it has none.
 	SlotOf func(namespace string) (slot int, ok bool)
-	// Doubtful are the slots that have namespaces without a live config: the config is lost, or the
-	// namespace is deleted. Only the owner of such a slot knows the keys of these namespaces.
+	// Doubtful are the slots whose owners can know keys that no live config has: a config is lost or
+	// refused, or the slot has no owner at the moment.
 	Doubtful func() []int
 	// Slot returns the handler of a slot's owner, in this process or in another one, and Any that of
 	// any slot, for requests without a key.

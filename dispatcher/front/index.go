@@ -152,11 +152,3 @@ func (x *Index) Allowing(origin string) (namespace string, ok bool) {
 	}
 	return "", false
 }
-
-// Has reports whether a live config of the namespace was decoded.
-func (x *Index) Has(namespace string) bool {
-	x.mu.RLock()
-	defer x.mu.RUnlock()
-	_, ok := x.namespaces[namespace]
-	return ok
-}

@@ -194,6 +194,13 @@ func (d *Directory) Slots() int {
 	return len(d.namespaces)
 }
 
+// HasNamespaces reports whether a slot has namespaces, those that are deleted included.
+func (d *Directory) HasNamespaces(slot int) bool {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return slot < len(d.namespaces) && d.namespaces[slot] > 0
+}
+
 // Assign returns the slot of a namespace. A namespace without a slot gets the pinned one, or with
 // PinNone the one with the fewest namespaces. Processes that assign a namespace at once get the same
 // slot. The error wraps queue.ErrUnavailable while the slot is unknown and cannot be written.

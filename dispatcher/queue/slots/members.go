@@ -36,6 +36,8 @@ type Heartbeat struct {
 type OwnedSlot struct {
 	Slot  int    `json:"slot"`
 	Epoch uint64 `json:"epoch"`
+	// Unlisted is true while the process can know write keys of the slot that no live config has.
+	Unlisted bool `json:"unlisted,omitempty"`
 }
 
 // SlotCopied is a slot that the process follows.
@@ -140,7 +142,7 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	for i := range placed {
 		before := m.slots[i]
 		placed[i].Owner, placed[i].Previous = "", before.owner
-		if owner, ok := m.owner(i, now); ok {
+		if owner, _, ok := m.owner(i, now); ok {
 			placed[i].Owner, placed[i].Previous = owner.Member, ""
 			m.slots[i] = seen{owner: owner.Member}
 			continue
@@ -154,8 +156,8 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	return members, placed
 }
 
-// Owner returns the last heartbeat of the owner of a slot.
-func (m *Members) Owner(slot int) (Heartbeat, bool) {
+// Owner returns the last heartbeat of the owner of a slot, and its part about the slot.
+func (m *Members) Owner(slot int) (owner Heartbeat, owned OwnedSlot, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.owner(slot, m.now())
@@ -176,14 +178,13 @@ func (m *Members) alive(now time.Time) (list []heard) {
 
 // owner returns the member that owns a slot: of several the one with the highest epoch. The mutex is
 // held.
-func (m *Members) owner(slot int, now time.Time) (owner Heartbeat, ok bool) {
-	epoch := uint64(0)
+func (m *Members) owner(slot int, now time.Time) (owner Heartbeat, owned OwnedSlot, ok bool) {
 	for _, h := range m.alive(now) {
 		for _, o := range h.Owned {
-			if o.Slot == slot && o.Epoch > epoch {
-				owner, epoch, ok = h.Heartbeat, o.Epoch, true
+			if o.Slot == slot && o.Epoch > owned.Epoch {
+				owner, owned, ok = h.Heartbeat, o, true
 			}
 		}
 	}
-	return owner, ok
+	return owner, owned, ok
 }

@@ -10,7 +10,7 @@ import (
 func TestMembers(t *testing.T) {
 	now := time.Unix(1000, 0)
 	m := NewMembers(func() time.Time { return now })
-	m.Hear(Heartbeat{Member: "a", Milliseconds: 20_000, Owned: []OwnedSlot{{0, 3}, {1, 1}}})
+	m.Hear(Heartbeat{Member: "a", Milliseconds: 20_000, Owned: []OwnedSlot{{Slot: 0, Epoch: 3}, {Slot: 1, Epoch: 1}}})
 	m.Hear(Heartbeat{Member: "b", Milliseconds: 1_500, Leaving: true, ClockSkew: 31_000, Copies: []SlotCopied{{0, true}, {7, true}}})
 	members, placed := m.View(3)
 	if diff := cmp.Diff([]Member{{"a", 20 * time.Second, false, 0}, {"b", 1500 * time.Millisecond, true, 31 * time.Second}}, members); diff != "" {
@@ -22,14 +22,14 @@ func TestMembers(t *testing.T) {
 	}
 
 	// The next owner is the one with the higher epoch, also while the former one still reports the slot.
-	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{0, 4}}})
-	if owner, ok := m.Owner(0); !ok || owner.Member != "c" {
-		t.Errorf("owner of a slot with two claims: got %q and %v, want c", owner.Member, ok)
+	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{Slot: 0, Epoch: 4}}})
+	if owner, owned, ok := m.Owner(0); !ok || owner.Member != "c" || owned.Epoch != 4 {
+		t.Errorf("owner of a slot with two claims: got %q with epoch %d and %v, want c with 4", owner.Member, owned.Epoch, ok)
 	}
 
 	// A member that is silent for lostAfter has no slots.
 	now = now.Add(lostAfter)
-	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{0, 4}}})
+	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{Slot: 0, Epoch: 4}}})
 	now = now.Add(time.Millisecond)
 	members, placed = m.View(3)
 	if len(members) != 1 || members[0].Name != "c" {
@@ -43,7 +43,7 @@ func TestMembers(t *testing.T) {
 	if _, placed = m.View(3); placed[1].Unowned != time.Second || placed[1].Previous != "a" {
 		t.Errorf("a lost slot: got %+v, want 1 s without owner", placed[1])
 	}
-	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{0, 4}, {1, 2}}})
+	m.Hear(Heartbeat{Member: "c", Owned: []OwnedSlot{{Slot: 0, Epoch: 4}, {Slot: 1, Epoch: 2}}})
 	if _, placed = m.View(3); placed[1].Owner != "c" || placed[1].Unowned != 0 {
 		t.Errorf("a slot that was taken: got %+v, want the owner c", placed[1])
 	}
@@ -53,7 +53,7 @@ func TestMembers(t *testing.T) {
 func TestMembersWithOneName(t *testing.T) {
 	now := time.Unix(1000, 0)
 	beat := func(announcement string, age time.Duration) Heartbeat {
-		return Heartbeat{Member: "twin", Announcement: []byte(announcement), Milliseconds: age.Milliseconds(), Owned: []OwnedSlot{{0, 3}}}
+		return Heartbeat{Member: "twin", Announcement: []byte(announcement), Milliseconds: age.Milliseconds(), Owned: []OwnedSlot{{Slot: 0, Epoch: 3}}}
 	}
 	leaving := func(h Heartbeat) Heartbeat {
 		h.Leaving = true
@@ -80,7 +80,7 @@ func TestMembersWithOneName(t *testing.T) {
 		m.Hear(c.first)
 		now = now.Add(c.silence)
 		m.Hear(c.second)
-		if owner, ok := m.Owner(0); !ok || string(owner.Announcement) != c.want {
+		if owner, _, ok := m.Owner(0); !ok || string(owner.Announcement) != c.want {
 			t.Errorf("%s: got the member %q, want %q", c.name, owner.Announcement, c.want)
 		}
 	}
