@@ -473,6 +473,13 @@ func (q *quietness) set(slot int, quiet bool) {
 	}
 }
 
+// end removes the state of a slot's store that was closed.
+func (q *quietness) end(slot int) {
+	if q.report != nil {
+		q.set(slot, true)
+	}
+}
+
 // hosted is a slot, as a process with several slots has it.
 type hosted struct {
 	host *host
@@ -640,6 +647,7 @@ func (s *hosted) follow(ctx context.Context) {
 		s.term.Store(t)
 		s.host.signal()
 		err := t.run(ctx, d, s.runTerm)
+		s.host.quiet.end(s.slot)
 		s.term.Store(nil)
 		s.host.signal()
 		if err != nil {

@@ -18,6 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -599,4 +601,19 @@ func TestStartWithAWrongClock(t *testing.T) {
 	waitSlots(t, l, 1)
 	wantClock(t, l, http.StatusOK, "")
 	in.call(t, l, "a", "call", false)
+}
+
+// A process is idle again when the only busy store is handed over.
+func TestQuietness(t *testing.T) {
+	var got []bool
+	q := quietness{report: func(quiet bool) { got = append(got, quiet) }}
+	q.set(1, false)
+	q.set(2, false)
+	q.set(1, true)
+	q.end(2)
+	q.end(3)
+	if diff := cmp.Diff([]bool{false, true}, got); diff != "" {
+		t.Errorf("reports (-want +got):\n%s", diff)
+	}
+	(&quietness{}).end(1) // Without a limit of the memory nothing is reported.
 }
