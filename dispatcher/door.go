@@ -32,12 +32,16 @@ func (d *door) open(to *Dispatcher, calls, admin http.Handler) {
 	d.inside = inside
 }
 
-// serveAdmin serves a request of the admin API until the door closes: some of them have no end.
+// serveAdmin serves a request of the admin API until the door closes: some of them have no end. An answer
+// that ends so is aborted, because its client would use it as a complete one.
 func (a *admitted) serveAdmin(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	defer context.AfterFunc(a.closing, cancel)()
 	a.admin.ServeHTTP(w, r.WithContext(ctx))
+	if a.closing.Err() != nil {
+		panic(http.ErrAbortHandler)
+	}
 }
 
 // enter returns what is behind the door, or nil. The caller calls requests.Done after its request.

@@ -1,6 +1,8 @@
 package dispatcher
 
 import (
+	"errors"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -30,8 +32,13 @@ func TestDoorCloses(t *testing.T) {
 	go func() {
 		inside := d.enter()
 		defer inside.requests.Done()
+		defer func() {
+			if fault := recover(); fault != http.ErrAbortHandler { //nolint:errorlint // the value of a panic
+				t.Errorf("end of the admin request: got panic %v, want %v", fault, http.ErrAbortHandler)
+			}
+			ended <- "admin"
+		}()
 		inside.serveAdmin(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil))
-		ended <- "admin"
 	}()
 	<-begun
 	<-begun
@@ -51,5 +58,37 @@ func TestDoorCloses(t *testing.T) {
 	close(finish)
 	if err := <-closed; err != nil || <-ended != "call" {
 		t.Errorf("close: got error %v, want none after the call", err)
+	}
+}
+
+// An answer that a closing door ends is not complete for its client: a list would lack entries, and a
+// command that follows attempts would end without an error.
+func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
+	var d door
+	d.open(nil, nil, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.WriteString(w, "first\n")
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}))
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		inside := d.enter()
+		defer inside.requests.Done()
+		inside.serveAdmin(w, r)
+	}))
+	defer server.Close()
+	resp, err := http.Get(server.URL) //nolint:noctx // it ends with the door
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	line := make([]byte, len("first\n"))
+	if _, err := io.ReadFull(resp.Body, line); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if rest, err := io.ReadAll(resp.Body); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("rest of the answer: got %q and error %v, want %v", rest, err, io.ErrUnexpectedEOF)
 	}
 }
