@@ -51,11 +51,11 @@ a setting of the servers can lose calls.`,
 				return err
 			}
 			defer closeAll()
-			states, number, err := logStates(cmd.Context(), targets)
+			states, number, unready, err := logStates(cmd.Context(), targets)
 			if err != nil {
 				return err
 			}
-			if len(states) == 0 {
+			if len(states) == 0 && number == 1 {
 				return errors.New("there is no replicated log: the calls are durable in the data directories")
 			}
 			if output == "json" {
@@ -65,10 +65,10 @@ a setting of the servers can lose calls.`,
 						return err
 					}
 				}
-				return slotsProblem(io.Discard, states, number, len(targets))
+				return slotsProblem(io.Discard, states, number, len(targets), unready...)
 			}
 			printSlots(cmd.OutOrStdout(), states, time.Now())
-			return slotsProblem(cmd.OutOrStdout(), states, number, len(targets))
+			return slotsProblem(cmd.OutOrStdout(), states, number, len(targets), unready...)
 		},
 	}
 	r = flags(cmd)
@@ -76,26 +76,30 @@ a setting of the servers can lose calls.`,
 	return cmd
 }
 
-// logStates returns the parts of the processes in the log, sorted by slot, and the number of slots.
-func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, err error) {
+// logStates returns the parts of the processes in the log, sorted by slot, the number of slots, and the names
+// of the processes with several slots that are not ready.
+func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, unready []string, err error) {
 	number = 1
 	for _, t := range targets {
 		var of []adminapi.LogState
 		switch one, err := t.Log(ctx); {
 		case err != nil:
-			return nil, 0, t.explain(err)
+			return nil, 0, nil, t.explain(err)
 		case one != nil:
 			of = append(of, *one)
 		default:
 			if of, err = t.Slots(ctx); err != nil {
-				return nil, 0, t.explain(err)
+				return nil, 0, nil, t.explain(err)
 			}
 			if of != nil {
 				r, err := t.Report(ctx, "")
 				if err != nil {
-					return nil, 0, t.explain(err)
+					return nil, 0, nil, t.explain(err)
 				}
 				number = max(number, r.Log.Number)
+				if !r.Ready {
+					unready = append(unready, cmp.Or(t.pod, r.Pod, "the process"))
+				}
 			}
 		}
 		for _, s := range of {
@@ -104,7 +108,7 @@ func logStates(ctx context.Context, targets []target) (states []adminapi.LogStat
 		}
 	}
 	slices.SortStableFunc(states, func(a, b adminapi.LogState) int { return cmp.Compare(a.Slot, b.Slot) })
-	return states, number, nil
+	return states, number, unready, nil
 }
 
 // printSlots prints one line per slot and process.
@@ -144,8 +148,11 @@ func unique(texts []string) (list []string) {
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
 // slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
-func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int) error {
+func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, unready ...string) error {
 	var problems []string
+	for _, name := range unready {
+		problems = append(problems, name+" is not ready: its /readyz has the reason")
+	}
 	owned := map[int]bool{}
 	for _, s := range states {
 		name := cmp.Or(s.Pod, "the process")

@@ -1,6 +1,8 @@
 package cli
 
 import (
+	"errors"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -69,6 +71,29 @@ func TestSlots(t *testing.T) {
 		if got := strings.TrimSpace(out.String()); got != c.text || (err != nil) != c.fails {
 			t.Errorf("%s: got %q and error %v, want %q, failed %v", name, got, err, c.text, c.fails)
 		}
+	}
+}
+
+// A process with several slots that has none yet is not one without a log, and is not ready.
+func TestProcessWithoutSlots(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/slots":
+			_, _ = io.WriteString(w, "[]")
+		case "/report":
+			_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":false,"log":{"number":6}}`)
+		default:
+			http.NotFound(w, r)
+		}
+	}))
+	defer server.Close()
+	cmd := newSlots(connectDirect)
+	var out strings.Builder
+	cmd.SetOut(&out)
+	cmd.SetErr(&out)
+	cmd.SetArgs([]string{"--admin", server.URL})
+	if err := cmd.Execute(); !errors.Is(err, command.ErrFailed) || !strings.Contains(out.String(), "dispatcher-0 is not ready: its /readyz has the reason.") {
+		t.Errorf("got error %v and %q, want a failure and that the process is not ready", err, out.String())
 	}
 }
 
