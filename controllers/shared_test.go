@@ -112,8 +112,7 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 }
 
 func kindOf(name string) kinds.Kind {
-	k, _ := kinds.All.ByName(name)
-	return k
+	return *kinds.All.ByName(name)
 }
 
 // The status of a kind that runs once causes a compilation when the phase of the run changes.

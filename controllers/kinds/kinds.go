@@ -81,14 +81,14 @@ func (t Table) Compilers() compile.Table {
 	return table
 }
 
-// ByName returns the kind with a name in the API; false if there is none.
-func (t Table) ByName(name string) (Kind, bool) {
-	for _, k := range t {
-		if k.Name() == name {
-			return k, true
+// ByName returns the kind with a name in the API; nil if there is none.
+func (t Table) ByName(name string) *Kind {
+	for i := range t {
+		if t[i].Name() == name {
+			return &t[i]
 		}
 	}
-	return Kind{}, false
+	return nil
 }
 
 // String returns the names of the kinds.

@@ -73,9 +73,9 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 
 // notAccepted returns the conditions of a namespace's verdicts that are False.
 func (s *store) notAccepted(namespace string, verdicts compile.Verdicts) (list []manifest.Problem) {
-	for _, o := range s.sorted() {
+	for _, o := range s.sortedIf(func(o *stored) bool { return o.resource != nil && o.namespace == namespace }) {
 		v, ok := verdicts[o.of.Compile.Section][o.name]
-		if o.resource == nil || o.namespace != namespace || !ok {
+		if !ok {
 			continue
 		}
 		if !v.Accepted {

@@ -3,6 +3,7 @@ package standalone
 import (
 	"bufio"
 	"bytes"
+	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -45,13 +46,13 @@ func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
 // object is a valid manifest.
 type object struct {
 	id
-	// of is the kind in the table, and resource the object; zero for a Secret.
-	of       kinds.Kind
+	// of is the kind in the table, and resource the object; nil for a Secret.
+	of       *kinds.Kind
 	resource client.Object
 	secret   map[string][]byte
-	// content is the JSON of the spec, or of the Secret's data. Its changes count as
+	// content is the hash of the JSON of the spec, or of the Secret's data. Its changes count as
 	// generations.
-	content []byte
+	content [sha256.Size]byte
 	// manifest is the JSON of the object with its defaults; see state.
 	manifest []byte
 	// line is where the object's document begins in its file, from 1.
@@ -159,7 +160,8 @@ func (p *parsed) content(d *document, path string, content map[string]any) {
 		p.problems = append(p.problems, d.problem(path, object, err))
 	}
 	want := v1alpha1.GroupVersion.String()
-	of, known := kinds.All.ByName(kind)
+	of := kinds.All.ByName(kind)
+	known := of != nil
 	if kind == kindSecret {
 		want, known = "v1", true
 	}
@@ -259,10 +261,17 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.resource); err != nil {
 		return []error{err}
 	}
-	if o.content, err = json.Marshal(content["spec"]); err != nil {
+	if err := o.hash(content["spec"]); err != nil {
 		return []error{err}
 	}
 	return nil
+}
+
+// hash sets the hash of the object's content.
+func (o *object) hash(content any) error {
+	text, err := json.Marshal(content)
+	o.content = sha256.Sum256(text)
+	return err
 }
 
 // secretFields are the fields of a Secret.
@@ -316,8 +325,7 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 		}
 	}
 	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
-	var err error
-	if o.content, err = json.Marshal(o.secret); err != nil {
+	if err := o.hash(o.secret); err != nil {
 		errs = append(errs, err)
 	}
 	return errs

@@ -1,6 +1,7 @@
 package standalone
 
 import (
+	"crypto/sha256"
 	"encoding/json"
 	"os"
 	"path/filepath"
@@ -231,7 +232,7 @@ func FuzzParse(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text string) {
 		p := parse("a.yaml", []byte(text))
 		for _, o := range p.objects {
-			if o.name == "" || o.namespace == "" || o.content == nil {
+			if o.name == "" || o.namespace == "" || o.content == [sha256.Size]byte{} {
 				t.Errorf("%+v", o)
 			}
 		}

@@ -137,6 +137,7 @@ func marksOfSecretValues(values []SecretValue) (marks []mark) {
 // keeps its last version.
 func (s *store) readSecretValues() *file {
 	var problems []manifest.Problem
+	unread := false
 	for i := range s.secretValues {
 		v := &s.secretValues[i]
 		if v.file == "" {
@@ -147,13 +148,13 @@ func (s *store) readSecretValues() *file {
 			if pathErr, ok := errors.AsType[*os.PathError](err); ok {
 				err = pathErr.Err // The problem has the path.
 			}
-			s.unread = true
+			unread = true
 			problems = append(problems, manifest.Problem{File: v.file, Object: id{kindSecret, v.namespace, v.name}.String(), Message: fmt.Sprintf("--secret %s: %v", v, err)})
 			continue
 		}
 		v.value = value
 	}
-	f := &file{parsed: parseSecretValues(s.secretValues)}
+	f := &file{unread: unread, parsed: parseSecretValues(s.secretValues)}
 	f.problems = append(f.problems, problems...)
 	return f
 }

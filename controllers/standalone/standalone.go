@@ -123,21 +123,10 @@ func New(o Options) *Control {
 // start. After the start it logs such an error and keeps the last valid objects.
 func (c *Control) Run(ctx context.Context) error {
 	defer close(c.ended)
-	if _, err := definitions(); err != nil {
-		return err
-	}
-	if c.options.StateFile != "" {
-		if err := c.store.restore(c.options.StateFile); err != nil {
-			return err
-		}
-		c.store.restoreSecretValues(time.Now())
-		c.restoreHistories(time.Now())
-	}
-	marks, err := c.marks()
+	loaded, err := c.start()
 	if err != nil {
 		return err
 	}
-	loaded := c.load(marks)
 	c.options.Sink.Synced()
 	c.observe(c.cursor())
 
@@ -200,10 +189,34 @@ func (c *Control) Run(ctx context.Context) error {
 	}
 }
 
+// start restores the state and loads the folder. It returns the result of load.
+func (c *Control) start() (loaded []mark, err error) {
+	if _, err := definitions(); err != nil {
+		return nil, err
+	}
+	marks, err := c.marks()
+	if err != nil {
+		return nil, err
+	}
+	if c.options.StateFile != "" {
+		if err := c.store.restore(c.options.StateFile, filesOf(marks)); err != nil {
+			return nil, err
+		}
+		c.store.restoreSecretValues(time.Now())
+		c.restoreHistories(time.Now())
+	}
+	return c.load(marks), nil
+}
+
 // marks lists the manifests and the files of Secrets' values.
 func (c *Control) marks() ([]mark, error) {
 	marks, err := manifests(c.options.Dir)
 	return append(marks, marksOfSecretValues(c.store.secretValues)...), err
+}
+
+// filesOf returns the marks of the manifests.
+func filesOf(marks []mark) []mark {
+	return slices.DeleteFunc(slices.Clone(marks), func(m mark) bool { return m.secret })
 }
 
 // watch returns the events of the file system. They can be incomplete; polling finds the
@@ -244,7 +257,7 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
 	before := c.store.problems
-	files := slices.DeleteFunc(slices.Clone(marks), func(m mark) bool { return m.secret })
+	files := filesOf(marks)
 	if len(files) == 0 && len(c.store.objects) > 0 {
 		// The volume may not be mounted. Without the objects, their messages would be discarded.
 		c.log.Error("folder of manifests is empty; keeping the last valid objects; to remove all objects, write an empty List to a file (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)

@@ -108,11 +108,11 @@ func (r *runner) changes(string) *adminapi.Report {
 // sources returns the Sources of a namespace, or of all namespaces for "".
 // kindOf returns a kind of the API.
 func kindOf(name string) kinds.Kind {
-	k, ok := kinds.All.ByName(name)
-	if !ok {
+	k := kinds.All.ByName(name)
+	if k == nil {
 		panic(name)
 	}
-	return k
+	return *k
 }
 
 func (f *folder) sources(namespace string) *v1alpha1.SourceList {
@@ -168,7 +168,7 @@ func (f *folder) until(what string, ok func() bool) {
 	}
 }
 
-func put(t *testing.T, dir, name, text string) {
+func put(t testing.TB, dir, name, text string) {
 	t.Helper()
 	// As editors do, replace the old file by a new one.
 	temporary := filepath.Join(dir, "."+name+".tmp")

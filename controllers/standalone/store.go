@@ -3,19 +3,23 @@ package standalone
 import (
 	"bytes"
 	"cmp"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -44,6 +48,8 @@ type file struct {
 	// good is the newest text that was neither empty nor cut off nor unreadable; nil if
 	// there is none.
 	good []byte
+	// unread is true if the file, or a value in place of it, could not be read.
+	unread bool
 	parsed
 }
 
@@ -67,16 +73,15 @@ func newStore() *store {
 // file that is unreadable now, and the last valid form of an object that is invalid now.
 func (s *store) load(marks []mark, now time.Time) {
 	s.problems, s.ignored, s.unread = nil, nil, false
-	files := map[string]*file{}
 	next := map[id]*stored{}
-	before := s.sorted()
+	before := s.byFile()
 	present := map[id]bool{}
 	if len(s.secretValues) > 0 {
 		marks = append([]mark{{path: secretValuesFile}}, marks...)
 	}
-	for _, mark := range marks {
-		f := s.read(mark.path)
-		files[mark.path] = f
+	files := s.read(marks)
+	for _, f := range files {
+		s.unread = s.unread || f.unread
 		for _, o := range f.objects {
 			present[o.id] = true
 		}
@@ -86,7 +91,7 @@ func (s *store) load(marks []mark, now time.Time) {
 	}
 	for _, mark := range marks {
 		f := files[mark.path]
-		if problem := s.incomplete(mark.path, f, present); problem != "" {
+		if problem := incomplete(f, before[mark.path], present); problem != "" {
 			f = &file{parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: mark.path, Message: problem}}}}
 		} else if !f.unreadable {
 			f.good = f.text
@@ -109,8 +114,8 @@ func (s *store) load(marks []mark, now time.Time) {
 		for _, o := range f.objects {
 			add(o)
 		}
-		for _, old := range before {
-			if old.file != mark.path || next[old.id] != nil {
+		for _, old := range before[mark.path] {
+			if next[old.id] != nil {
 				continue
 			}
 			misspelt := f.misspells(old.id)
@@ -129,7 +134,7 @@ func (s *store) load(marks []mark, now time.Time) {
 		switch {
 		case old == nil:
 			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
-		case bytes.Equal(old.content, o.content):
+		case old.content == o.content:
 			o.generation, o.created, o.changed = old.generation, old.created, old.changed
 		default:
 			o.generation, o.created, o.changed = old.generation+1, old.created, seconds(now)
@@ -165,25 +170,31 @@ func (s *store) explainProblems(before []manifest.Problem, now time.Time) {
 	for _, p := range before {
 		since[p.String()] = p.Since
 	}
+	files, objects := s.byFile(), map[string]*stored{}
+	for id, o := range s.objects {
+		objects[id.String()] = o
+	}
 	for i := range s.problems {
 		p := &s.problems[i]
 		p.Since = seconds(now).Time
 		if found, ok := since[p.String()]; ok {
 			p.Since = found
 		}
-		p.Outdated, p.Effect = s.effect(*p)
+		var kept []*stored
+		if p.Object == "" {
+			kept = files[p.File]
+		} else if o := objects[p.Object]; o != nil {
+			kept = []*stored{o}
+		}
+		p.Outdated, p.Effect = effect(*p, kept)
 	}
 }
 
-// effect returns the objects that remain in effect in an earlier version because of a problem, and
-// describes them.
-func (s *store) effect(p manifest.Problem) (outdated []string, text string) {
-	var kept []*stored
-	for _, o := range s.sorted() {
-		if o.String() == p.Object || p.Object == "" && o.file == p.File {
-			kept = append(kept, o)
-			outdated = append(outdated, o.String())
-		}
+// effect returns the names of the objects that remain in effect in an earlier version because of a
+// problem, and describes them.
+func effect(p manifest.Problem, kept []*stored) (outdated []string, text string) {
+	for _, o := range kept {
+		outdated = append(outdated, o.String())
 	}
 	switch {
 	case len(kept) == 0 && p.Object == "":
@@ -212,8 +223,33 @@ func (s *store) rejected() map[string]manifest.Problem {
 	return first
 }
 
-// read parses a file, unless it has not changed.
-func (s *store) read(path string) *file {
+// read reads the files and parses those that have changed, in parallel. The result has them by path.
+func (s *store) read(marks []mark) map[string]*file {
+	list := make([]*file, len(marks))
+	inParallel(len(marks), func(i int) { list[i] = s.readFile(marks[i].path) })
+	files := make(map[string]*file, len(marks))
+	for i, mark := range marks {
+		files[mark.path] = list[i]
+	}
+	return files
+}
+
+// inParallel calls do with each number below n, on all processors.
+func inParallel(n int, do func(int)) {
+	var next atomic.Int64
+	var workers sync.WaitGroup
+	for range min(n, runtime.GOMAXPROCS(0)) {
+		workers.Go(func() {
+			for i := int(next.Add(1)) - 1; i < n; i = int(next.Add(1)) - 1 {
+				do(i)
+			}
+		})
+	}
+	workers.Wait()
+}
+
+// readFile parses a file, unless it has not changed.
+func (s *store) readFile(path string) *file {
 	if path == secretValuesFile {
 		return s.readSecretValues()
 	}
@@ -223,8 +259,7 @@ func (s *store) read(path string) *file {
 		if pathErr, ok := errors.AsType[*os.PathError](err); ok {
 			err = pathErr.Err
 		}
-		s.unread = true
-		f := &file{parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: path, Message: err.Error()}}}}
+		f := &file{unread: true, parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: path, Message: err.Error()}}}}
 		if old != nil {
 			f.good = old.good
 		}
@@ -241,11 +276,12 @@ func (s *store) read(path string) *file {
 }
 
 // incomplete returns a problem if a file is probably not completely written, and otherwise
-// "". The objects of an incomplete file are kept. present are the objects of all files.
-func (s *store) incomplete(path string, f *file, present map[id]bool) string {
+// "". The objects of an incomplete file are kept. before are the objects that the file had, and present
+// those of all files.
+func incomplete(f *file, before []*stored, present map[id]bool) string {
 	missing := 0
-	for id, o := range s.objects {
-		if o.file == path && !present[id] {
+	for _, o := range before {
+		if !present[o.id] {
 			missing++
 		}
 	}
@@ -286,7 +322,7 @@ func cutInDocument(whole, text []byte) bool {
 
 // admitUpdate applies the rules for updates to a changed object.
 func (o *object) admitUpdate(old *stored) []error {
-	if old == nil || o.resource == nil || bytes.Equal(old.content, o.content) {
+	if old == nil || o.resource == nil || old.content == o.content {
 		return nil
 	}
 	crds, err := definitions()
@@ -297,7 +333,7 @@ func (o *object) admitUpdate(old *stored) []error {
 	if err := json.Unmarshal(o.manifest, &now); err != nil {
 		return []error{err}
 	}
-	before, err := runtime.DefaultUnstructuredConverter.ToUnstructured(old.resource)
+	before, err := apiruntime.DefaultUnstructuredConverter.ToUnstructured(old.resource)
 	if err != nil {
 		return []error{err}
 	}
@@ -355,6 +391,15 @@ func (s *store) sortedIf(selected func(*stored) bool) []*stored {
 		return cmp.Or(strings.Compare(a.kind, b.kind), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 	})
 	return list
+}
+
+// byFile returns the objects of each file, sorted.
+func (s *store) byFile() map[string][]*stored {
+	files := map[string][]*stored{}
+	for _, o := range s.sorted() {
+		files[o.file] = append(files[o.file], o)
+	}
+	return files
 }
 
 // snapshots returns the snapshots to compile, by namespace. A namespace that has only
@@ -473,8 +518,9 @@ func (s *store) save(path string) error {
 	return nil
 }
 
-// restore loads the file that save writes. A missing file means an empty store.
-func (s *store) restore(path string) error {
+// restore loads the file that save writes. A missing file means an empty store. It reads the files of
+// manifests first: their parser validates an object that has not changed in the meantime.
+func (s *store) restore(path string, marks []mark) error {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -486,12 +532,28 @@ func (s *store) restore(path string) error {
 	if err := json.Unmarshal(text, &in); err != nil || in.Version != stateVersion {
 		return fmt.Errorf("restore manifests: %s is not a valid state file of this version; correct or remove it", path)
 	}
-	for _, o := range in.Objects {
-		p := parse(o.File+".json", o.Manifest)
-		if len(p.objects) != 1 {
+	s.files = s.read(marks)
+	valid := map[[sha256.Size]byte]*object{}
+	for _, f := range s.files {
+		for _, o := range f.objects {
+			valid[sha256.Sum256(o.manifest)] = o
+		}
+	}
+	objects := make([]*object, len(in.Objects))
+	inParallel(len(objects), func(i int) {
+		o := in.Objects[i]
+		if objects[i] = valid[sha256.Sum256(o.Manifest)]; objects[i] != nil {
+			return
+		}
+		if p := parse(o.File+".json", o.Manifest); len(p.objects) == 1 {
+			objects[i] = p.objects[0]
+		}
+	})
+	for i, o := range in.Objects {
+		if objects[i] == nil {
 			continue // It is not valid in this version; the manifest has the same problem.
 		}
-		object := &stored{object: p.objects[0], file: o.File, generation: o.Generation, created: o.Created, changed: o.Changed}
+		object := &stored{object: objects[i], file: o.File, generation: o.Generation, created: o.Created, changed: o.Changed}
 		object.setServerFields(nil, s.version())
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey

@@ -90,7 +90,7 @@ func TestIncompleteFiles(t *testing.T) {
 			load(s, good, all, "")
 
 			restored := newStore()
-			if err := restored.restore(state); err != nil {
+			if err := restored.restore(state, nil); err != nil {
 				t.Fatal(err)
 			}
 			if c.restored == nil {
@@ -268,5 +268,74 @@ func TestDiscardsAreWarnings(t *testing.T) {
 		if want > 0 && !strings.Contains(warnings[0].Text, `3 pending messages of Source "web" for WebhookDestination "crm" in namespace shop will be discarded in `) {
 			t.Errorf("warning of %s: got %q", path, warnings[0].Text)
 		}
+	}
+}
+
+// A restored object whose manifest has not changed is the one that was made from the file, so it is
+// validated once. Another one is made from the state.
+func TestRestoredObjectsAreValidatedOnce(t *testing.T) {
+	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
+	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	put(t, dir, "a.yaml", secret+"---\n"+webSource)
+	put(t, dir, "b.yaml", webDestination)
+	marks, _ := manifests(dir)
+	first := newStore()
+	first.load(marks, now)
+	if err := first.save(state); err != nil {
+		t.Fatal(err)
+	}
+	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "hooks.example", "other.example"))
+
+	marks, _ = manifests(dir)
+	second := newStore()
+	if err := second.restore(state, marks); err != nil {
+		t.Fatal(err)
+	}
+	parsed := map[*object]bool{}
+	for _, f := range second.files {
+		for _, o := range f.objects {
+			parsed[o] = true
+		}
+	}
+	got := map[string]bool{}
+	for _, o := range second.sorted() {
+		got[o.String()] = parsed[o.object]
+	}
+	want := map[string]bool{"Secret default/web-key": true, "Source default/web": true, "WebhookDestination default/crm": false}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("restored objects that were made from the files (-want +got):\n%s", diff)
+	}
+	before := second.files[filepath.Join(dir, "a.yaml")]
+	second.load(marks, now)
+	if second.files[filepath.Join(dir, "a.yaml")] != before {
+		t.Error("an unchanged file was read again")
+	}
+	generations := map[string]int64{}
+	for _, o := range second.sorted() {
+		generations[o.String()] = o.generation
+	}
+	if diff := cmp.Diff(map[string]int64{"Secret default/web-key": 1, "Source default/web": 1, "WebhookDestination default/crm": 2}, generations); diff != "" {
+		t.Errorf("generations (-want +got):\n%s", diff)
+	}
+}
+
+// The explanation of a problem does not look at the objects of other files, so the start with many
+// invalid manifests takes time in proportion to their number.
+func TestProblemsAreExplainedInLinearTime(t *testing.T) {
+	allocations := func(problems int) float64 {
+		s := newStore()
+		for i := range problems {
+			o := &object{id: id{kindDestination, "default", fmt.Sprintf("d%d", i)}}
+			s.objects[o.id] = &stored{object: o, file: fmt.Sprintf("%d.yaml", i)}
+			s.problems = append(s.problems, manifest.Problem{File: fmt.Sprintf("%d.yaml", i), Object: o.String()})
+		}
+		each := testing.AllocsPerRun(1, func() { s.explainProblems(nil, time.Time{}) }) / float64(problems)
+		if got := s.problems[0]; len(got.Outdated) != 1 || got.Effect == "" {
+			t.Fatalf("problem %+v, want one with an object that remains in effect", got)
+		}
+		return each
+	}
+	if few, many := allocations(100), allocations(2000); many > 2*few {
+		t.Errorf("%.0f allocations per problem of 2,000, want about the %.0f of 100", many, few)
 	}
 }
