@@ -374,3 +374,39 @@ func TestConfirmationBesideAStartingPod(t *testing.T) {
 		})
 	}
 }
+
+// Until the pods have confirmed a change, or the time for it ends, the passes over its namespace have the
+// priority of changes.
+func TestPriorityOfUnconfirmedChanges(t *testing.T) {
+	o := newVirtualOperator(t, 1)
+	o.confirmGrace = 2 * time.Second
+	priority := func() int {
+		t.Helper()
+		result, err := o.Reconcile(t.Context(), namespaceRequest("shop"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return *result.Priority
+	}
+	set := func(revision string) {
+		o.verdicts.set("shop", verdictsByUID{o.sources[0].UID: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: revision}}})
+	}
+	for _, step := range []struct {
+		name string
+		do   func()
+		want int
+	}{
+		{"without a change", func() {}, otherPriority},
+		{"with calls", func() { o.report(t, 7, nil) }, otherPriority},
+		{"after a change", func() { set("new") }, changePriority},
+		{"with calls, before it is confirmed", func() { o.time = o.time.Add(time.Second); o.report(t, 8, nil) }, changePriority},
+		{"after it is confirmed", func() { o.report(t, 8, func(s *adminapi.SourceReport) { s.Revision = "new" }) }, otherPriority},
+		{"after another change", func() { set("newer") }, changePriority},
+		{"that is not confirmed in time", func() { o.time = o.time.Add(2 * time.Second) }, otherPriority},
+	} {
+		step.do()
+		if got := priority(); got != step.want {
+			t.Errorf("priority %s: got %d, want %d", step.name, got, step.want)
+		}
+	}
+}

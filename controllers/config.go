@@ -285,7 +285,7 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 		log.FromContext(ctx).Info("live config too large for its Secrets; objects that are not in effect have the reason ConfigTooLarge")
 	}
 	r.verdicts.set(namespace, objects.verdicts(r.kinds, encoded.Verdicts))
-	r.statuses.fire(namespace)
+	r.statuses.fireChange(namespace)
 	return result, nil
 }
 
@@ -424,7 +424,7 @@ func (r *configReconciler) forgetObjects(namespace string) {
 	for _, other := range r.keys.set(namespace, nil) {
 		r.own.fire(other)
 	}
-	r.statuses.fire(namespace) // The status controller removes its data, too.
+	r.statuses.fireChange(namespace) // The status controller removes its data, too.
 }
 
 // awaitsReports reports whether the first reports of the pods are missing. With them the operator

@@ -272,6 +272,9 @@ func setup(mgr manager.Manager, o Options) error {
 		for _, namespace := range namespaces {
 			statuses.fireAfter(namespace, reportsWait)
 		}
+		for _, namespace := range change.numbers {
+			statuses.fireAfter(namespace, numbersWait)
+		}
 	}, silentPodEvents(mgr.GetEventRecorder(eventSource)))
 	if err := setupConfig(mgr, o, verdicts, statuses, reports.reports); err != nil {
 		return fmt.Errorf("set up the config controller: %w", err)

@@ -261,7 +261,8 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.C
 		}
 		probe.failing, probe.silent, probe.answered = false, false, now
 		merged := p.merge(pod, probe, r)
-		change.namespaces, change.all, change.pods = merged.namespaces, merged.all, change.pods || merged.pods
+		merged.pods = merged.pods || change.pods
+		change = merged
 		for name, state := range probe.stores(pod) {
 			if p.owns(name, state) && isReady(pod, name, state) {
 				change.all = change.all || p.last[name].outdated
@@ -276,7 +277,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.C
 		change.pods = true
 		p.silenced(pod, silent)
 	}
-	if change.all || change.pods || len(change.namespaces) > 0 {
+	if change.all || change.pods || len(change.namespaces)+len(change.numbers) > 0 {
 		p.changed(change)
 	}
 }
@@ -293,7 +294,13 @@ func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change report
 			before = p.last[name].report
 		}
 		after, namespaces := before.Merge(*report, p.like(probe))
-		change.namespaces = append(change.namespaces, namespaces...)
+		for _, namespace := range namespaces {
+			if before.Namespace(namespace).EqualExceptNumbers(after.Namespace(namespace)) {
+				change.numbers = append(change.numbers, namespace)
+			} else {
+				change.namespaces = append(change.namespaces, namespace)
+			}
+		}
 		return after, concernsAll(before, after)
 	}
 	if r.Report != nil && r.Report.Log.Several() {

@@ -382,3 +382,38 @@ func TestSeveralSlots(t *testing.T) {
 		t.Errorf("backlogs: got %v, want none: each pod can deliver the messages", p.backlogs())
 	}
 }
+
+// A report in which only numbers changed is distinguished, also for a full one.
+func TestReportsOfNumbers(t *testing.T) {
+	var got reportChange
+	p := newProber(nil, time.Second, nil, func(c reportChange) { got = c }, func(Pod, bool) {})
+	pod := Pod{Name: "dispatcher-0"}
+	probe := newProbe(p, pod, false)
+	now := time.Unix(1000, 0)
+	report := func(delta bool, accepted int64, state adminapi.EndpointState) *adminapi.Report {
+		return &adminapi.Report{Ready: true, Delta: delta, Namespaces: []adminapi.NamespaceReport{{
+			Namespace: "shop",
+			Sources:   []adminapi.SourceReport{{Name: "web", Accepted: accepted, LastAccepted: now.Add(time.Duration(accepted))}},
+			Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Delivered: accepted},
+				Endpoints: []adminapi.EndpointReport{{Name: "primary", State: state, LastSuccess: now.Add(time.Duration(accepted))}}}},
+		}}}
+	}
+	numbers, more := reportChange{numbers: []string{"shop"}}, reportChange{namespaces: []string{"shop"}}
+	for _, step := range []struct {
+		name   string
+		report *adminapi.Report
+		want   reportChange
+	}{
+		{"the first report", report(false, 1, adminapi.EndpointHealthy), reportChange{namespaces: []string{"shop"}, all: true, pods: true}},
+		{"numbers", report(true, 2, adminapi.EndpointHealthy), numbers},
+		{"numbers in a full report", report(false, 3, adminapi.EndpointHealthy), numbers},
+		{"an open circuit", report(true, 4, adminapi.EndpointCircuitOpen), more},
+		{"a removed namespace", &adminapi.Report{Ready: true, Delta: true, RemovedNamespaces: []string{"shop"}}, more},
+	} {
+		got = reportChange{}
+		p.record(t.Context(), pod, probe, adminapi.Changes{Report: step.report}, nil)
+		if !reflect.DeepEqual(got, step.want) {
+			t.Errorf("%s: got %+v, want %+v", step.name, got, step.want)
+		}
+	}
+}

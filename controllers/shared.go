@@ -3,6 +3,7 @@ package controllers
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
@@ -59,37 +61,66 @@ func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Requ
 	}
 }
 
+// The priorities of requests. A worker takes one with a higher priority first.
+const (
+	// changePriority is that of a status pass over a namespace whose objects or Secrets changed, until
+	// the dispatchers have confirmed the change, so that an edit does not wait for the passes that
+	// traffic causes.
+	changePriority = 1
+	otherPriority  = 0
+)
+
 // trigger is a source of requests from within the process. It keeps requests until
 // its controller starts.
 type trigger struct {
 	mu      sync.Mutex
-	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
-	waiting []reconcile.Request
+	queue   priorityqueue.PriorityQueue[reconcile.Request]
+	waiting []waitingRequest
+}
+
+// waitingRequest is a request before the start of the controller.
+type waitingRequest struct {
+	request reconcile.Request
+	priorityqueue.AddOpts
 }
 
 // Start implements source.Source.
 func (t *trigger) Start(_ context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.queue = queue
-	for _, r := range t.waiting {
-		queue.Add(r)
+	priorities, ok := queue.(priorityqueue.PriorityQueue[reconcile.Request])
+	if !ok {
+		return errors.New("controllers: the queue of a controller has no priorities; set UsePriorityQueue")
+	}
+	t.queue = priorities
+	for _, w := range t.waiting {
+		t.queue.AddWithOpts(w.AddOpts, w.request)
 	}
 	t.waiting = nil
 	return nil
 }
 
+// fire requests a namespace.
 func (t *trigger) fire(namespace string) { t.fireAfter(namespace, 0) }
 
 // fireAfter requests a namespace after a wait, or earlier.
 func (t *trigger) fireAfter(namespace string, wait time.Duration) {
+	t.add(waitingRequest{namespaceRequest(namespace), priorityqueue.AddOpts{After: wait, Priority: new(otherPriority)}})
+}
+
+// fireChange requests a namespace that has changed.
+func (t *trigger) fireChange(namespace string) {
+	t.add(waitingRequest{namespaceRequest(namespace), priorityqueue.AddOpts{Priority: new(changePriority)}})
+}
+
+func (t *trigger) add(w waitingRequest) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.queue == nil {
-		t.waiting = append(t.waiting, namespaceRequest(namespace))
+		t.waiting = append(t.waiting, w)
 		return
 	}
-	t.queue.AddAfter(namespaceRequest(namespace), wait)
+	t.queue.AddWithOpts(w.AddOpts, w.request)
 }
 
 // verdictCache holds the newest verdicts of each namespace. The config controller

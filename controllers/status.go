@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -45,6 +46,9 @@ const (
 	// reportsWait delays the pass over a namespace whose reports changed, so that the
 	// reports of many pods cause one pass.
 	reportsWait = 500 * time.Millisecond
+	// numbersWait delays the pass over a namespace in whose reports only numbers changed, which
+	// happens all the time under traffic. Numbers are written rarely, see numbersInterval.
+	numbersWait = 2 * time.Second
 	// writtenKept is the time for which a written object is kept; by then the cache has it.
 	writtenKept = time.Minute
 	// numbersPause is the shortest time between two passes over a namespace in which only
@@ -121,9 +125,10 @@ func (m *memo) unchanged(o client.Object, v generationVerdict, reports, pods uin
 
 // reportChange is a change of the dispatchers or of their reports. Its zero value is none.
 type reportChange struct {
-	// namespaces are those whose reports changed; all means every one.
-	namespaces []string
-	all        bool
+	// namespaces are those whose reports changed, and numbers those in whose reports only numbers did;
+	// all means every namespace.
+	namespaces, numbers []string
+	all                 bool
 	// pods means that pods started, ended, became silent or answer, with or without other reports.
 	pods bool
 }
@@ -145,7 +150,7 @@ func (c *reportChanges) add(change reportChange) {
 	if change.pods {
 		c.pods++
 	}
-	for _, namespace := range change.namespaces {
+	for _, namespace := range slices.Concat(change.namespaces, change.numbers) {
 		c.byNamespace[namespace]++
 	}
 }
@@ -205,7 +210,11 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		p.updateAll(ctx, objects[i], k.Health)
 	}
 	_ = p.group.Wait() // updateAll logs the errors.
-	return reconcile.Result{RequeueAfter: p.end()}, nil
+	priority := otherPriority
+	if p.awaiting.Load() {
+		priority = changePriority
+	}
+	return reconcile.Result{RequeueAfter: p.end(), Priority: &priority}, nil
 }
 
 // memosOf returns a namespace's memos. Only the reconciliation of the namespace uses
@@ -242,6 +251,8 @@ type statusPass struct {
 	now       time.Time
 	memos     map[types.UID]*memo
 	group     errgroup.Group
+	// awaiting is true if the pods have more time to confirm an object.
+	awaiting atomic.Bool
 }
 
 // end removes the memos of deleted objects, and returns the wait until the next pass; zero
@@ -407,6 +418,7 @@ func (p *statusPass) write(ctx context.Context, m *memo, o, next client.Object, 
 // have startGrace.
 func (p *statusPass) awaitConfirmation(m *memo, o client.Object, verdict compile.Verdict, k health.Kind) bool {
 	if grace := remaining(p.confirmGrace, m.unconfirmedSince, p.now); grace > 0 {
+		p.awaiting.Store(true)
 		p.reports.refreshNow()
 		m.after(min(grace, confirmInterval))
 		return true

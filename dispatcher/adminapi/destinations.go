@@ -3,6 +3,7 @@ package adminapi
 import (
 	"cmp"
 	"iter"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -156,6 +157,28 @@ func compact(r *DestinationReport, likes []*destinations) (c compactDestination,
 		}
 	}
 	return c, endpoints
+}
+
+// equalExceptNumbers is that of NamespaceIndex.
+func (d *destinations) equalExceptNumbers(o *destinations) bool {
+	return slices.EqualFunc(d.all, o.all, func(a, b compactDestination) bool {
+		return a.destinationConfig == b.destinationConfig || reflect.DeepEqual(a.destinationConfig, b.destinationConfig)
+	}) && slices.EqualFunc(d.endpoints, o.endpoints, func(a, b compactEndpoint) bool {
+		return a.state == b.state && a.since == b.since && a.failure() == b.failure()
+	})
+}
+
+// failure is the part of a rareEndpoint that is not a number.
+type failure struct {
+	state        EndpointState
+	failing, any bool
+}
+
+func (e compactEndpoint) failure() failure {
+	if e.rare == nil {
+		return failure{}
+	}
+	return failure{e.rare.state, e.rare.consecutiveFailures > 0, e.rare.lastFailure != nil}
 }
 
 // configOf returns the config of a report, that of one of likes if it is equal.

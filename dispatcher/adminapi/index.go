@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Index is the state of one dispatcher as of its reports, by namespace and name. It is immutable:
@@ -68,6 +69,35 @@ func (x *Index) Config(namespace string) ConfigReport {
 		return ConfigReport{}
 	}
 	return x.Configs[i]
+}
+
+// EqualExceptNumbers reports whether two states of a namespace differ at most in numbers: counts, and
+// times and failures of the latest calls and attempts, as they change all the time under traffic. No
+// condition depends on them. Each state may be nil.
+func (n *NamespaceIndex) EqualExceptNumbers(o *NamespaceIndex) bool {
+	if n == nil || o == nil {
+		return n == o
+	}
+	return n.Revision == o.Revision && reflect.DeepEqual(n.Refused, o.Refused) &&
+		reflect.DeepEqual(n.Audiences, o.Audiences) && reflect.DeepEqual(n.Deletions, o.Deletions) && reflect.DeepEqual(n.Redeliveries, o.Redeliveries) &&
+		maps.EqualFunc(n.Sources, o.Sources, func(a, b *SourceReport) bool { return a.state() == b.state() }) &&
+		n.destinations.equalExceptNumbers(&o.destinations)
+}
+
+// sourceState is a SourceReport without its numbers. The times are not numbers while the latest calls are
+// rejected: the Source's condition depends on them.
+type sourceState struct {
+	SourceReport
+	rejecting bool
+}
+
+func (r *SourceReport) state() sourceState {
+	s := sourceState{*r, r.LastRejected.After(r.LastAccepted)}
+	s.Accepted, s.Rejected, s.Duplicates, s.Messages = min(r.Accepted, 1), 0, 0, Ledger{}
+	if !s.rejecting {
+		s.LastAccepted = time.Time{}
+	}
+	return s
 }
 
 // Merge returns the Index after a report, and the names of the changed namespaces, sorted. A delta

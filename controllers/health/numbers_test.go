@@ -1,0 +1,76 @@
+package health
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// The operator processes reports later in which only numbers changed. So they must not cause a
+// transition: with reports whose states are equal except for numbers, the status remains.
+func TestNumbersCauseNoTransition(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	// Half of the pairs have the same choices of what is not a number.
+	var state *rand.Rand
+	when := func() time.Time { return []time.Time{{}, at(-time.Minute), at(-time.Second), at(0)}[random.IntN(4)] }
+	number := func() int64 { return int64(random.IntN(3)) }
+	failure := func() *adminapi.Failure {
+		if state.IntN(2) == 0 {
+			return nil
+		}
+		return []*adminapi.Failure{{Time: at(-time.Minute), Reason: "TimedOut"}, {Time: at(0), Reason: "Rejected", StatusCode: 500}}[random.IntN(2)]
+	}
+	states := []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
+	ledger := func() adminapi.Ledger {
+		return adminapi.Ledger{Accepted: number(), Delivered: number(), Filtered: number(), DeadLettered: number(), Discarded: number(), Pending: number()}
+	}
+	d := destination(v1alpha1.AnyEndpoint, "primary")
+	source := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 4}}
+	report := func(seed uint64) Pod {
+		state = rand.New(rand.NewPCG(seed, 0))
+		return Pod{Name: "pod", Report: adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{
+			Namespace: namespace,
+			Sources: []adminapi.SourceReport{{
+				Name: "web", Generation: 4, Revision: "r1", Accepted: number(), Rejected: number(), Duplicates: number(),
+				LastAccepted: when(), LastRejected: []time.Time{{}, at(-time.Second), at(0)}[state.IntN(3)], Messages: ledger(), StoragePressure: state.IntN(4) == 0,
+			}},
+			Destinations: []adminapi.DestinationReport{{
+				Name: d.Name, Generation: 4, Revision: []string{"r0", "r1"}[state.IntN(2)], Ledger: ledger(),
+				DeadLettersStored: number(), DeadLettersForwarded: number(), Retrying: number(), OldestPending: when(), NextAttempt: when(),
+				Endpoints: []adminapi.EndpointReport{{
+					Name: "primary", State: states[state.IntN(len(states))], LastSuccess: when(), ConsecutiveFailures: state.IntN(2) * (1 + random.IntN(3)),
+					LastFailure: failure(), FirstAttemptsPending: number(), FirstAttemptsSkipped: number(),
+				}},
+			}},
+		}}})}
+	}
+	equal, transitions := 0, 0
+	for i := range uint64(5_000) {
+		before, after := report(i), report(i+i%2)
+		same := before.Report.Namespace(namespace).EqualExceptNumbers(after.Report.Namespace(namespace))
+		first, _ := Destinations.Next(&d, accepted(), namespace, []Pod{before}, at(0))
+		second, _ := Destinations.Next(first, accepted(), namespace, []Pod{after}, at(0))
+		firstSource, _ := Sources.Next(&source, accepted(), namespace, []Pod{before}, at(0))
+		secondSource, _ := Sources.Next(firstSource, accepted(), namespace, []Pod{after}, at(0))
+		transition := !equality.Semantic.DeepEqual(first, second) || !equality.Semantic.DeepEqual(firstSource, secondSource)
+		if transition {
+			transitions++
+		}
+		if same {
+			equal++
+		}
+		if same && transition {
+			t.Fatalf("a transition although only numbers changed:\n%s%s", cmp.Diff(first, second), cmp.Diff(firstSource, secondSource))
+		}
+	}
+	if equal < 100 || transitions < 100 {
+		t.Errorf("%d pairs that are equal except for numbers and %d with transitions, want 100 of each", equal, transitions)
+	}
+}
