@@ -144,6 +144,7 @@ var measurements = []struct {
 	{"reach", measureReach},
 	{"many", measureMany},
 	{"fanout", measureFanout},
+	{"ports", measurePorts},
 	{"parked", measureParked},
 	{"idle", measureIdle},
 	{"burst", measureBurst},
@@ -418,6 +419,40 @@ func measureFanout(ctx context.Context, b *bench) ([]row, error) {
 		rows = append(rows, atLeast(name, ratio, 0.7, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, got.rate, got.rss>>20)), split(got), cost(got))
 	}
 	return rows, nil
+}
+
+// measurePorts sends calls that have 200 destinations each, with 50 Sources and 10,000 destinations, each at a
+// port of its own, and compares it with the direct loop to the same ports, before and after.
+func measurePorts(ctx context.Context, b *bench) ([]row, error) {
+	const sources, width = 50, 200
+	sink, err := startSink(ctx, sources*width)
+	if err != nil {
+		return nil, err
+	}
+	defer sink.stop()
+	b = &bench{root: b.root, sink: sink}
+	d := make([]destination, sources*width)
+	for i := range d {
+		d[i] = destination{addr: sink.Ports[i], source: i / width}
+	}
+	before, err := b.directLoopTo(sink.Ports)
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.throughput(ctx, load{batch: 20, clients: 8, ahead: 8000 / width}, d)
+	if err != nil {
+		return nil, err
+	}
+	after, err := b.directLoopTo(sink.Ports)
+	if err != nil {
+		return nil, err
+	}
+	direct := before.mean(after)
+	ratio := got.rate / direct.rate
+	return []row{
+		atLeast("delivered/s to 10000 ports, 200 per call, of direct to them", ratio, 0.9, fmt.Sprintf("%.2f (%.0f of %.0f/s, %d MB)", ratio, got.rate, direct.rate, got.rss>>20)),
+		split(got), cost(got),
+	}, nil
 }
 
 // measureParked measures memory and restart with a backlog for a disabled destination.

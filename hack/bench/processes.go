@@ -56,12 +56,7 @@ func newBench(ctx context.Context) (*bench, error) {
 		return nil, err
 	}
 	b := &bench{root: root}
-	p, err := spawn(ctx, "sink")
-	if err != nil {
-		return nil, err
-	}
-	b.sink = &sinkProcess{child: p}
-	if err := json.Unmarshal(p.hello, &b.sink.sinkAddrs); err != nil {
+	if b.sink, err = startSink(ctx, 0); err != nil {
 		return nil, err
 	}
 	return b, nil
@@ -129,6 +124,21 @@ func (b *bench) directLoop(destinations int) (sample, error) {
 	return s, err
 }
 
+// directLoopTo runs the direct loop to receivers in turn.
+func (b *bench) directLoopTo(addrs []string) (sample, error) {
+	file := b.dir("addresses.json")
+	text, err := json.Marshal(addrs)
+	if err != nil {
+		return sample{}, err
+	}
+	if err := os.WriteFile(file, text, 0o600); err != nil {
+		return sample{}, err
+	}
+	s, err := b.loop("direct", "@"+file, b.window().String(), strconv.Itoa(len(addrs)))
+	_, _ = b.sink.take()
+	return s, err
+}
+
 // loop runs a process that measures itself.
 func (b *bench) loop(role string, args ...string) (sample, error) {
 	p, err := spawn(context.Background(), role, args...)
@@ -141,10 +151,10 @@ func (b *bench) loop(role string, args ...string) (sample, error) {
 	return sample{rate: out.Rate, cpu: out.CPU}, err
 }
 
-// measured prints the rate and the CPU time of a loop since begin.
-func measured(messages int64, begin time.Time) error {
+// measured prints the rate and the CPU time of a loop since begin, when the process had used some CPU time.
+func measured(messages int64, begin time.Time, used time.Duration) error {
 	took := time.Since(begin)
-	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64(ownCPU().Microseconds())/float64(messages))
+	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64((ownCPU()-used).Microseconds())/float64(messages))
 	return nil
 }
 
@@ -219,11 +229,11 @@ func queueRole(args []string) error {
 			ended, done = true, nil
 		}
 	}
-	return measured(settled.Load(), begin)
+	return measured(settled.Load(), begin, 0)
 }
 
 // directRole posts from 64 goroutines to one destination, or to many in turn,
-// each with separate connections.
+// each with separate connections. All have the address in the first argument, or those in its @FILE.
 func directRole(args []string) error {
 	window, err := time.ParseDuration(args[1])
 	if err != nil {
@@ -233,6 +243,16 @@ func directRole(args []string) error {
 	if err != nil {
 		return err
 	}
+	addrs := []string{args[0]}
+	if file, ok := strings.CutPrefix(args[0], "@"); ok {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		if err := json.Unmarshal(text, &addrs); err != nil {
+			return err
+		}
+	}
 	clients := make([]*http.Client, destinations)
 	for i := range clients {
 		clients[i] = &http.Client{
@@ -240,31 +260,39 @@ func directRole(args []string) error {
 			Transport: &http.Transport{MaxIdleConnsPerHost: connection, DisableCompression: true},
 		}
 	}
-	var sent atomic.Int64
-	var group sync.WaitGroup
 	message := string(appendBody(nil, 1, plainID))
-	begin := time.Now()
-	for n := range connection {
-		group.Go(func() {
-			for i := n; time.Since(begin) < window; i += connection {
-				mac := hmac.New(sha1.New, []byte(secret))
-				mac.Write([]byte(message))
-				req, _ := http.NewRequest(http.MethodPost, "http://"+args[0]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
-				req.Header.Set("Content-Type", "application/json")
-				req.Header.Set("User-Agent", "Posthorn/1.0")
-				req.Header.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
-				resp, err := clients[i%destinations].Do(req)
-				if err != nil {
-					panic(err)
-				}
-				_, _ = io.Copy(io.Discard, resp.Body)
-				resp.Body.Close()
-				sent.Add(1)
-			}
-		})
+	post := func(i int) {
+		mac := hmac.New(sha1.New, []byte(secret))
+		mac.Write([]byte(message))
+		req, _ := http.NewRequest(http.MethodPost, "http://"+addrs[i%len(addrs)]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("User-Agent", "Posthorn/1.0")
+		req.Header.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
+		resp, err := clients[i%destinations].Do(req)
+		if err != nil {
+			panic(err)
+		}
+		_, _ = io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
 	}
-	group.Wait()
-	return measured(sent.Load(), begin)
+	// run posts from all goroutines in turn while more returns true, and returns the number of messages.
+	run := func(more func(i int) bool) int64 {
+		var sent atomic.Int64
+		var group sync.WaitGroup
+		for n := range connection {
+			group.Go(func() {
+				for i := n; more(i); i += connection {
+					post(i)
+					sent.Add(1)
+				}
+			})
+		}
+		group.Wait()
+		return sent.Load()
+	}
+	run(func(i int) bool { return i < destinations }) // The connections exist before the measurement.
+	begin, used := time.Now(), ownCPU()
+	return measured(run(func(int) bool { return time.Since(begin) < window }), begin, used)
 }
 
 // destination describes a measured destination; source is the number of its Source.

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -18,11 +19,17 @@ import (
 
 // The sink is a minimal HTTP/1.1 receiver that counts messages and samples latencies.
 
-type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Delayed, Control string }
+type sinkAddrs struct {
+	Addr, BlackHole, Failing, Slow, Delayed, Control string
+	// Ports are further receivers like Addr, each with its own port.
+	Ports []string
+}
 
 type sinkProcess struct {
 	*child
 	sinkAddrs
+	// others are further processes, with the rest of Ports.
+	others []*sinkProcess
 }
 
 type sinkStats struct {
@@ -36,6 +43,49 @@ func (s *sinkProcess) failing() []struct{ name, addr string } {
 	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
 }
 
+// counts reports whether the sink counts the messages to an address.
+func (s *sinkProcess) counts(addr string) bool {
+	return addr == s.Addr || slices.Contains(s.Ports, addr)
+}
+
+// portsOfASink bounds the ports of a process, so that its ports and connections do not need more than 10,000 files.
+const portsOfASink = 4000
+
+// startSink starts a sink with a number of Ports.
+func startSink(ctx context.Context, ports int) (*sinkProcess, error) {
+	own := min(ports, portsOfASink)
+	p, err := spawn(ctx, "sink", strconv.Itoa(own))
+	if err != nil {
+		return nil, err
+	}
+	s := &sinkProcess{child: p}
+	if err := json.Unmarshal(p.hello, &s.sinkAddrs); err != nil || ports == own {
+		return s, err
+	}
+	other, err := startSink(ctx, ports-own)
+	if err != nil {
+		p.stop()
+		return nil, err
+	}
+	s.others, s.Ports = append(s.others, other), append(s.Ports, other.Ports...)
+	return s, nil
+}
+
+func (s *sinkProcess) stop() {
+	for _, other := range s.others {
+		other.stop()
+	}
+	s.child.stop()
+}
+
+func (s *sinkProcess) cpu() time.Duration {
+	used := s.child.cpu()
+	for _, other := range s.others {
+		used += other.cpu()
+	}
+	return used
+}
+
 // take returns the sink's counts since the previous take.
 func (s *sinkProcess) take() (stats sinkStats, err error) {
 	resp, err := http.Get("http://" + s.Control) //nolint:noctx // a local control request
@@ -43,10 +93,23 @@ func (s *sinkProcess) take() (stats sinkStats, err error) {
 		return stats, err
 	}
 	defer resp.Body.Close()
-	return stats, json.NewDecoder(resp.Body).Decode(&stats)
+	if err := json.NewDecoder(resp.Body).Decode(&stats); err != nil {
+		return stats, err
+	}
+	for _, other := range s.others {
+		more, err := other.take()
+		if err != nil {
+			return stats, err
+		}
+		stats.Count += more.Count
+		stats.Connections += more.Connections
+		stats.Samples = append(stats.Samples, more.Samples...)
+	}
+	return stats, nil
 }
 
-func sinkRole([]string) error {
+// sinkRole runs the sink; its argument is the number of Ports.
+func sinkRole(args []string) error {
 	var count, connections atomic.Int64
 	var mu sync.Mutex
 	var samples []time.Duration
@@ -116,6 +179,13 @@ func sinkRole([]string) error {
 			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false, 0)(c)
 		}),
 		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
+	}
+	ports, err := strconv.Atoi(args[0])
+	if err != nil {
+		return err
+	}
+	for range ports {
+		addrs.Ports = append(addrs.Ports, listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true, 0)))
 	}
 	control, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
