@@ -375,10 +375,11 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 	return n != 0 && time.Since(h.started)-time.Duration(n) <= deafAfter
 }
 
-// heartbeat describes this process.
+// heartbeat describes this process. Without the live configs it would accept no calls of its slots, so
+// it takes none.
 func (h *host) heartbeat() slots.Heartbeat {
 	own := slots.Heartbeat{
-		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load(), Announcement: h.o.identity.Announce(),
+		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced(), Announcement: h.o.identity.Announce(),
 		ClockSkew: h.o.clock.milliseconds(), Owned: h.owned(),
 	}
 	for _, s := range h.slots {

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -36,7 +37,8 @@ type host struct {
 	stop      func()
 }
 
-// startHost starts a process whose log is in servers.
+// startHost starts a process whose log is in servers. Without configs, its watch of the live configs
+// hangs.
 func startHost(t *testing.T, s *servers, name string, configs map[string]liveconfig.Stored) *host {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
@@ -64,7 +66,9 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 				for namespace, stored := range configs {
 					to.Set(namespace, stored)
 				}
-				to.Synced()
+				if configs != nil {
+					to.Synced()
+				}
 				<-ctx.Done()
 				return nil
 			},
@@ -237,8 +241,26 @@ func post(h *host, namespace, id string) bool {
 	return resp.StatusCode == http.StatusOK
 }
 
-// Three processes share four slots. A process without a connection to the log loses its slots to the
-// others, one that ends hands them over, and no acknowledged call is lost.
+// response is an answer to a GET request.
+type response struct {
+	status int
+	body   string
+}
+
+func get(t *testing.T, h *host, path string) response {
+	t.Helper()
+	resp, err := http.Get("http://" + h.listeners.Addr().String() + path) //nolint:noctx // bounded by the test
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(resp.Body)
+	return response{resp.StatusCode, string(body)}
+}
+
+// Three processes share four slots, then five, then two; one whose watch of the live configs hangs takes
+// none. A process without a connection to the log loses its slots to the others, one that ends hands them
+// over, and no acknowledged call is lost.
 func TestSeveralSlots(t *testing.T) {
 	s, r := startServers(t), newReceiver(t)
 	configs := severalConfigs(t, r.URL)
@@ -269,6 +291,22 @@ func TestSeveralSlots(t *testing.T) {
 		l.run(ctx, hosts)
 	}()
 	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.progress(t).Round(time.Millisecond))
+
+	hung := startHost(t, s, "hung", nil)
+	more := []*host{startHost(t, s, "process-3", configs), startHost(t, s, "process-4", configs)}
+	waitOwned(t, 1, append(hosts[:3:3], more...)...)
+	if owned, copies := hung.slots(t); len(owned)+copies > 0 {
+		t.Errorf("process without live configs: got %d slots and %d copies, want none", len(owned), copies)
+	}
+	if resp := get(t, hung, "/readyz"); resp.status != http.StatusServiceUnavailable || !strings.Contains(resp.body, "waiting for the first full config") {
+		t.Errorf("/readyz of the process without live configs: got %+v, want 503 with the reason", resp)
+	}
+	t.Logf("with five processes: %v", l.progress(t).Round(time.Millisecond))
+	for _, h := range append(more, hung) {
+		h.stop()
+	}
+	waitOwned(t, 2, hosts...)
+	t.Logf("with three processes again: %v", l.progress(t).Round(time.Millisecond))
 
 	hosts[0].log.Close()
 	waitOwned(t, severalSlots/2, hosts[1:]...)
