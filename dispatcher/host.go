@@ -20,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/front"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -46,6 +47,20 @@ type Slots struct {
 
 // slotsFolder is the folder, in the data directory, of the stores of several slots.
 const slotsFolder = "slots"
+
+// QueueFolder returns the folder of a slot's files in the data directory of a process with a number of
+// slots.
+func QueueFolder(dataDir string, number, slot int) string {
+	if number > 1 {
+		dataDir = slotFolder(dataDir, slot)
+	}
+	return filepath.Join(dataDir, backup.QueueFolder)
+}
+
+// slotFolder is the data directory of one of several slots.
+func slotFolder(dataDir string, slot int) string {
+	return filepath.Join(dataDir, slotsFolder, strconv.Itoa(slot))
+}
 
 const (
 	// handOverTimeout bounds the wait for deliveries in flight at the end of a term. Receivers that
@@ -514,7 +529,7 @@ func newHosted(h *host, slot int) *hosted {
 	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
 	s.forward = forwardCalls(s.forwarder)
 	o := h.o
-	o.Logger, o.DataDir, o.Listeners = s.log, filepath.Join(h.o.DataDir, slotsFolder, strconv.Itoa(slot)), &Listeners{}
+	o.Logger, o.DataDir, o.Listeners = s.log, slotFolder(h.o.DataDir, slot), &Listeners{}
 	o.DrainTimeout, o.ShutdownDelay = min(cmp.Or(h.o.DrainTimeout, defaultDrain), handOverTimeout), 0
 	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
 	if h.quiet.report != nil {

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -47,6 +48,7 @@ const (
 // servers are the NATS servers.
 type servers struct {
 	t     *testing.T
+	dir   string
 	url   string // for clients
 	nodes []*process.Posthorn
 	logs  [replicas]process.Log
@@ -55,9 +57,9 @@ type servers struct {
 // startServers starts a cluster.
 func startServers(t *testing.T) *servers {
 	t.Helper()
-	s := &servers{t: t}
+	s := &servers{t: t, dir: t.TempDir()}
 	var err error
-	if s.nodes, s.url, err = process.NATSServers(server, t.TempDir(), replicas); err != nil {
+	if s.nodes, s.url, err = process.NATSServers(server, s.dir, replicas); err != nil {
 		t.Fatal(err)
 	}
 	for i, n := range s.nodes {
@@ -90,6 +92,9 @@ func (s *servers) stop(i int) {
 		s.t.Error(err)
 	}
 }
+
+// files is the folder of a server's files.
+func (s *servers) files(i int) string { return filepath.Join(s.dir, fmt.Sprint("nats-", i)) }
 
 func (s *servers) signal(i int, signal syscall.Signal) { _ = syscall.Kill(s.nodes[i].Pid(), signal) }
 
@@ -200,14 +205,20 @@ func report(t *testing.T, pods []*pod) (total queue.Ledger) {
 // receiver counts the requests by messageId.
 type receiver struct {
 	*httptest.Server
-	mu  sync.Mutex
-	got map[string]int
+	// refuse makes it answer 503.
+	refuse atomic.Bool
+	mu     sync.Mutex
+	got    map[string]int
 }
 
 func newReceiver(t *testing.T) *receiver {
 	r := &receiver{got: map[string]int{}}
-	r.Server = httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, q *http.Request) {
+	r.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		_, _ = io.Copy(io.Discard, q.Body)
+		if r.refuse.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.got[q.Header.Get("Idempotency-Key")]++

@@ -3,6 +3,7 @@ package slots
 import (
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -34,10 +35,13 @@ type candidate struct {
 	end uint64
 	// claimAfter is the time for which a suspect must be the last record before a claim.
 	claimAfter time.Duration
+	// stream is the ID of the stream; empty if it has none.
+	stream string
 
 	// readAt is the time at which the last record was read. listedAt is the time at which the owner
-	// last announced the slot.
-	readAt, listedAt time.Time
+	// last announced the slot. lacksSince is the time from which on the stream lacks applied records;
+	// zero while it has them.
+	readAt, listedAt, lacksSince time.Time
 	// proposal is the record that is being published, or nil.
 	proposal   *outgoing
 	pauseUntil time.Time
@@ -45,8 +49,9 @@ type candidate struct {
 	won *outgoing
 }
 
-func newCandidate(f *follower, end uint64, now time.Time) *candidate {
-	return &candidate{follower: f, end: end, claimAfter: claimAfter, readAt: now, listedAt: now}
+// newCandidate returns the candidate for a stream with a state.
+func newCandidate(f *follower, s State, now time.Time) *candidate {
+	return &candidate{follower: f, end: s.Last, stream: s.ID, claimAfter: claimAfter, readAt: now, listedAt: now}
 }
 
 // next returns the next step. After actOwn, the slot belongs to the session of won.
@@ -110,11 +115,29 @@ func (c *candidate) apply(now time.Time, e Entry) error {
 
 // landed takes note of a new last record, which is the proposal or ends it.
 func (c *candidate) landed(now time.Time, isProposal bool) {
-	c.readAt = now
+	c.readAt, c.lacksSince = now, time.Time{}
 	if isProposal && c.proposal.kind == kindClaim {
 		c.won = c.proposal
 	}
 	c.proposal, c.pauseUntil = nil, time.Time{}
+}
+
+// checked takes the state of a silent stream, or ErrNoStream. An error ends the following: the stream is
+// not the one whose records the copy has.
+func (c *candidate) checked(now time.Time, s State, err error) error {
+	switch {
+	case err != nil:
+		return err
+	case isOther(s.ID, c.stream):
+		return fmt.Errorf("%w: its id was %s, and is %s", ErrOtherStream, c.stream, s.ID)
+	case s.Last >= c.follower.next-1:
+		c.lacksSince = time.Time{}
+	case c.lacksSince.IsZero():
+		c.lacksSince = now
+	case now.Sub(c.lacksSince) >= suspectAfter: // Not a stale read.
+		return fmt.Errorf("%w: it had record %d, and ends with record %d", ErrRecordsLost, c.follower.next-1, s.Last)
+	}
+	return nil
 }
 
 // listed takes note that a pod announced itself as the owner of the slot.

@@ -11,7 +11,7 @@ import (
 // newTestCandidate returns a candidate that has read these records.
 func newTestCandidate(t *testing.T, entries ...Entry) *candidate {
 	t.Helper()
-	c := newCandidate(&follower{copy: &countingReplica{}, next: 1}, uint64(len(entries)), start)
+	c := newCandidate(&follower{copy: &countingReplica{}, next: 1}, State{Last: uint64(len(entries))}, start)
 	for _, e := range entries {
 		if err := c.apply(start, e); err != nil {
 			t.Fatal(err)

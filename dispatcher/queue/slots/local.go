@@ -1,12 +1,14 @@
 package slots
 
 import (
+	"context"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"slices"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
@@ -20,6 +22,8 @@ type local struct {
 	// Session is the last session that a process had with the folder, in hexadecimal digits. The lock
 	// of the folder proves that this process has ended.
 	Session string `json:"session"`
+	// Durable is the last batch of Session that is known to be in the stream; 0 for none.
+	Durable uint64 `json:"durable,omitempty"`
 }
 
 // localSuffix is added to the folder of a copy for the file with its local.
@@ -74,10 +78,50 @@ func (l local) session() (s pebblestore.Session) {
 // belongs to another installation. The files may have messages that no stream has.
 var ErrOtherStream = errors.New("the stream is not the one of the local files")
 
-// checkStream returns ErrOtherStream if the copy in dir is of another stream.
+// ErrRecordsLost reports that a stream lacks records that it had acknowledged: it was restored from a
+// backup, or its servers lost their disks. The local files may have messages that no stream has.
+var ErrRecordsLost = errors.New("the stream lacks records that it had acknowledged")
+
+// isOther reports whether a stream is not the one with a known ID.
+func isOther(id, known string) bool { return id != "" && known != "" && id != known }
+
+// checkStream returns ErrOtherStream if the copy in dir is of another stream. A stream that was adopted
+// replaces the one of the copy.
 func (l local) checkStream(s State, dir string) error {
-	if l.Stream == "" || s.ID == "" || l.Stream == s.ID {
+	if !isOther(s.ID, l.Stream) || slices.Contains(s.Replaced, l.Stream) {
 		return nil
 	}
-	return fmt.Errorf("%w: its id is %s, and the files in %s are of the stream with id %s; restore that stream and its objects, or move the folder and its .slot file away to continue without the messages that only the folder has", ErrOtherStream, s.ID, dir, l.Stream)
+	return fmt.Errorf("%w: its id is %s, and the files in %s are of the stream with id %s; if it was created again, restore that stream and its object stores, or run posthorn log adopt --data to continue with these files; otherwise correct --log and --log-name. To continue without the messages that only these files have, move the folder and its .slot file away", ErrOtherStream, s.ID, dir, l.Stream)
+}
+
+// durable returns the last batch of a copy that the stream is known to have had. Only the last batches of
+// the last owner with these files may have no acknowledgement.
+func (l local) durable(copied pebblestore.Position) pebblestore.Position {
+	switch {
+	case l.Stream == "":
+		return pebblestore.Position{}
+	case copied.Session == l.session():
+		return pebblestore.Position{Batch: l.Durable, Session: copied.Session}
+	}
+	return copied
+}
+
+// checkDurable returns ErrRecordsLost if the stream lacks a batch that it had. Batches before its first
+// one were trimmed.
+func checkDurable(ctx context.Context, log Log, s State, had pebblestore.Position, dir string) error {
+	if had.Batch == 0 || s.First > s.Last {
+		return nil // An empty stream has errors of its own.
+	}
+	_, h, err := findBatch(ctx, log, s, had.Batch)
+	switch {
+	case err != nil && !errors.Is(err, ErrNoRecord):
+		return err
+	case err == nil && (h.first > had.Batch || h.session == had.Session):
+		return nil
+	case err == nil:
+		err = fmt.Errorf("its batch %d is of session %x", had.Batch, h.session)
+	default:
+		err = fmt.Errorf("it ends before batch %d", had.Batch)
+	}
+	return fmt.Errorf("%w: the files in %s have batch %d of session %x, and %w; if the stream was restored from a backup, run posthorn log adopt to continue with it, which delivers messages again that were delivered after the backup, or posthorn log adopt --data to continue with these files", ErrRecordsLost, dir, had.Batch, had.Session, err)
 }

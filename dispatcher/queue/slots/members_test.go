@@ -90,7 +90,7 @@ func TestMembersWithOneName(t *testing.T) {
 func TestCandidateThatMayNotClaim(t *testing.T) {
 	may := false
 	now := time.Unix(1000, 0)
-	c := newCandidate(&follower{next: 1}, 0, now)
+	c := newCandidate(&follower{next: 1}, State{}, now)
 	c.mayClaim = func() bool { return may }
 	if s := c.next(now); s.action == actPublish || !s.until.Equal(now.Add(repeatAfter)) {
 		t.Errorf("got %+v, want a wait of %v", s, repeatAfter)

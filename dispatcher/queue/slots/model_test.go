@@ -320,10 +320,10 @@ func (m *model) newClock(pod int) func() time.Time {
 	return func() time.Time { return began.Add(time.Duration(float64(time.Since(began)) * rate)) }
 }
 
-// isTransient reports whether an error ends with the faults of the stream. A stale read may not see
-// the first records.
+// isTransient reports whether an error ends with the faults of the stream. Stale reads may not see
+// the first records, or the newest ones for several seconds.
 func isTransient(err error) bool {
-	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied) || errors.Is(err, slots.ErrStaleRead)
+	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slots.ErrRecordsLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied) || errors.Is(err, slots.ErrStaleRead)
 }
 
 func (m *model) count(n *int) {

@@ -115,9 +115,23 @@ func objectName(w *Writer, snapshot, name string, isTable bool) string {
 	return fmt.Sprintf("%d-%x/%s/%s", w.Epoch(), w.Session(), snapshot, name)
 }
 
+// manifestName is the last part of the name of a manifest.
+const manifestName = "snapshot.json"
+
+// isManifest reports whether an object is the manifest of a snapshot.
+func isManifest(object string) bool { return strings.HasSuffix(object, "/"+manifestName) }
+
 // epochOf returns the epoch of the session that stored an object; not for the rest of an upload.
 func epochOf(object string) (epoch uint64, ok bool) {
 	digits, _, _ := strings.Cut(object, "-")
 	epoch, err := strconv.ParseUint(digits, 10, 64)
 	return epoch, err == nil
+}
+
+// batchOf returns the last batch in the name of a manifest; 0 if it has none.
+func batchOf(manifest string) (batch uint64) {
+	_, name, _ := strings.Cut(manifest, "/")
+	digits, _, _ := strings.Cut(name, "-")
+	batch, _ = strconv.ParseUint(digits, 10, 64)
+	return batch
 }

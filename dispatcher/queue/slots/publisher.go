@@ -32,6 +32,8 @@ type publisher struct {
 	// appended is the last batch; acknowledged the last durable one; wanted the last one that a
 	// caller waits for.
 	appended, acknowledged, wanted uint64
+	// claimed is the last batch before the session.
+	claimed uint64
 
 	// waiting are the records that were never published; batches are added to the last one.
 	waiting      []*outgoing
@@ -49,6 +51,14 @@ type publisher struct {
 	pauseUntil time.Time
 	// mustRead: the records behind expected must be read before the next request.
 	mustRead bool
+	// stream is the ID of the stream; empty if it has none. mustCheck: the state of the stream must be
+	// read before the next request, because the stream may be another one. lacksSince is the time from
+	// which on the stream lacks known records; zero while it has them.
+	stream     string
+	mustCheck  bool
+	lacksSince time.Time
+	// refusal is the last answer that was no acknowledgement; nil after one.
+	refusal error
 	// lastSent is the time of the last record that was sent first; leaseStart that of the first
 	// sending of the last acknowledged record.
 	lastSent, leaseStart time.Time
@@ -73,7 +83,7 @@ type outgoing struct {
 // a sequence, and was sent at a time.
 func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publisher {
 	p := &publisher{session: claim.session, epoch: claim.epoch, number: claim.number, expected: sequence,
-		appended: claim.last, acknowledged: claim.last, snapshot: claim.snapshot, lastSent: sent, leaseStart: sent}
+		appended: claim.last, acknowledged: claim.last, claimed: claim.last, snapshot: claim.snapshot, lastSent: sent, leaseStart: sent, stream: s.ID}
 	p.usage.bytes, p.usage.max = s.Bytes, s.MaxBytes // It may be hours old; next reads it again.
 	return p
 }
@@ -149,7 +159,7 @@ const (
 	actWait action = iota
 	actPublish
 	actRead
-	actReadUsage
+	actReadState
 	actOwn
 	actEnd
 )
@@ -163,8 +173,8 @@ func (p *publisher) next(now time.Time) step {
 		return step{until: p.pauseUntil}
 	case p.mustRead:
 		return step{action: actRead, expected: p.expected}
-	case p.usage.due(now):
-		return step{action: actReadUsage}
+	case p.usage.due(now) || p.mustCheck || p.isSilent(now) && now.Sub(p.usage.readAt) >= usageInterval:
+		return step{action: actReadState}
 	case p.inFlight == nil && !p.start(now):
 		return step{until: p.lastSent.Add(heartbeatInterval)}
 	}
@@ -229,6 +239,7 @@ func (p *publisher) landed(sequence uint64) {
 	r := p.inFlight
 	p.inFlight = nil
 	p.expected, p.acknowledged, p.leaseStart = sequence, r.last, r.firstSent
+	p.refusal, p.lacksSince = nil, time.Time{}
 	p.snapshot = r.snapshotAt(sequence)
 	p.usage.add(len(r.data))
 	if r.kind == kindReleased {
@@ -249,6 +260,9 @@ func (p *publisher) hasLease(now time.Time) bool {
 	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime
 }
 
+// isSilent reports whether the stream has acknowledged nothing for so long that it may be another one.
+func (p *publisher) isSilent(now time.Time) bool { return now.Sub(p.leaseStart) >= leaseTime }
+
 // oldest returns the time of the oldest batch or record that is not acknowledged; now for none.
 func (p *publisher) oldest(now time.Time) time.Time {
 	oldest := now
@@ -265,6 +279,7 @@ func (p *publisher) oldest(now time.Time) time.Time {
 // refused takes an answer other than an acknowledgement, or the loss of the answer. Only
 // ErrWrongSequence can mean that the session has ended, and only the records prove it.
 func (p *publisher) refused(now time.Time, err error) {
+	p.refusal = err
 	if errors.Is(err, ErrWrongSequence) {
 		p.mustRead = true
 		return
@@ -291,11 +306,42 @@ func (p *publisher) read(e Entry) {
 }
 
 // readEnd takes note that there are no more records behind expected. When the read saw nothing
-// new, it was stale or the record in flight has landed meanwhile; the next request waits.
+// new, it was stale, the record in flight has landed meanwhile, or the stream is another one; the next
+// request waits.
 func (p *publisher) readEnd(now time.Time, sawRecords bool) {
 	p.mustRead = false
 	if !sawRecords {
+		p.mustCheck = true
 		p.pauseUntil = now.Add(repeatAfter)
+	}
+}
+
+// stateRead takes the state of the stream. A stream with another ID, or without records that this
+// session knows, ends the session: no record of it can land any more.
+func (p *publisher) stateRead(now time.Time, s State) {
+	p.mustCheck = false
+	p.usage.set(s, now)
+	switch {
+	case isOther(s.ID, p.stream):
+		p.end(fmt.Errorf("%w: its id was %s, and is %s", ErrOtherStream, p.stream, s.ID))
+	case s.Last >= p.expected:
+		p.lacksSince = time.Time{}
+	case p.lacksSince.IsZero():
+		p.lacksSince = now
+	case p.isSilent(now) && now.Sub(p.lacksSince) >= suspectAfter: // Not a stale read.
+		p.end(fmt.Errorf("%w: it had record %d, and ends with record %d", ErrRecordsLost, p.expected, s.Last))
+	}
+}
+
+// stateFailed takes an error of a read of the stream's state. The estimate of its size is unchanged.
+func (p *publisher) stateFailed(now time.Time, err error) {
+	p.mustCheck = false
+	p.usage.readAt = now
+	if errors.Is(err, ErrNoStream) {
+		p.refusal = err
+		if p.isSilent(now) {
+			p.end(err)
+		}
 	}
 }
 
@@ -315,12 +361,27 @@ func (p *publisher) ready(now time.Time) error {
 	case p.releasing:
 		return fmt.Errorf("%w: %w", queue.ErrUnavailable, errReleased)
 	case p.inFlight != nil && now.Sub(p.inFlight.firstSent) >= refuseAfter:
-		return fmt.Errorf("%w: no acknowledgement for %v", queue.ErrUnavailable, refuseAfter)
+		return p.unacknowledged()
 	case p.usage.refuses():
 		return fmt.Errorf("%w: %w", queue.ErrFull, ErrNoSpace)
 	}
 	return nil
 }
+
+// unacknowledged is the error of a log that does not answer, with its last answer.
+func (p *publisher) unacknowledged() error {
+	if errors.Is(p.refusal, ErrNoSpace) {
+		return fmt.Errorf("%w: %w", queue.ErrFull, errNoReserve)
+	}
+	err := fmt.Errorf("%w: no acknowledgement for %v", queue.ErrUnavailable, refuseAfter)
+	if p.refusal != nil {
+		err = fmt.Errorf("%w: %w", err, p.refusal)
+	}
+	return err
+}
+
+// errNoReserve is the problem of a stream that refuses all records.
+var errNoReserve = fmt.Errorf("%w, also for the records that free space; raise its max_bytes", ErrNoSpace)
 
 // usage estimates how full the stream is: its size at the last read, and what was published since.
 type usage struct {

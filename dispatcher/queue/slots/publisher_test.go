@@ -159,6 +159,8 @@ func TestWrongSequence(t *testing.T) {
 		p, s := inFlight(t)
 		p.readEnd(start, false)
 		wantStep(t, p, start, actWait)
+		wantStep(t, p, start.Add(repeatAfter), actReadState) // It may be another stream.
+		p.stateRead(start, State{Last: 10})
 		if again := wantStep(t, p, start.Add(repeatAfter), actPublish); again.id != s.id || again.expected != 10 {
 			t.Errorf("repeated record: got %s with expected sequence %d, want %s and 10", again.id, again.expected, s.id)
 		}
@@ -174,6 +176,75 @@ func TestWrongSequence(t *testing.T) {
 		p.read(Entry{11, s.data})
 		wantEnded(t, p)
 	})
+}
+
+// A stream that is another one, or lacks records that it had, ends the session; one that is only not
+// seen does not.
+func TestStreamIsReplaced(t *testing.T) {
+	newOwner := func() *publisher {
+		p := newPublisher(header{kind: kindClaim, session: own, epoch: 2, number: 1, first: 6, last: 5}, 10, start, State{ID: "a"})
+		p.append(start, []byte("a"))
+		p.want(6)
+		wantStep(t, p, start, actPublish)
+		return p
+	}
+	silent := start.Add(leaseTime)
+	for _, test := range []struct {
+		name string
+		// read takes the answers of the servers.
+		read func(p *publisher)
+		want error // nil if the session continues.
+	}{
+		{"the same", func(p *publisher) { p.stateRead(silent, State{ID: "a", Last: 10}) }, nil},
+		{"created again", func(p *publisher) { p.stateRead(start, State{ID: "b"}) }, ErrOtherStream},
+		{"one read without the last record", func(p *publisher) { p.stateRead(silent, State{ID: "a", Last: 9}) }, nil},
+		{"the last record is seen again", func(p *publisher) {
+			p.stateRead(start, State{ID: "a", Last: 9})
+			p.stateRead(start, State{ID: "a", Last: 10})
+			p.stateRead(silent, State{ID: "a", Last: 9})
+		}, nil},
+		{"restored", func(p *publisher) {
+			p.stateRead(start, State{ID: "a", Last: 9})
+			p.stateRead(silent, State{ID: "a", Last: 9})
+		}, ErrRecordsLost},
+		{"missing for a moment", func(p *publisher) { p.stateFailed(start, ErrNoStream) }, nil},
+		{"deleted", func(p *publisher) { p.stateFailed(silent, ErrNoStream) }, ErrNoStream},
+		{"no answer", func(p *publisher) { p.stateFailed(silent, errors.New("timeout")) }, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			p := newOwner()
+			p.refused(start, errors.New("no responders"))
+			wantStep(t, p, silent, actReadState) // The lease has ended.
+			test.read(p)
+			if !errors.Is(p.ended, test.want) {
+				t.Errorf("end of the session: got %v, want %v", p.ended, test.want)
+			}
+		})
+	}
+}
+
+// Calls are refused with the answer of the log.
+func TestRefusalHasTheAnswerOfTheLog(t *testing.T) {
+	for _, test := range []struct {
+		answer, want error
+	}{
+		{ErrNoSpace, queue.ErrFull},
+		{ErrNoStream, ErrNoStream},
+		{errors.New("timeout"), queue.ErrUnavailable},
+	} {
+		p := owner()
+		p.append(start, []byte("a"))
+		p.want(6)
+		wantStep(t, p, start, actPublish)
+		p.refused(start, test.answer)
+		if err := p.ready(start.Add(refuseAfter)); !errors.Is(err, test.want) || !errors.Is(err, test.answer) {
+			t.Errorf("after the answer %q: got error %v, want %v", test.answer, err, test.want)
+		}
+		p.answered(11)
+		if err := p.ready(start.Add(refuseAfter)); err != nil {
+			t.Errorf("after an acknowledgement: got error %v, want none", err)
+		}
+	}
 }
 
 // A duplicate is durable; the next record shows whether the session still has the slot.

@@ -1,10 +1,14 @@
 package slots
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 )
@@ -50,6 +54,43 @@ func (r *restorer) restore(ctx context.Context) error {
 		sequence = before
 	}
 	return cause
+}
+
+// restoreObject replaces the files in dir by those of the newest snapshot of the object store that is
+// complete, without a stream, and returns its last batch.
+func (r *restorer) restoreObject(ctx context.Context) (uint64, error) {
+	names, err := r.objects.List(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("list the objects: %w", err)
+	}
+	manifests := slices.DeleteFunc(names, func(name string) bool { return !isManifest(name) })
+	slices.SortFunc(manifests, func(a, b string) int { return cmp.Or(compareManifests(b, a), strings.Compare(b, a)) })
+	cause := errNoSnapshot
+	for _, name := range manifests {
+		encoded, err := getAll(ctx, r.objects, name)
+		var m manifest
+		if err == nil {
+			err = json.Unmarshal(encoded, &m)
+		}
+		if err == nil {
+			err = r.download(ctx, m)
+		}
+		if err == nil {
+			return m.Batch, nil
+		}
+		if ctx.Err() != nil {
+			return 0, ctx.Err()
+		}
+		cause = fmt.Errorf("snapshot %s: %w", name, err)
+	}
+	return 0, cause
+}
+
+// compareManifests compares the names of two manifests by their epochs and last batches.
+func compareManifests(a, b string) int {
+	epochA, _ := epochOf(a)
+	epochB, _ := epochOf(b)
+	return cmp.Or(cmp.Compare(epochA, epochB), cmp.Compare(batchOf(a), batchOf(b)))
 }
 
 // newestSnapshot returns the sequence of the last snapshot record; 0 for none.

@@ -61,8 +61,10 @@ type State struct {
 	// Bytes is the size of the records, MaxBytes the size at which the stream accepts no more; 0
 	// for no bound.
 	Bytes, MaxBytes int64
-	// ID is another one for each stream that is created; empty if the Log has none.
-	ID string
+	// ID is another one for each stream that is created, and after an adoption; empty if the Log has
+	// none. Replaced are the IDs before the adoptions.
+	ID       string
+	Replaced []string
 }
 
 // Errors of a Log.
@@ -75,6 +77,8 @@ var (
 	ErrNoSpace = errors.New("the stream is full")
 	// ErrNoRecord: there is no record from this sequence on.
 	ErrNoRecord = errors.New("no record")
+	// ErrNoStream: the stream was deleted.
+	ErrNoStream = errors.New("the stream does not exist")
 )
 
 // Remote is what a slot has outside of the processes.
@@ -86,6 +90,9 @@ type Remote struct {
 	Durability func(context.Context) (Durability, error)
 	// Clocks are those of the servers, for WallClock.Read. Several of them can be of one server.
 	Clocks []ServerTime
+	// Rename gives the stream a new ID. Its present one, and the given ones, are then replaced ones. Only
+	// Slot.Adopt uses it.
+	Rename func(ctx context.Context, replaced ...string) error
 }
 
 // Durability is how safely the servers store the records of a slot.

@@ -187,7 +187,7 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if err != nil {
 		return m, err
 	}
-	m.object = objectName(s.Writer, name, "snapshot.json", false)
+	m.object = objectName(s.Writer, name, manifestName, false)
 	if err := s.Objects.Put(ctx, m.object, bytes.NewReader(encoded)); err != nil {
 		return m, fmt.Errorf("store object %s: %w", m.object, err)
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
@@ -39,14 +40,7 @@ func (s Slot) TakeOver(ctx context.Context) (*Writer, error) { return s.open(ctx
 func (s Slot) Follow(ctx context.Context) (*Writer, error) { return s.open(ctx, false) }
 
 func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
-	if s.Logger == nil {
-		s.Logger = s.Store.Logger
-	}
-	s.setDefaults()
-	s.Store.Log, s.Store.Logger = nil, s.Logger
-	if s.Store.FS == nil {
-		s.Store.FS = vfs.Default
-	}
+	s.setStoreDefaults()
 	r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir, tried: map[uint64]bool{}}
 	emptied := false
 	_, missing := s.Store.FS.Stat(s.Dir)
@@ -75,6 +69,17 @@ func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
 	}
 }
 
+func (s *Slot) setStoreDefaults() {
+	if s.Logger == nil {
+		s.Logger = s.Store.Logger
+	}
+	s.setDefaults()
+	s.Store.Log, s.Store.Logger = nil, s.Logger
+	if s.Store.FS == nil {
+		s.Store.FS = vfs.Default
+	}
+}
+
 // claim opens the copy and claims the slot with it.
 func (s Slot) claim(ctx context.Context, force bool) (*Writer, error) {
 	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
@@ -98,10 +103,11 @@ func (s Slot) claimWith(ctx context.Context, r *pebblestore.Replica, force bool)
 	if err != nil {
 		return nil, fmt.Errorf("read the state of the log: %w", err)
 	}
-	if r.Position().Batch > 0 {
-		if err := stored.checkStream(state, s.Dir); err != nil {
-			return nil, err
-		}
+	if err := s.checkFiles(ctx, stored, state, r.Position()); err != nil {
+		return nil, err
+	}
+	if isOther(state.ID, stored.Stream) { // The copy is new, or the stream was adopted.
+		stored.Durable = 0
 	}
 	if stored.Stream = state.ID; s.Exited == (pebblestore.Session{}) {
 		s.Exited = stored.session()
@@ -114,8 +120,43 @@ func (s Slot) claimWith(ctx context.Context, r *pebblestore.Replica, force bool)
 		return nil, err
 	}
 	session := w.Session()
-	stored.Session = hex.EncodeToString(session[:])
-	return w, stored.write(s.Store.FS, s.Dir)
+	stored.Session, stored.Durable = hex.EncodeToString(session[:]), 0
+	err = stored.write(s.Store.FS, s.Dir)
+	w.onDurable(func(batch uint64) error {
+		stored.Durable = batch
+		return stored.write(s.Store.FS, s.Dir)
+	})
+	return w, err
+}
+
+// checkFiles returns an error if the stream cannot replace what the local files, or the object store,
+// have of the slot.
+func (s Slot) checkFiles(ctx context.Context, stored local, state State, copied pebblestore.Position) error {
+	switch {
+	case copied.Batch == 0 && state.Last == 0:
+		return s.checkUnused(ctx)
+	case copied.Batch == 0:
+		return nil
+	case isOther(state.ID, stored.Stream):
+		return stored.checkStream(state, s.Dir)
+	}
+	return checkDurable(ctx, s.Log, state, stored.durable(copied), s.Dir)
+}
+
+// checkUnused returns ErrEmptied if a stream without any record has snapshots: it was deleted and created
+// again.
+func (s Slot) checkUnused(ctx context.Context) error {
+	if s.Objects == nil {
+		return nil
+	}
+	names, err := s.Objects.List(ctx)
+	if err != nil {
+		return fmt.Errorf("list the objects of the slot: %w", err)
+	}
+	if slices.ContainsFunc(names, isManifest) {
+		return fmt.Errorf("%w, or run posthorn log adopt to continue with the newest snapshot", ErrEmptied)
+	}
+	return nil
 }
 
 // empty removes the copy if the stream has all batches.
@@ -168,7 +209,7 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 	if err != nil {
 		return nil, err
 	}
-	c := newCandidate(f, s.Last, o.Now())
+	c := newCandidate(f, s, o.Now())
 	c.force, c.exited, c.claimAfter, c.announcement = force, o.Exited, o.claimAfter, o.Announcement
 	c.mayClaim, f.announced = o.MayClaim, o.Announced
 	if err := c.run(ctx, log, o); err != nil {
@@ -183,8 +224,9 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 	entries, stop := tail(ctx, log, c.follower.next, o.Logger)
 	defer stop()
-	timer := time.NewTimer(0)
+	timer, checks := time.NewTimer(0), time.NewTicker(usageInterval)
 	defer timer.Stop()
+	defer checks.Stop()
 	caughtUp := o.CaughtUp
 	for {
 		if o.Applied != nil {
@@ -215,10 +257,29 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 				return err
 			}
 		case <-wake:
+		case <-checks.C:
+			if o.Now().Sub(c.readAt) < suspectAfter {
+				continue
+			}
+			if err := c.check(ctx, log, o); err != nil {
+				return err
+			}
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
+}
+
+// check reads the state of a stream that is silent. An owner appends a record every second, so the stream
+// may be another one.
+func (c *candidate) check(ctx context.Context, log Log, o Options) error {
+	reading, cancel := context.WithTimeout(ctx, publishTimeout)
+	defer cancel()
+	s, err := log.State(reading)
+	if err == nil || errors.Is(err, ErrNoStream) {
+		return c.checked(o.Now(), s, err)
+	}
+	return nil
 }
 
 // publish publishes a proposal once.
@@ -240,13 +301,12 @@ func (c *candidate) publish(ctx context.Context, log Log, s step, o Options) err
 // tailBuffer is the number of records that are read ahead of a copy.
 const tailBuffer = 16
 
-// tail reads the records from a sequence on, until stop. It starts again when the stream cannot be
-// read.
+// tail reads the records from a sequence on, until stop, which does not wait for a request to the
+// stream. It starts again when the stream cannot be read.
 func tail(ctx context.Context, log Log, from uint64, logger *slog.Logger) (entries <-chan Entry, stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
-	buffer, done := make(chan Entry, tailBuffer), make(chan struct{})
+	buffer := make(chan Entry, tailBuffer)
 	go func() {
-		defer close(done)
 		for ctx.Err() == nil {
 			err := log.Tail(ctx, from, func(e Entry) error {
 				select {
@@ -263,10 +323,7 @@ func tail(ctx context.Context, log Log, from uint64, logger *slog.Logger) (entri
 			}
 		}
 	}()
-	return buffer, func() {
-		cancel()
-		<-done
-	}
+	return buffer, cancel
 }
 
 func pause(ctx context.Context, d time.Duration) error {

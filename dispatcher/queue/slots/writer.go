@@ -30,6 +30,11 @@ type Writer struct {
 	wake   chan struct{}
 	cancel context.CancelFunc
 	done   chan struct{}
+
+	// durable guards setDurable, which stores the last durable batch of the session beside the local
+	// files; may be nil.
+	durable    sync.Mutex
+	setDurable func(batch uint64) error
 }
 
 // newWriter starts the writer of a session.
@@ -110,6 +115,14 @@ func (w *Writer) Acknowledged() uint64 {
 // publishSnapshot appends a snapshot record, and returns when it is in the stream. It is called by
 // one goroutine at a time.
 func (w *Writer) publishSnapshot(reference []byte) error {
+	if err := w.waitSnapshot(reference); err != nil {
+		return err
+	}
+	w.storeDurable()
+	return nil
+}
+
+func (w *Writer) waitSnapshot(reference []byte) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	before := w.p.snapshot
@@ -122,6 +135,29 @@ func (w *Writer) publishSnapshot(reference []byte) error {
 		w.changed.Wait()
 	}
 	return nil
+}
+
+// onDurable sets the function that stores the last durable batch of the session: after each snapshot,
+// and when the session ends.
+func (w *Writer) onDurable(set func(batch uint64) error) {
+	w.durable.Lock()
+	defer w.durable.Unlock()
+	w.setDurable = set
+}
+
+// storeDurable stores the last durable batch of the session.
+func (w *Writer) storeDurable() {
+	w.durable.Lock()
+	defer w.durable.Unlock()
+	w.mu.Lock()
+	batch, claimed := w.p.acknowledged, w.p.claimed
+	w.mu.Unlock()
+	if w.setDurable == nil || batch == claimed {
+		return
+	}
+	if err := w.setDurable(batch); err != nil {
+		w.logger.Warn("storing the last durable batch failed; a log that is restored from an older backup may not be found", "error", err)
+	}
 }
 
 // progress describes the stream for the schedule of snapshots.
@@ -228,6 +264,7 @@ func (w *Writer) run(ctx context.Context) {
 	defer w.cancel()
 	timer := time.NewTimer(heartbeatInterval)
 	defer timer.Stop()
+	defer w.storeDurable()
 	for {
 		w.mu.Lock()
 		s := w.p.next(w.now())
@@ -240,8 +277,8 @@ func (w *Writer) run(ctx context.Context) {
 			w.publish(ctx, s)
 		case actRead:
 			w.read(ctx, s.expected)
-		case actReadUsage:
-			w.readUsage(ctx)
+		case actReadState:
+			w.readState(ctx)
 		case actEnd:
 			return
 		case actWait:
@@ -288,11 +325,9 @@ func (w *Writer) read(ctx context.Context, expected uint64) {
 			w.changed.Broadcast()
 		}
 		ended := w.p.ended
+		w.logEnd()
 		w.mu.Unlock()
 		if err != nil || ended != nil {
-			if ended != nil && !errors.Is(ended, queue.ErrClosed) && !errors.Is(ended, errReleased) {
-				w.logger.Warn("session of a slot ended", "error", ended)
-			}
 			return
 		}
 	}
@@ -304,15 +339,24 @@ func (w *Writer) get(ctx context.Context, from uint64) (Entry, error) {
 	return w.log.Get(ctx, from)
 }
 
-func (w *Writer) readUsage(ctx context.Context) {
+func (w *Writer) readState(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, publishTimeout)
 	defer cancel()
 	s, err := w.log.State(ctx)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err != nil {
-		w.p.usage.readAt = w.now() // The estimate is unchanged.
-		return
+		w.p.stateFailed(w.now(), err)
+	} else {
+		w.p.stateRead(w.now(), s)
 	}
-	w.p.usage.set(s, w.now())
+	w.logEnd()
+	w.changed.Broadcast()
+}
+
+// logEnd logs why a session has ended, unless its process ended it. The caller holds mu.
+func (w *Writer) logEnd() {
+	if ended := w.p.ended; ended != nil && !errors.Is(ended, queue.ErrClosed) && !errors.Is(ended, errReleased) {
+		w.logger.Warn("session of a slot ended", "error", ended)
+	}
 }

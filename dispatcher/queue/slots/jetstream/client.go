@@ -2,9 +2,11 @@ package jetstream
 
 import (
 	"context"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"math"
 	"net/http"
@@ -121,7 +123,7 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 	}
 	nc, err := Connect(c.URL, options...)
 	if err != nil {
-		return nil, fmt.Errorf("connect to the log: %w", err)
+		return nil, fmt.Errorf("connect to the log: %w; %s", err, connectFix(err))
 	}
 	return &Client{c: c, nc: nc}, nil
 }
@@ -146,7 +148,7 @@ func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
 		}
 		c.single.Store(true)
 	}
-	return c.openSlot(ctx, 0)
+	return c.openSlot(ctx, 0, c.slotStream(0))
 }
 
 // exists reports whether a stream exists.
@@ -177,13 +179,22 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	if err := c.check(ctx); err != nil {
 		return r, err
 	}
-	return c.openSlot(ctx, slot)
+	return c.openSlot(ctx, slot, c.slotStream(slot))
 }
 
-func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err error) {
+// OpenAdopted is OpenSlot for Slot.Adopt: it creates the stream also when it was deleted.
+func (c *Client) OpenAdopted(ctx context.Context, slot int) (r slots.Remote, err error) {
+	if err := c.check(ctx); err != nil {
+		return r, err
+	}
+	return c.openSlot(ctx, slot, "")
+}
+
+// openSlot opens a slot. bucket is that of StreamConfig.
+func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots.Remote, err error) {
 	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
-		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes,
+		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes, Bucket: bucket,
 	})
 	if err != nil {
 		return r, explain(err)
@@ -197,7 +208,7 @@ func (c *Client) openSlot(ctx context.Context, slot int) (r slots.Remote, err er
 		return r, explain(err)
 	}
 	return slots.Remote{
-		Log: log, Snapshots: snapshots, Members: members,
+		Log: log, Snapshots: snapshots, Members: members, Rename: log.rename,
 		Durability: func(ctx context.Context) (slots.Durability, error) {
 			return c.durability(ctx, log, log.stream, snapshots.stream, members.stream)
 		},
@@ -252,7 +263,7 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 		// This stream of a slot is created last.
 		complete, err := c.exists(ctx, "OBJ_"+c.members(slot))
 		if err == nil && !complete {
-			_, err = c.openSlot(ctx, slot)
+			_, err = c.openSlot(ctx, slot, c.slotStream(slot))
 		}
 		if err != nil {
 			return nil, fmt.Errorf("slot %d of %d: %w", slot, number, err)
@@ -278,6 +289,9 @@ func (c *Client) Subscribe(fn func([]byte)) (stop func(), err error) {
 	return func() { _ = s.Unsubscribe() }, nil
 }
 
+// ErrNotConnected reports that no server has accepted a connection.
+var ErrNotConnected = errors.New("cannot be reached")
+
 // check checks the servers.
 func (c *Client) check(ctx context.Context) error {
 	if !c.nc.IsConnected() {
@@ -285,7 +299,7 @@ func (c *Client) check(ctx context.Context) error {
 		if cause == nil {
 			cause = errors.New("no answer yet")
 		}
-		return fmt.Errorf("the log at %s cannot be reached: %w; start the NATS servers, or correct the address and the credentials", redact(c.c.URL), cause)
+		return fmt.Errorf("the log at %s %w: %w; %s", redact(c.c.URL), ErrNotConnected, cause, connectFix(cause))
 	}
 	found, err := version.ParseGeneric(c.nc.ConnectedServerVersion())
 	if err != nil || found.LessThan(minVersion) {
@@ -304,6 +318,25 @@ func (c *Client) check(ctx context.Context) error {
 		return errors.New(weakSync)
 	}
 	return nil
+}
+
+// connectFix returns the fix for an error of a connection.
+func connectFix(err error) string {
+	_, isUnknown := errors.AsType[x509.UnknownAuthorityError](err)
+	_, isOtherHost := errors.AsType[x509.HostnameError](err)
+	switch {
+	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired), errors.Is(err, nats.ErrAuthRevoked), errors.Is(err, nats.ErrAccountAuthExpired):
+		return "the servers refuse the user; correct --log-credentials, or the user in --log"
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, fs.ErrPermission):
+		return "correct --log-credentials, --log-ca, --log-cert and --log-key"
+	case isUnknown:
+		return "set --log-ca to the certificates that sign those of the servers"
+	case isOtherHost:
+		return "use in --log the names of the servers in their certificates"
+	case errors.Is(err, nats.ErrSecureConnRequired), errors.Is(err, nats.ErrSecureConnWanted):
+		return "use tls:// in --log exactly when the servers have TLS"
+	}
+	return "start the NATS servers, or correct the address in --log, and the credentials"
 }
 
 // durability reads the present settings and copies of a slot's streams, the first of which is that of

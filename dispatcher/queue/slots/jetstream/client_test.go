@@ -1,12 +1,17 @@
 package jetstream
 
 import (
+	"bufio"
 	"context"
+	"crypto/tls"
+	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -106,8 +111,40 @@ func TestWeakLogsAreRefused(t *testing.T) {
 	})
 	t.Run("credentials", func(t *testing.T) {
 		s := startServer(t, server.Options{Port: server.RANDOM_PORT, Username: "posthorn", Password: "secret"})
+		for what, url := range map[string]string{
+			"no user": s.ClientURL(), "a wrong password": strings.Replace(s.ClientURL(), "nats://", "nats://posthorn:wrong@", 1),
+		} {
+			_, err := openSlot(t, config(url))
+			wantText(t, what, err, "refuse the user", "--log-credentials")
+		}
+		c := config(s.ClientURL())
+		c.Credentials = filepath.Join(t.TempDir(), "missing.creds")
+		_, err := New(c, slog.New(slog.DiscardHandler))
+		wantText(t, "a file that is missing", err, "missing.creds", "--log-credentials")
+	})
+	t.Run("certificate", func(t *testing.T) {
+		other := httptest.NewTLSServer(http.NotFoundHandler())
+		defer other.Close()
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT, TLSConfig: &tls.Config{Certificates: other.TLS.Certificates, MinVersion: tls.VersionTLS12}})
 		_, err := openSlot(t, config(s.ClientURL()))
-		wantText(t, "missing credentials", err, "credentials")
+		wantText(t, "an unknown certificate", err, "certificate", "set --log-ca")
+	})
+	t.Run("version", func(t *testing.T) {
+		_, err := openSlot(t, config(startOldServer(t)))
+		wantText(t, "an old server", err, `version "2.10.29"`, "use 2.15.0 or later")
+	})
+	t.Run("JetStream", func(t *testing.T) {
+		s, err := server.NewServer(&server.Options{Host: "127.0.0.1", Port: server.RANDOM_PORT, NoLog: true, NoSigs: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		go s.Start()
+		defer s.Shutdown()
+		if !s.ReadyForConnections(startTimeout) {
+			t.Fatal("the server is not ready")
+		}
+		_, err = openSlot(t, config(s.ClientURL()))
+		wantText(t, "a server without JetStream", err, "enable JetStream")
 	})
 	t.Run("payload", func(t *testing.T) {
 		s := startServer(t, server.Options{Port: server.RANDOM_PORT, MaxPayload: 512 << 10})
@@ -159,6 +196,101 @@ func TestWeakLogsAreRefused(t *testing.T) {
 			t.Errorf("sync of each record: got error %v, want none", err)
 		}
 	})
+}
+
+// startOldServer accepts connections as a server of another version does, and returns its URL.
+func startOldServer(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				fmt.Fprint(c, `INFO {"server_id":"old","version":"2.10.29","proto":1,"headers":true,"max_payload":1048576}`+"\r\n")
+				for lines := bufio.NewScanner(c); lines.Scan(); {
+					if lines.Text() == "PING" {
+						fmt.Fprint(c, "PONG\r\n")
+					}
+				}
+			}()
+		}
+	}()
+	return "nats://" + l.Addr().String()
+}
+
+// A stream that was deleted is not created again while its object store exists, and ends the readers of
+// its records. An adoption creates it, with an id that replaces the former one.
+func TestDeletedStream(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+	remote, err := openSlot(t, config(s.ClientURL()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, err := remote.Log.State(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	read := make(chan error, 1)
+	go func() { read <- remote.Log.Tail(t.Context(), 1, func(slots.Entry) error { return nil }) }()
+	nc, err := Connect(s.ClientURL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := js.DeleteStream(t.Context(), "PH_test_W0"); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-read:
+		wantText(t, "reading the deleted stream", err, "read stream PH_test_W0")
+	case <-time.After(wait.Limit):
+		t.Error("reading the deleted stream did not end")
+	}
+	if _, err := remote.Log.State(t.Context()); !errors.Is(err, slots.ErrNoStream) {
+		t.Errorf("state of the deleted stream: got error %v, want %v", err, slots.ErrNoStream)
+	}
+	if _, err := openSlot(t, config(s.ClientURL())); !errors.Is(err, slots.ErrNoStream) {
+		t.Errorf("open the slot: got error %v, want %v", err, slots.ErrNoStream)
+	} else {
+		wantText(t, "open the slot", err, "PH_test_W0", "restore it", "posthorn log adopt", "--data")
+	}
+	client, err := New(config(s.ClientURL()), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if err := wait.Until(func() (err error) {
+		remote, err = client.OpenAdopted(t.Context(), 0)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	again, err := remote.Log.State(t.Context())
+	if err == nil {
+		err = remote.Rename(t.Context(), before.ID, "")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	renamed, err := remote.Log.State(t.Context())
+	if err != nil || again.ID == before.ID || renamed.ID == again.ID || renamed.ID == "" {
+		t.Errorf("ids of the stream: got %q, %q and %q, and error %v, want three", before.ID, again.ID, renamed.ID, err)
+	}
+	if want := []string{before.ID, again.ID}; !slices.Equal(renamed.Replaced, want) {
+		t.Errorf("replaced ids: got %q, want %q", renamed.Replaced, want)
+	}
 }
 
 // Settings that become weak while a slot is in use are reported with their fixes.

@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -37,6 +38,9 @@ type StreamConfig struct {
 	Replicas int
 	// MaxBytes is the size at which the stream accepts no more records.
 	MaxBytes int64
+	// Bucket is the object store of the slot; empty for none. If it exists without the stream, the stream
+	// was deleted, and is not created again.
+	Bucket string
 }
 
 // Log is the stream of one slot in JetStream.
@@ -57,8 +61,14 @@ func Connect(url string, options ...nats.Option) (*nats.Conn, error) {
 	}, options...)...)
 }
 
-// metadataID is the key, in the metadata of a stream, of a random value that is made with the stream.
-const metadataID = "posthorn-id"
+// metadataID is the key, in the metadata of a stream, of a random value that is made with the stream, and
+// metadataReplaced that of the values before its adoptions.
+const (
+	metadataID       = "posthorn-id"
+	metadataReplaced = "posthorn-replaced"
+	// maxReplaced bounds the former ids.
+	maxReplaced = 32
+)
 
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
 // has other settings.
@@ -83,6 +93,9 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 	}
 	stream, err := js.Stream(ctx, c.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		if err := c.checkUnused(ctx, js); err != nil {
+			return nil, err
+		}
 		if stream, err = js.CreateStream(ctx, want); errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) {
 			stream, err = js.Stream(ctx, c.Name) // Another process has created it meanwhile.
 		}
@@ -94,6 +107,20 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 		return nil, err
 	}
 	return &Log{js, stream, want, c.Name, c.Subject}, nil
+}
+
+// checkUnused returns ErrNoStream if the object store of a missing stream exists.
+func (c StreamConfig) checkUnused(ctx context.Context, js jetstream.JetStream) error {
+	if c.Bucket == "" {
+		return nil
+	}
+	switch _, err := js.Stream(ctx, objectsPrefix+c.Bucket); {
+	case err == nil:
+		return fmt.Errorf("%w, but its object store %s does, so it was deleted; restore it with its object stores from a backup, or run posthorn log adopt to continue with the newest snapshot, or with --data with the files of a process", slots.ErrNoStream, c.Bucket)
+	case !errors.Is(err, jetstream.ErrStreamNotFound):
+		return err
+	}
+	return nil
 }
 
 // checkSettings returns an error that names the setting by which a stream cannot keep the records.
@@ -178,6 +205,9 @@ func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error)
 func tail(ctx context.Context, js jetstream.JetStream, stream string, from uint64, fn func(sequence uint64, m jetstream.Msg) error) error {
 	consumer, err := js.OrderedConsumer(ctx, stream, jetstream.OrderedConsumerConfig{
 		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: max(from, 1),
+		// Without a bound, Next ignores ctx until the stream can be read again, and never returns when it
+		// was deleted.
+		MaxResetAttempts: 1,
 	})
 	if err != nil {
 		return fmt.Errorf("read stream %s: %w", stream, err)
@@ -205,6 +235,9 @@ func tail(ctx context.Context, js jetstream.JetStream, stream string, from uint6
 // State implements slots.Log.
 func (l *Log) State(ctx context.Context) (slots.State, error) {
 	info, err := l.stream.Info(ctx)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return slots.State{}, fmt.Errorf("%w: %s was deleted; restore it with its object stores from a backup", slots.ErrNoStream, l.name)
+	}
 	if err != nil {
 		return slots.State{}, err
 	}
@@ -212,11 +245,39 @@ func (l *Log) State(ctx context.Context) (slots.State, error) {
 	if info.State.Msgs == 0 {
 		s.First = s.Last + 1
 	}
-	// A stream that was created by hand has no id; its time of creation is as good.
-	if s.ID = info.Config.Metadata[metadataID]; s.ID == "" {
-		s.ID = info.Created.UTC().Format(time.RFC3339Nano)
-	}
+	s.ID, s.Replaced = idOf(info), strings.Fields(info.Config.Metadata[metadataReplaced])
 	return s, nil
+}
+
+// idOf returns the id of a stream. One that was created by hand has none; its time of creation is as
+// good.
+func idOf(info *jetstream.StreamInfo) string {
+	if id := info.Config.Metadata[metadataID]; id != "" {
+		return id
+	}
+	return info.Created.UTC().Format(time.RFC3339Nano)
+}
+
+// rename gives the stream a new id, which replaces the present one and others.
+func (l *Log) rename(ctx context.Context, replaced ...string) error {
+	info, err := l.stream.Info(ctx)
+	if err != nil {
+		return err
+	}
+	c := info.Config
+	ids := strings.Fields(c.Metadata[metadataReplaced])
+	for _, id := range append(replaced, idOf(info)) {
+		if id != "" && !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	c.Metadata = maps.Clone(c.Metadata)
+	if c.Metadata == nil {
+		c.Metadata = map[string]string{}
+	}
+	c.Metadata[metadataID], c.Metadata[metadataReplaced] = rand.Text(), strings.Join(ids[max(0, len(ids)-maxReplaced):], " ")
+	_, err = l.js.UpdateStream(ctx, c)
+	return err
 }
 
 // Trim implements slots.Log.

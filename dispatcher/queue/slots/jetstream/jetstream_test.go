@@ -122,13 +122,13 @@ func TestLog(t *testing.T) {
 		if s.ID == "" {
 			t.Error("the stream has no ID")
 		}
-		s.Bytes, s.ID = 0, ""
+		s.Bytes, s.ID, s.Replaced = 0, "", nil
 		return s
 	}
 	wantState := func(what string, want slots.State) {
 		t.Helper()
-		if got := state(); got != want {
-			t.Errorf("state %s: got %+v, want %+v", what, got, want)
+		if diff := cmp.Diff(want, state()); diff != "" {
+			t.Errorf("state %s (-want +got):\n%s", what, diff)
 		}
 	}
 

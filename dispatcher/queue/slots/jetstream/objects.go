@@ -44,12 +44,15 @@ func OpenObjects(ctx context.Context, nc *nats.Conn, c ObjectsConfig) (*Objects,
 	if err != nil {
 		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
 	}
-	stream, err := js.Stream(ctx, "OBJ_"+c.Bucket)
+	stream, err := js.Stream(ctx, objectsPrefix+c.Bucket)
 	if err != nil {
 		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
 	}
 	return &Objects{store, stream, c.Bucket}, nil
 }
+
+// objectsPrefix begins the name of the stream of an object store.
+const objectsPrefix = "OBJ_"
 
 // restPrefix begins the names that List returns for chunks without an object.
 const restPrefix = "rest/"

@@ -20,8 +20,9 @@ import (
 
 // Stream is a stream in memory. The methods may be called concurrently.
 type Stream struct {
-	id       string
 	mu       sync.Mutex
+	id       string
+	replaced []string
 	records  [][]byte // Of the sequences from first on.
 	first    uint64
 	ids      map[string]uint64
@@ -40,7 +41,7 @@ func NewStream(maxBytes int64) *Stream {
 func (s *Stream) Clone() *Stream {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &Stream{id: s.id, records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
+	return &Stream{id: s.id, replaced: slices.Clone(s.replaced), records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
 }
 
 // SetMaxBytes changes the size at which the stream accepts no more records; 0 for no bound.
@@ -48,6 +49,15 @@ func (s *Stream) SetMaxBytes(n int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.maxBytes = n
+}
+
+// Rename gives the stream a new ID, as slots.Remote.Rename does.
+func (s *Stream) Rename(_ context.Context, replaced ...string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.replaced = append(append(s.replaced, replaced...), s.id)
+	s.id = crand.Text()
+	return nil
 }
 
 // SetLeader simulates an election: without a leader the stream accepts and returns no records.
@@ -106,7 +116,7 @@ func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct
 func (s *Stream) state(unseen uint64) slots.State {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id}
+	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id, Replaced: slices.Clone(s.replaced)}
 }
 
 func (s *Stream) trim(before uint64) {

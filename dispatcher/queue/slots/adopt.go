@@ -1,0 +1,222 @@
+package slots
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"syscall"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// Adoption is what a slot continues with after Slot.Adopt.
+type Adoption struct {
+	// Content names the origin of the messages.
+	Content Content
+	// Batch is the last batch of the slot.
+	Batch uint64
+}
+
+// Content is the origin of the messages of an adopted slot.
+type Content string
+
+// The values of Content.
+const (
+	// ContentNothing: the slot has no messages.
+	ContentNothing Content = "nothing"
+	// ContentStream: the records of the stream, and the snapshots behind which they begin.
+	ContentStream Content = "stream"
+	// ContentSnapshot: the newest snapshot of the object store; the stream has no records.
+	ContentSnapshot Content = "snapshot"
+	// ContentFiles: the files in Dir.
+	ContentFiles Content = "files"
+)
+
+// ErrInUse reports that a process appends records to a stream.
+var ErrInUse = errors.New("a process uses the slot; stop all processes with this log")
+
+// Adopt makes the slot usable again after its stream was restored from a backup, or deleted. The slot
+// continues with the files in Dir when useFiles is set; otherwise with the records of the stream; if
+// there are none, with the newest snapshot, which is restored to Dir. The records that the stream has
+// are removed when useFiles is set.
+//
+// The stream then has another ID: processes whose files have records of its former content, which the
+// new one lacks, remove these files without an error.
+//
+// Adopt can be called again after an error. It fails with ErrInUse while a process owns the slot.
+func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool) (a Adoption, err error) {
+	s.setStoreDefaults()
+	state, err := s.checkIdle(ctx)
+	if err != nil {
+		return a, err
+	}
+	hasRecords := state.First <= state.Last
+	switch {
+	case useFiles:
+		a.Content = ContentFiles
+	case hasRecords:
+		a.Content = ContentStream
+		a.Batch, err = s.lastBatch(ctx, state)
+	default:
+		a.Content = ContentSnapshot
+		r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir}
+		if a.Batch, err = r.restoreObject(ctx); errors.Is(err, errNoSnapshot) && state.Last == 0 {
+			return Adoption{Content: ContentNothing}, nil
+		}
+	}
+	if err != nil {
+		return a, err
+	}
+	former, err := readLocal(s.Store.FS, s.Dir)
+	if err != nil {
+		return a, err
+	}
+	if a.Content != ContentStream {
+		if a.Batch, err = s.anchor(ctx, state); err != nil {
+			return a, err
+		}
+	}
+	if err := rename(ctx, former.Stream); err != nil {
+		return a, fmt.Errorf("change the id of the stream: %w", err)
+	}
+	if a.Content == ContentStream {
+		return a, nil
+	}
+	// A process that has the lock of the folder can own the slot now, and takes a snapshot then.
+	if err := s.storeSnapshot(ctx); err != nil && !errors.Is(err, syscall.EAGAIN) {
+		return a, err
+	}
+	return a, nil
+}
+
+// checkIdle returns the state of the stream if no process appends records.
+func (s Slot) checkIdle(ctx context.Context) (State, error) {
+	before, err := s.Log.State(ctx)
+	if err != nil {
+		return before, fmt.Errorf("read the state of the log: %w", err)
+	}
+	if before.Last == 0 {
+		return before, nil
+	}
+	if err := pause(ctx, 2*heartbeatInterval); err != nil {
+		return before, err
+	}
+	now, err := s.Log.State(ctx)
+	if err != nil {
+		return now, fmt.Errorf("read the state of the log: %w", err)
+	}
+	if now.Last != before.Last {
+		return now, ErrInUse
+	}
+	return now, nil
+}
+
+// lastBatch returns the last batch of the stream.
+func (s Slot) lastBatch(ctx context.Context, state State) (uint64, error) {
+	e, err := s.Log.Get(ctx, state.Last)
+	if err != nil {
+		return 0, fmt.Errorf("read record %d of the log: %w", state.Last, err)
+	}
+	h, _, err := decodeRecord(e.Record)
+	if err != nil {
+		return 0, &DamageError{e.Sequence, err}
+	}
+	return h.last, nil
+}
+
+// anchor makes the files in Dir a part of the stream, and returns their last batch: the stream then has
+// one record, with the number and the session of that batch. A copy that lacks the batch cannot begin
+// with this record, so it is restored from a snapshot.
+func (s Slot) anchor(ctx context.Context, state State) (uint64, error) {
+	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
+	if err != nil {
+		return 0, err
+	}
+	last := r.Position()
+	if err := r.Close(); err != nil {
+		return 0, err
+	}
+	if last.Batch == 0 {
+		return 0, fmt.Errorf("the files in %s have no messages", s.Dir)
+	}
+	if _, h, err := findBatch(ctx, s.Log, state, last.Batch); err == nil && h.first <= last.Batch && h.session == last.Session {
+		return last.Batch, nil
+	}
+	epoch, err := s.lastEpoch(ctx, state)
+	if err != nil {
+		return 0, err
+	}
+	if state.First <= state.Last {
+		if err := s.Log.Trim(ctx, state.Last+1); err != nil {
+			return 0, fmt.Errorf("remove the records of the stream: %w", err)
+		}
+	}
+	h := header{kind: kindBatches, session: last.Session, epoch: epoch + 1, number: randomNumber(), first: last.Batch, last: last.Batch}
+	record := appendBatch(make([]byte, headerBytes), nil)
+	h.seal(record)
+	if _, err := s.Log.Publish(ctx, state.Last, h.id(), record); err != nil {
+		return 0, fmt.Errorf("append a record: %w", err)
+	}
+	return last.Batch, nil
+}
+
+// randomNumber returns the number of a record that no other record of its session has.
+func randomNumber() uint64 {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // It never fails.
+	return binary.BigEndian.Uint64(b[:]) | 1<<63
+}
+
+// lastEpoch returns the highest epoch of the stream's last record and of the objects: a session deletes
+// the objects of earlier ones.
+func (s Slot) lastEpoch(ctx context.Context, state State) (last uint64, err error) {
+	if state.First <= state.Last {
+		e, err := s.Log.Get(ctx, state.Last)
+		if err != nil {
+			return 0, fmt.Errorf("read record %d of the log: %w", state.Last, err)
+		}
+		if h, _, err := decodeRecord(e.Record); err == nil {
+			last = h.epoch
+		}
+	}
+	names, err := s.Objects.List(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("list the objects: %w", err)
+	}
+	for _, name := range names {
+		if epoch, ok := epochOf(name); ok {
+			last = max(last, epoch)
+		}
+	}
+	return last, nil
+}
+
+// storeSnapshot takes a snapshot of the files in Dir, so that processes without a copy can restore the
+// slot, and releases the slot.
+func (s Slot) storeSnapshot(ctx context.Context) (err error) {
+	w, err := s.TakeOver(ctx)
+	if err != nil {
+		return err
+	}
+	defer w.Close()
+	o := s.Store
+	o.Log, o.Logger = w, s.Logger
+	store, err := pebblestore.Open(s.Dir, o)
+	if err != nil {
+		return fmt.Errorf("open the store of the slot: %w", err)
+	}
+	snapshots := &Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger}
+	err = snapshots.Take(ctx)
+	if err = errors.Join(err, store.Close()); err != nil {
+		return err
+	}
+	releasing, cancel := context.WithTimeout(ctx, releaseTimeout)
+	defer cancel()
+	return w.Release(releasing)
+}
+
+// releaseTimeout bounds the release of an adopted slot.
+const releaseTimeout = 10 * time.Second
