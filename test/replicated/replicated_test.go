@@ -38,14 +38,20 @@ var faults = []struct {
 		_ = syscall.Kill(p.Pid(), syscall.SIGSTOP)
 		return func() { _ = syscall.Kill(p.Pid(), syscall.SIGCONT) }
 	}},
-	{"kill -9 of the owner and of a server", func(_ *testing.T, s *servers, p *pod) func() {
-		s.stop(0)
+	{"kill -9 of the owner and of the server that leads the stream", func(_ *testing.T, s *servers, p *pod) func() {
+		leader := s.leader()
+		s.stop(leader)
 		p.end(syscall.SIGKILL)
 		return func() {
-			s.start(0)
+			s.start(leader)
 			p.start()
 		}
 	}},
+	{"slow server", func(_ *testing.T, s *servers, _ *pod) func() {
+		pid := s.nodes[s.leader()].Pid()
+		return slow(pid)
+	}},
+	{"slow process", func(_ *testing.T, _ *servers, p *pod) func() { return slow(p.Pid()) }},
 	{"SIGSTOP of a server", func(_ *testing.T, s *servers, _ *pod) func() {
 		s.signal(1, syscall.SIGSTOP)
 		time.Sleep(5 * time.Second)
@@ -61,6 +67,28 @@ var faults = []struct {
 			}
 		}
 	}},
+}
+
+// slow stops a process for 45 of 50 ms, as a slow disk does, until undo.
+func slow(pid int) (undo func()) {
+	ended, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		for {
+			_ = syscall.Kill(pid, syscall.SIGSTOP)
+			time.Sleep(45 * time.Millisecond)
+			_ = syscall.Kill(pid, syscall.SIGCONT)
+			select {
+			case <-time.After(5 * time.Millisecond):
+			case <-ended:
+				return
+			}
+		}
+	}()
+	return func() {
+		close(ended)
+		<-stopped
+	}
 }
 
 // takeover is the promised time from the loss of the owner to the next acknowledged call.

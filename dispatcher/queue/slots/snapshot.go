@@ -107,14 +107,19 @@ func (s *Snapshotter) Taken() time.Time {
 	return time.Time{}
 }
 
-// isDue reports whether a snapshot is due. Without changes the last one is sufficient.
+// isDue reports whether a snapshot is due. Without changes the last one is sufficient, unless the stream
+// is half full and has the records behind the one before it: calls may be refused, so that no changes
+// follow.
 func (s *Snapshotter) isDue() bool {
 	p := s.Writer.progress()
 	if s.at.IsZero() {
 		return p.acknowledged > 0
 	}
-	return p.acknowledged > s.kept[len(s.kept)-1].Batch &&
-		(p.isHalfFull || p.published-s.published >= snapshotBytes || time.Since(s.at) >= snapshotInterval)
+	last := s.kept[len(s.kept)-1].Batch
+	if p.isHalfFull {
+		return p.acknowledged > last || len(s.kept) < 2 || s.kept[0].Batch < last
+	}
+	return p.acknowledged > last && (p.published-s.published >= snapshotBytes || time.Since(s.at) >= snapshotInterval)
 }
 
 // Take takes a snapshot, trims the stream, and deletes the objects that are no longer needed.
