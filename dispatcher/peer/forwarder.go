@@ -64,6 +64,21 @@ func (b body) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// answerBody is an owner's answer. It ends with an error after the request has ended: the owner can then
+// end an answer that it has not completed.
+type answerBody struct {
+	io.ReadCloser
+	request context.Context
+}
+
+func (b answerBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if errors.Is(err, io.EOF) && b.request.Err() != nil {
+		err = context.Cause(b.request)
+	}
+	return n, err
+}
+
 // Connections are those of a process to the owners of its slots. Forwarders whose slots have the same
 // owner share them, and the bound of requests in progress.
 type Connections struct {
@@ -230,7 +245,11 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			if r.StatusCode == http.StatusMisdirectedRequest {
 				return ErrNoOwner
 			}
+			if err := context.Cause(r.Request.Context()); err != nil {
+				return err
+			}
 			f.answered.Add(1)
+			r.Body = answerBody{r.Body, r.Request.Context()}
 			return nil
 		},
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {

@@ -372,25 +372,25 @@ func TestTimeLimit(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				exceeded := false
-				l := newTimeLimit(limit, func() { exceeded = true })
+				var exceeded atomic.Bool
+				l := newTimeLimit(limit, func() { exceeded.Store(true) })
 				c.run(l)
 				time.Sleep(c.left - time.Millisecond)
 				synctest.Wait()
-				if exceeded {
+				if exceeded.Load() {
 					t.Errorf("the limit is exceeded before %v, want after it", c.left)
 				}
 				time.Sleep(2 * time.Millisecond)
 				synctest.Wait()
-				if !exceeded {
+				if !exceeded.Load() {
 					t.Errorf("the limit is not exceeded after %v", c.left)
 				}
 				l.pause()
 				l.resume(100 * leastRate)
-				exceeded = false
+				exceeded.Store(false)
 				time.Sleep(time.Hour)
 				synctest.Wait()
-				if exceeded {
+				if exceeded.Load() {
 					t.Error("the limit is exceeded twice")
 				}
 			})
