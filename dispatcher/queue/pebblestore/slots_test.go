@@ -2,6 +2,7 @@ package pebblestore_test
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"strconv"
@@ -166,8 +167,8 @@ func TestSlotCrashes(t *testing.T) {
 	}
 }
 
-// Local files that are ahead of the log, or forked from it, are replaced by the log's.
-func TestForeignFilesAreReplaced(t *testing.T) {
+// Local files with a record that the log lacks are kept, and the slot is not opened.
+func TestForeignFilesAreKept(t *testing.T) {
 	stream := slotstest.NewStream(0)
 	message := []queue.Message{{Source: "shop/web", ID: "a", AcceptedAt: time.Now(), Body: []byte("{}")}}
 	first := openSlot(t, slotstest.NewLog(stream), pebblestore.Options{FS: vfs.NewMem()})
@@ -188,10 +189,19 @@ func TestForeignFilesAreReplaced(t *testing.T) {
 	if err := forked.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s := openSlot(t, slotstest.NewLog(stream), pebblestore.Options{FS: fs})
-	defer s.Close()
-	if got := s.SourceStats("shop/web").Accepted; got != 1 {
-		t.Errorf("accepted messages: got %d, want the 1 of the log", got)
+	o := pebblestore.Options{FS: fs, Logger: slog.New(slog.DiscardHandler)}
+	for range 2 {
+		if _, err := (slots.Slot{Log: slotstest.NewLog(stream), Dir: "data/queue", Store: o}).TakeOver(t.Context()); !errors.Is(err, slots.ErrRecordsLost) {
+			t.Fatalf("open the slot: got error %v, want %v", err, slots.ErrRecordsLost)
+		}
+	}
+	r, err := pebblestore.OpenReplica("data/queue", o)
+	if err != nil {
+		t.Fatalf("open the files: %v", err)
+	}
+	defer r.Close()
+	if r.Position().Batch == 0 {
+		t.Error("the files have no messages after the slot was not opened")
 	}
 }
 
