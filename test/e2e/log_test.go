@@ -186,7 +186,7 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 			calls load
 		}
 		var users []user
-		for n := range 4 {
+		for n := range 3 {
 			t, s := running(fmt.Sprint("slots-", n))
 			users = append(users, user{t, s, t.load(5)})
 		}
