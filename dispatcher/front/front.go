@@ -64,10 +64,15 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	doubtful := f.Doubtful()
-	if !inBody && (key == "" || len(doubtful) == 0) {
-		f.Any().ServeHTTP(w, r)
-		return
+	var doubtful []int
+	if !inBody {
+		if key != "" {
+			doubtful = f.Doubtful()
+		}
+		if len(doubtful) == 0 {
+			f.Any().ServeHTTP(w, r)
+			return
+		}
 	}
 	memory := f.Memory.For(&f.account)
 	defer memory.Release()
@@ -90,10 +95,10 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			f.serveRead(w, r, namespace, &memory, len(body))
 			return
 		}
-	}
-	if len(doubtful) == 0 {
-		f.Any().ServeHTTP(w, r)
-		return
+		if doubtful = f.Doubtful(); len(doubtful) == 0 {
+			f.Any().ServeHTTP(w, r)
+			return
+		}
 	}
 	f.ask(w, r, body, doubtful)
 }
