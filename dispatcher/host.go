@@ -515,13 +515,13 @@ type hosted struct {
 	// standby is the copy while the process follows the slot, and term that while it owns it.
 	standby atomic.Pointer[standby]
 	term    atomic.Pointer[term]
+	ending  ending
 
 	mu sync.Mutex
 	// end ends the following of the slot; nil while the process does not follow it. ended is closed
-	// after that. endTerm ends the term in order; nil while there is none.
-	end     context.CancelFunc
-	ended   chan struct{}
-	endTerm context.CancelFunc
+	// after that.
+	end   context.CancelFunc
+	ended chan struct{}
 }
 
 func newHosted(h *host, slot int) *hosted {
@@ -640,12 +640,8 @@ func (s *hosted) remove() {
 
 // handOver ends the ownership of the slot in order.
 func (s *hosted) handOver() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.endTerm != nil {
+	if s.ending.now() {
 		s.log.Info("handing over the slot to another process")
-		s.endTerm()
-		s.endTerm = nil
 	}
 }
 
@@ -678,21 +674,14 @@ func (s *hosted) follow(ctx context.Context) {
 
 // runTerm runs a Dispatcher until ctx is done, or the slot is handed over.
 func (s *hosted) runTerm(ctx context.Context, d *Dispatcher) error {
-	running, end := context.WithCancel(ctx)
-	defer end()
-	s.mu.Lock()
-	s.endTerm = end
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.endTerm = nil
-	}()
-	var fed sync.WaitGroup
-	fed.Go(func() { s.host.namespaces.feed(running, s.slot, d) })
-	defer fed.Wait()
-	defer end()
-	return d.Run(running)
+	return s.ending.run(ctx, func(ctx context.Context) error {
+		feeding, stop := context.WithCancel(ctx)
+		var fed sync.WaitGroup
+		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })
+		defer fed.Wait()
+		defer stop()
+		return d.Run(ctx)
+	})
 }
 
 // ServeHTTP sends a call to the owner of the slot.

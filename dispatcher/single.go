@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -21,10 +20,7 @@ type single struct {
 	members *slots.Members
 	standby atomic.Pointer[standby]
 	term    atomic.Pointer[term]
-
-	mu sync.Mutex
-	// endTerm ends the term in order; nil while there is none.
-	endTerm context.CancelFunc
+	ending  ending
 }
 
 func newSingle(o Options) *single {
@@ -81,20 +77,9 @@ func (s *single) beat() {
 	}
 	members, placed := s.members.View(1)
 	for _, m := range slots.Place(members, placed, 1) {
-		if m.Member == s.name && m.Action == slots.HandOver {
-			s.handOver()
+		if m.Member == s.name && m.Action == slots.HandOver && s.ending.now() {
+			s.o.Logger.Warn("handing over the slot to another process, because the clock is wrong")
 		}
-	}
-}
-
-// handOver ends the term in order; a standby claims the slot then.
-func (s *single) handOver() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.endTerm != nil {
-		s.o.Logger.Warn("handing over the slot to another process, because the clock is wrong")
-		s.endTerm()
-		s.endTerm = nil
 	}
 }
 
@@ -103,16 +88,6 @@ func (s *single) own(ctx context.Context, t *term, d *Dispatcher, run func(conte
 	s.term.Store(t)
 	defer s.term.Store(nil)
 	return t.run(ctx, d, func(ctx context.Context, d *Dispatcher) error {
-		running, end := context.WithCancel(ctx)
-		defer end()
-		s.mu.Lock()
-		s.endTerm = end
-		s.mu.Unlock()
-		defer func() {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.endTerm = nil
-		}()
-		return run(running, d)
+		return s.ending.run(ctx, func(ctx context.Context) error { return run(ctx, d) })
 	})
 }

@@ -412,6 +412,39 @@ func newPeerServer(identity *peer.Identity, next http.Handler) *http.Server {
 	return s
 }
 
+// ending ends a term in order, from another goroutine.
+type ending struct {
+	mu     sync.Mutex
+	cancel context.CancelFunc // nil while there is no term
+}
+
+// run calls a function whose context ends with ctx, or by now.
+func (e *ending) run(ctx context.Context, fn func(context.Context) error) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	e.set(cancel)
+	defer e.set(nil)
+	return fn(ctx)
+}
+
+func (e *ending) set(cancel context.CancelFunc) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.cancel = cancel
+}
+
+// now ends the term, and reports whether there was one that had not been ended.
+func (e *ending) now() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.cancel == nil {
+		return false
+	}
+	e.cancel()
+	e.cancel = nil
+	return true
+}
+
 // term is the time for which this process owns a slot.
 type term struct {
 	// slot is the number of the slot.
