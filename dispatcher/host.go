@@ -287,7 +287,7 @@ func (h *host) isFirst() bool {
 	if !h.isRecent(&h.heardAt) {
 		return false
 	}
-	members, _ := h.members.View(0)
+	members := h.members.List()
 	i := slices.IndexFunc(members, func(m slots.Member) bool { return !m.Leaving })
 	return i >= 0 && members[i].Name == h.name
 }
