@@ -261,7 +261,7 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 	}
 	for slot := range number {
 		// This stream of a slot is created last.
-		complete, err := c.exists(ctx, "OBJ_"+c.members(slot))
+		complete, err := c.exists(ctx, objectsPrefix+c.members(slot))
 		if err == nil && !complete {
 			_, err = c.openSlot(ctx, slot, c.slotStream(slot))
 		}

@@ -109,6 +109,9 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 	return &Log{js, stream, want, c.Name, c.Subject}, nil
 }
 
+// deletedFix is what to do about a deleted stream.
+const deletedFix = "restore it with its object stores from a backup, or run posthorn log adopt to continue with the newest snapshot, or with --data with the files of a process"
+
 // checkUnused returns ErrNoStream if the object store of a missing stream exists.
 func (c StreamConfig) checkUnused(ctx context.Context, js jetstream.JetStream) error {
 	if c.Bucket == "" {
@@ -116,7 +119,7 @@ func (c StreamConfig) checkUnused(ctx context.Context, js jetstream.JetStream) e
 	}
 	switch _, err := js.Stream(ctx, objectsPrefix+c.Bucket); {
 	case err == nil:
-		return fmt.Errorf("%w, but its object store %s does, so it was deleted; restore it with its object stores from a backup, or run posthorn log adopt to continue with the newest snapshot, or with --data with the files of a process", slots.ErrNoStream, c.Bucket)
+		return fmt.Errorf("%w, but its object store %s does, so it was deleted; "+deletedFix, slots.ErrNoStream, c.Bucket)
 	case !errors.Is(err, jetstream.ErrStreamNotFound):
 		return err
 	}
@@ -236,7 +239,7 @@ func tail(ctx context.Context, js jetstream.JetStream, stream string, from uint6
 func (l *Log) State(ctx context.Context) (slots.State, error) {
 	info, err := l.stream.Info(ctx)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		return slots.State{}, fmt.Errorf("%w: %s was deleted; restore it with its object stores from a backup", slots.ErrNoStream, l.name)
+		return slots.State{}, fmt.Errorf("%w: %s was deleted; "+deletedFix, slots.ErrNoStream, l.name)
 	}
 	if err != nil {
 		return slots.State{}, err
