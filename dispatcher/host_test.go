@@ -95,6 +95,21 @@ func (in *installation) set(namespace string, stored liveconfig.Stored) {
 	}
 }
 
+// waitDelivered waits until a number of calls were delivered.
+func (in *installation) waitDelivered(t *testing.T, sent int) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		in.calls.mu.Lock()
+		defer in.calls.mu.Unlock()
+		if len(in.calls.ids) != sent {
+			return fmt.Errorf("%d of %d calls were delivered", len(in.calls.ids), sent)
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
 // receivedCalls counts the messageIds that a receiver got.
 type receivedCalls struct {
 	mu  sync.Mutex
@@ -299,16 +314,7 @@ func TestSeveralSlots(t *testing.T) {
 	stopFirst()
 	waitSlots(t, second, 4)
 	send(second)
-	if err := wait.Until(func() error {
-		in.calls.mu.Lock()
-		defer in.calls.mu.Unlock()
-		if len(in.calls.ids) != sent {
-			return fmt.Errorf("%d of %d calls were delivered", len(in.calls.ids), sent)
-		}
-		return nil
-	}); err != nil {
-		t.Error(err)
-	}
+	in.waitDelivered(t, sent)
 }
 
 // A process that does not receive heartbeats, because of its permissions, knows no other process: it takes
@@ -578,16 +584,7 @@ func TestWrongClockOfAProcess(t *testing.T) {
 	wantClock(t, second, http.StatusOK, "the clock of this process is 1h0m0s behind those of the NATS servers")
 	waitSlots(t, second, 4)
 	send(second)
-	if err := wait.Until(func() error {
-		in.calls.mu.Lock()
-		defer in.calls.mu.Unlock()
-		if len(in.calls.ids) != sent {
-			return fmt.Errorf("%d of %d calls were delivered", len(in.calls.ids), sent)
-		}
-		return nil
-	}); err != nil {
-		t.Error(err)
-	}
+	in.waitDelivered(t, sent)
 }
 
 // A process that starts alone with a wrong clock takes no slot until the clock is right.

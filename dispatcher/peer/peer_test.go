@@ -288,10 +288,10 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 		body  io.Reader
 		cut   bool // The answer has begun.
 	}{
-		{"no TLS handshake", neverServed, http.NoBody, false},
-		{"no answer", serveOwner(t, hang), strings.NewReader("body"), false},
-		{"no answer to a request without a body", serveOwner(t, hang), http.NoBody, false},
-		{"body that is not read", serveOwner(t, hang), &endless{}, false},
+		{"connection without a TLS handshake", neverServed, http.NoBody, false},
+		{"request without an answer", serveOwner(t, hang), strings.NewReader("body"), false},
+		{"request without a body, without an answer", serveOwner(t, hang), http.NoBody, false},
+		{"unread body", serveOwner(t, hang), &endless{}, false},
 		{"body that is read in part", serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 			_, _ = io.CopyN(io.Discard, r.Body, 1<<20)
 			hang(w, r)

@@ -72,6 +72,20 @@ func TestErrorsHaveNoPasswords(t *testing.T) {
 	}
 }
 
+// connected returns a client whose connection is open.
+func connected(t *testing.T, c Config) *Client {
+	t.Helper()
+	client, err := New(c, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(client.Close)
+	if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
 // openSlot opens a slot as soon as the connection is open, and returns the first other error.
 func openSlot(t *testing.T, c Config) (slots.Remote, error) {
 	t.Helper()
@@ -226,6 +240,21 @@ func startOldServer(t *testing.T) string {
 	return "nats://" + l.Addr().String()
 }
 
+// administer returns the access of an administrator to the streams of a server.
+func administer(t *testing.T, url string) jetstream.JetStream {
+	t.Helper()
+	nc, err := Connect(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return js
+}
+
 // A stream that was deleted is not created again while its object store exists, and ends the readers of
 // its records. An adoption creates it, with an id that replaces the former one.
 func TestDeletedStream(t *testing.T) {
@@ -240,15 +269,7 @@ func TestDeletedStream(t *testing.T) {
 	}
 	read := make(chan error, 1)
 	go func() { read <- remote.Log.Tail(t.Context(), 1, func(slots.Entry) error { return nil }) }()
-	nc, err := Connect(s.ClientURL())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	js := administer(t, s.ClientURL())
 	if err := js.DeleteStream(t.Context(), "PH_test_W0"); err != nil {
 		t.Fatal(err)
 	}
@@ -331,15 +352,7 @@ func TestDurability(t *testing.T) {
 	if d.Sync != slots.SyncAlways || d.Replicas != MinReplicas || len(d.Weak) > 0 {
 		t.Errorf("safe settings: got %+v", d)
 	}
-	nc, err := Connect(url)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	js := administer(t, url)
 	for stream, change := range map[string]func(*jetstream.StreamConfig){
 		"PH_test_W0":             func(c *jetstream.StreamConfig) { c.MaxAge = time.Hour },
 		"OBJ_PH_test_W0_members": func(c *jetstream.StreamConfig) { c.Replicas = 1 },
@@ -378,15 +391,7 @@ func TestDurability(t *testing.T) {
 // A stream that was made by hand is refused if one of its settings can lose records.
 func TestForeignSettingsAreRefused(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
-	nc, err := Connect(s.ClientURL())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	js := administer(t, s.ClientURL())
 	for setting, change := range map[string]func(*jetstream.StreamConfig){
 		"subjects":             func(c *jetstream.StreamConfig) { c.Subjects = []string{"other"} },
 		"storage":              func(c *jetstream.StreamConfig) { c.Storage = jetstream.MemoryStorage },
@@ -565,15 +570,7 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 		t.Helper()
 		c := config(s.ClientURL())
 		c.Name = name
-		client, err := New(c, slog.New(slog.DiscardHandler))
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(client.Close)
-		if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
-			t.Fatal(err)
-		}
-		return client
+		return connected(t, c)
 	}
 	several := connect("several")
 	for range 2 {
@@ -603,19 +600,12 @@ func TestDirectoryNeedsRoomForAllSlots(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT, JetStreamMaxStore: 8 * size})
 	c := config(s.ClientURL())
 	c.MaxBytes = size
-	client, err := New(c, slog.New(slog.DiscardHandler))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer client.Close()
-	if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
-		t.Fatal(err)
-	}
+	client := connected(t, c)
 	for range 2 { // Also when a part of the streams was created.
-		_, err = client.OpenDirectory(t.Context(), 2)
+		_, err := client.OpenDirectory(t.Context(), 2)
 		wantText(t, "two slots in the space of one", err, "slot 1 of 2", "max_file_store")
 	}
-	if _, err = client.OpenDirectory(t.Context(), 1); err != nil {
+	if _, err := client.OpenDirectory(t.Context(), 1); err != nil {
 		t.Errorf("one slot: got %v, want no error", err)
 	}
 }
