@@ -28,8 +28,8 @@ type sinkAddrs struct {
 type sinkProcess struct {
 	*child
 	sinkAddrs
-	// others are further processes, with the rest of Ports.
-	others []*sinkProcess
+	// next is the process with the rest of Ports; nil if this one has all.
+	next *sinkProcess
 }
 
 type sinkStats struct {
@@ -62,26 +62,25 @@ func startSink(ctx context.Context, ports int) (*sinkProcess, error) {
 	if err := json.Unmarshal(p.hello, &s.sinkAddrs); err != nil || ports == own {
 		return s, err
 	}
-	other, err := startSink(ctx, ports-own)
-	if err != nil {
+	if s.next, err = startSink(ctx, ports-own); err != nil {
 		p.stop()
 		return nil, err
 	}
-	s.others, s.Ports = append(s.others, other), append(s.Ports, other.Ports...)
+	s.Ports = append(s.Ports, s.next.Ports...)
 	return s, nil
 }
 
 func (s *sinkProcess) stop() {
-	for _, other := range s.others {
-		other.stop()
+	if s.next != nil {
+		s.next.stop()
 	}
 	s.child.stop()
 }
 
 func (s *sinkProcess) cpu() time.Duration {
 	used := s.child.cpu()
-	for _, other := range s.others {
-		used += other.cpu()
+	if s.next != nil {
+		used += s.next.cpu()
 	}
 	return used
 }
@@ -93,19 +92,14 @@ func (s *sinkProcess) take() (stats sinkStats, err error) {
 		return stats, err
 	}
 	defer resp.Body.Close()
-	if err := json.NewDecoder(resp.Body).Decode(&stats); err != nil {
+	if err := json.NewDecoder(resp.Body).Decode(&stats); err != nil || s.next == nil {
 		return stats, err
 	}
-	for _, other := range s.others {
-		more, err := other.take()
-		if err != nil {
-			return stats, err
-		}
-		stats.Count += more.Count
-		stats.Connections += more.Connections
-		stats.Samples = append(stats.Samples, more.Samples...)
-	}
-	return stats, nil
+	more, err := s.next.take()
+	stats.Count += more.Count
+	stats.Connections += more.Connections
+	stats.Samples = append(stats.Samples, more.Samples...)
+	return stats, err
 }
 
 // sinkRole runs the sink; its argument is the number of Ports.
