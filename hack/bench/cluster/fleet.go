@@ -163,6 +163,9 @@ func (p *simulated) report() adminapi.Report {
 
 func (p *simulated) since(cursor string) *adminapi.Report {
 	log, view := p.changes.Load(), p.fleet.view.Load()
+	if view == nil {
+		return nil
+	}
 	r := p.header()
 	changed, ok := log.Since(cursor, changes.Pod{Ready: r.Ready, Configs: numbers(r)})
 	switch {

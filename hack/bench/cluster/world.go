@@ -46,7 +46,7 @@ const (
 type world struct {
 	dir    string
 	server *env.Env
-	client client.Client // of an administrator
+	client client.WithWatch // of an administrator
 	binary string
 	audit  string
 	hook   *hook
@@ -87,7 +87,7 @@ func newWorld() (_ *world, err error) {
 	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
 		return nil, err
 	}
-	if w.client, err = client.New(w.server.Config, client.Options{Scheme: scheme}); err != nil {
+	if w.client, err = client.NewWithWatch(w.server.Config, client.Options{Scheme: scheme}); err != nil {
 		return nil, err
 	}
 	return w, w.server.Install()
@@ -249,27 +249,52 @@ func (w *world) kubeconfig(account string) (string, error) {
 	return file, clientcmd.WriteToFile(*config, file)
 }
 
-// waitReady waits until every object is Ready.
+// waitReady waits until every object is Ready. It watches, because lists of many objects several times a second
+// take the CPU time of the processes that are measured.
 func (w *world) waitReady(ctx context.Context) error {
-	ready := func(generation int64, conditions []metav1.Condition) bool {
-		c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
-		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation
+	return errors.Join(
+		w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, *namespaces**perNamespace, 0),
+		w.watchReady(ctx, &v1alpha1.SourceList{}, *namespaces, 0),
+	)
+}
+
+// watchReady waits until a number of objects are Ready, in at least a generation.
+func (w *world) watchReady(ctx context.Context, list client.ObjectList, number int, generation int64, selected ...client.ListOption) error {
+	ctx, stop := context.WithTimeoutCause(ctx, maxWait, fmt.Errorf("%d objects of %T are not Ready after %s", number, list, maxWait))
+	defer stop()
+	watcher, err := w.client.Watch(ctx, list, selected...)
+	if err != nil {
+		return err
 	}
-	return w.until(ctx, 250*time.Millisecond, "every object to be Ready", func() (bool, error) {
-		var list v1alpha1.WebhookDestinationList
-		var sources v1alpha1.SourceList
-		if err := errors.Join(w.client.List(ctx, &list), w.client.List(ctx, &sources)); err != nil {
-			return false, err
+	defer watcher.Stop()
+	ready := map[client.ObjectKey]bool{}
+	for len(ready) < number {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case event, ok := <-watcher.ResultChan():
+			if !ok {
+				return errors.New("the watch has ended")
+			}
+			var conditions []metav1.Condition
+			switch o := event.Object.(type) {
+			case *v1alpha1.WebhookDestination:
+				conditions = o.Status.Conditions
+			case *v1alpha1.Source:
+				conditions = o.Status.Conditions
+			default:
+				return fmt.Errorf("watch: unexpected %s event: %v", event.Type, o)
+			}
+			o := event.Object.(client.Object)
+			c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+			if c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.GetGeneration() && o.GetGeneration() >= generation {
+				ready[client.ObjectKeyFromObject(o)] = true
+			} else {
+				delete(ready, client.ObjectKeyFromObject(o))
+			}
 		}
-		all := len(list.Items) == *namespaces**perNamespace && len(sources.Items) == *namespaces
-		for _, d := range list.Items {
-			all = all && ready(d.Generation, d.Status.Conditions)
-		}
-		for _, s := range sources.Items {
-			all = all && ready(s.Generation, s.Status.Conditions)
-		}
-		return all, nil
-	})
+	}
+	return nil
 }
 
 func (w *world) until(ctx context.Context, every time.Duration, event string, ok func() (bool, error)) error {
@@ -304,14 +329,7 @@ func (w *world) edit(ctx context.Context, namespace string, i int, version strin
 	if err != nil {
 		return 0, err
 	}
-	generation := d.Generation
-	err = w.until(ctx, 5*time.Millisecond, "a changed destination to be Ready", func() (bool, error) {
-		if err := w.client.Get(ctx, client.ObjectKeyFromObject(d), d); err != nil {
-			return false, err
-		}
-		c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionReady)
-		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation, nil
-	})
+	err = w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, 1, d.Generation, client.InNamespace(namespace), client.MatchingFields{"metadata.name": d.Name})
 	return time.Since(begin), err
 }
 
