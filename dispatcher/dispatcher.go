@@ -539,12 +539,14 @@ func (d *Dispatcher) Ready() error {
 	if d.gate.View() == nil {
 		return errors.New("waiting for the first full config")
 	}
-	// The answer is public, so it names no namespace.
 	if !d.configs.Usable() {
-		return errors.New("no live config is usable; the log has the errors")
+		return errNoUsableConfig
 	}
 	return nil
 }
+
+// errNoUsableConfig is public, so it names no namespace.
+var errNoUsableConfig = errors.New("no live config is usable; the log has the errors")
 
 // UnknownKeys returns the recent requests with an unknown write key, those with the most requests
 // first.

@@ -262,7 +262,13 @@ func (h *host) ready() error {
 	if !h.o.clock.isRight() && len(h.owned()) == 0 {
 		return errors.New(h.o.clock.problem())
 	}
-	return h.canRoute()
+	if err := h.canRoute(); err != nil {
+		return err
+	}
+	if !h.namespaces.isUsable() {
+		return errNoUsableConfig
+	}
+	return nil
 }
 
 // errNotHeard is the reason of a process that would take all slots, because it hears no other one.
@@ -390,11 +396,11 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 	return n != 0 && time.Since(h.started)-time.Duration(n) <= deafAfter
 }
 
-// heartbeat describes this process. Without the live configs it would accept no calls of its slots, so
+// heartbeat describes this process. Without usable live configs it would accept no calls of its slots, so
 // it takes none.
 func (h *host) heartbeat() slots.Heartbeat {
 	own := slots.Heartbeat{
-		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced(), Announcement: h.o.identity.Announce(),
+		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
 		ClockSkew: h.o.clock.milliseconds(), Owned: h.owned(),
 	}
 	for _, s := range h.slots {

@@ -25,9 +25,11 @@ type namespaces struct {
 	directory atomic.Pointer[slots.Directory]
 	synced    atomic.Bool
 
-	mu      sync.Mutex
-	stored  map[string]liveconfig.Stored
-	failed  []string
+	mu     sync.Mutex
+	stored map[string]liveconfig.Stored
+	failed []string
+	// invalid are the namespaces whose stored config cannot be decoded.
+	invalid map[string]bool
 	feeders map[int]*feeder
 	// unassigned are the namespaces that may have no slot, with the time of their first config. wake has a
 	// value when there are some.
@@ -39,7 +41,7 @@ type namespaces struct {
 
 func newNamespaces(log *slog.Logger) *namespaces {
 	return &namespaces{
-		log: log, stored: map[string]liveconfig.Stored{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
+		log: log, stored: map[string]liveconfig.Stored{}, invalid: map[string]bool{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
 		changedAt: map[int]time.Time{},
 	}
 }
@@ -49,9 +51,10 @@ var _ liveconfig.Sink = (*namespaces)(nil)
 // Set implements liveconfig.Sink.
 func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 	// The Dispatcher of the slot reports an invalid config.
-	_ = n.index.Set(namespace, stored)
+	err := n.index.Set(namespace, stored)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	n.setInvalid(namespace, err != nil && !stored.Incomplete())
 	n.noteChange(namespace)
 	n.stored[namespace] = stored
 	n.changed(namespace)
@@ -64,7 +67,24 @@ func (n *namespaces) Delete(namespace string) {
 	defer n.mu.Unlock()
 	n.noteChange(namespace)
 	delete(n.stored, namespace)
+	n.setInvalid(namespace, false)
 	n.changed(namespace)
+}
+
+// setInvalid stores whether the config of a namespace is invalid. The mutex is held.
+func (n *namespaces) setInvalid(namespace string, invalid bool) {
+	if invalid {
+		n.invalid[namespace] = true
+	} else {
+		delete(n.invalid, namespace)
+	}
+}
+
+// isUsable is false if configs are invalid and none is in effect, as Configs.Usable is.
+func (n *namespaces) isUsable() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return len(n.invalid) == 0 || !n.index.IsEmpty()
 }
 
 // Synced implements liveconfig.Sink.

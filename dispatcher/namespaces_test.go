@@ -71,6 +71,30 @@ func TestConfigsOfASlot(t *testing.T) {
 	}
 }
 
+// A process is not usable while configs are invalid and none is in effect: one of another release can use
+// them.
+func TestUsableNamespaces(t *testing.T) {
+	n := newNamespaces(slog.New(slog.DiscardHandler))
+	invalid := liveconfig.Stored{Config: []byte("not a config")}
+	for _, step := range []struct {
+		name string
+		do   func()
+		want bool
+	}{
+		{"without configs", func() {}, true},
+		{"with an invalid config", func() { n.Set("shop", invalid) }, false},
+		{"with a config of another namespace", func() { n.Set("other", encoded(t, testConfig("https://hooks.example"))) }, true},
+		{"after its deletion", func() { n.Delete("other") }, false},
+		{"with a valid config", func() { n.Set("shop", encoded(t, testConfig("https://hooks.example"))) }, true},
+		{"with the previous config in effect", func() { n.Set("shop", invalid) }, true},
+		{"after the deletion of all", func() { n.Delete("shop") }, true},
+	} {
+		if step.do(); n.isUsable() != step.want {
+			t.Errorf("usable %s: got %v, want %v", step.name, !step.want, step.want)
+		}
+	}
+}
+
 // Processes with different configs at the start do not give the same slot: one of them assigns, and the
 // others wait until they have read its assignments.
 func TestNamespacesAreSpread(t *testing.T) {

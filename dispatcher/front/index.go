@@ -89,6 +89,13 @@ func (x *Index) Delete(namespace string) {
 	x.remove(namespace)
 }
 
+// IsEmpty reports whether no namespace has entries.
+func (x *Index) IsEmpty() bool {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	return len(x.namespaces) == 0
+}
+
 // add adds the entries of a namespace. The mutex is held.
 func (x *Index) add(namespace string, e entry) {
 	if x.namespaces == nil {

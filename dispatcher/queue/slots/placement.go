@@ -12,8 +12,8 @@ type Member struct {
 	Name string
 	// Age is the time since its first heartbeat.
 	Age time.Duration
-	// Leaving members take no slots and hand over those that they have: they end, or do not have the live
-	// configs yet.
+	// Leaving members take no slots and hand over those that they have: they end, or have no usable
+	// live configs.
 	Leaving bool
 	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log.
 	ClockSkew time.Duration
