@@ -242,7 +242,11 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		}
 		compiles.WithLabelValues(result).Inc()
 		if err != nil {
-			return reconcile.Result{}, errors.Join(err, r.mark(ctx, request.Name, true))
+			marking := r.mark(ctx, request.Name, true)
+			if marking != nil && ctx.Err() != nil {
+				r.own.fire(markerRequest.Name) // The time of this request has ended; that one has its own.
+			}
+			return reconcile.Result{}, errors.Join(err, marking)
 		}
 	}
 	return reconcile.Result{}, r.mark(ctx, request.Name, false)
