@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/rand"
 	"log/slog"
 	"maps"
 	"net"
@@ -22,11 +23,12 @@ import (
 )
 
 // fleet is many simulated dispatcher pods. They load the live configs and report with the
-// dispatchers' own code, but have no store and invent their traffic. The configs are read once for
-// all of them.
+// dispatchers' own code, but have no store and invent their traffic. The configs are read, and the
+// changes are numbered, once for all of them, so that the machine has time for the operator.
 type fleet struct {
-	port string
-	pods []*simulated
+	port    string
+	pods    []*simulated
+	changes *changes.Log
 
 	mu      sync.Mutex
 	configs map[string]liveconfig.Revisioned
@@ -39,8 +41,8 @@ type simulated struct {
 	fleet    *fleet
 	name, ip string
 	server   *http.Server
-	// changes is another one after each start.
-	changes atomic.Pointer[changes.Log]
+	// run is another one after each start. Cursors begin with it.
+	run atomic.Pointer[string]
 	// delivered is the number of messages that each destination has got.
 	delivered atomic.Int64
 	last      atomic.Pointer[time.Time]
@@ -48,7 +50,7 @@ type simulated struct {
 }
 
 func newFleet(n int, port string) *fleet {
-	f := &fleet{port: port, configs: map[string]liveconfig.Revisioned{}}
+	f := &fleet{port: port, configs: map[string]liveconfig.Revisioned{}, changes: changes.New(func() changes.Lanes { return nil })}
 	for i := range n {
 		f.pods = append(f.pods, &simulated{fleet: f, name: dispatcherName(i), ip: loopback(i)})
 	}
@@ -83,16 +85,12 @@ func (f *fleet) change(do func()) {
 		return
 	}
 	f.view.Store(liveconfig.NewView(slices.Collect(maps.Values(f.configs))))
-	for _, p := range f.pods {
-		p.changes.Load().Update(f.view.Load(), nil)
-	}
+	f.changes.Update(f.view.Load(), nil)
 }
 
 // start serves the pod's reports, as a process that has just started.
 func (p *simulated) start() error {
-	log := changes.New(func() changes.Lanes { return nil })
-	log.Update(p.fleet.view.Load(), nil)
-	p.changes.Store(log)
+	p.run.Store(new(rand.Text() + " "))
 	listener, err := net.Listen("tcp", net.JoinHostPort(p.ip, p.fleet.port))
 	if err != nil {
 		return err
@@ -112,12 +110,14 @@ func (p *simulated) start() error {
 
 func (p *simulated) stop() { _ = p.server.Close() }
 
-// deliver invents a delivery of each destination.
-func (p *simulated) deliver() {
+// deliver invents a delivery of each destination by each pod.
+func (f *fleet) deliver() {
 	now := time.Now()
-	p.last.Store(&now)
-	p.delivered.Add(1)
-	view, log := p.fleet.view.Load(), p.changes.Load()
+	for _, p := range f.pods {
+		p.last.Store(&now)
+		p.delivered.Add(1)
+	}
+	view, log := f.view.Load(), f.changes
 	for _, namespace := range view.Namespaces() {
 		config, _ := view.Namespace(namespace)
 		for i := range config.Destinations {
@@ -149,9 +149,8 @@ func numbers(r adminapi.Report) (sum uint64) {
 }
 
 func (p *simulated) report() adminapi.Report {
-	log := p.changes.Load()
 	r := p.header()
-	r.Cursor = log.Cursor()
+	r.Cursor = *p.run.Load() + p.fleet.changes.Cursor()
 	if view := p.fleet.view.Load(); view != nil {
 		for _, name := range view.Namespaces() {
 			config, _ := view.Namespace(name)
@@ -162,12 +161,13 @@ func (p *simulated) report() adminapi.Report {
 }
 
 func (p *simulated) since(cursor string) *adminapi.Report {
-	log, view := p.changes.Load(), p.fleet.view.Load()
+	run, view := *p.run.Load(), p.fleet.view.Load()
 	if view == nil {
 		return nil
 	}
 	r := p.header()
-	changed, ok := log.Since(cursor, changes.Pod{Ready: r.Ready, Configs: numbers(r)})
+	cursor, _ = strings.CutPrefix(cursor, run) // The log does not know the cursors of other runs.
+	changed, ok := p.fleet.changes.Since(cursor, changes.Pod{Ready: r.Ready, Configs: numbers(r)})
 	switch {
 	case !ok:
 		return nil
@@ -175,7 +175,7 @@ func (p *simulated) since(cursor string) *adminapi.Report {
 		full := p.report()
 		return &full
 	}
-	r.Cursor, r.Delta, r.RemovedNamespaces = changed.Cursor, true, changed.Removed
+	r.Cursor, r.Delta, r.RemovedNamespaces = run+changed.Cursor, true, changed.Removed
 	for name, n := range changed.Namespaces {
 		config, _ := view.Namespace(name)
 		config.Namespace, config.Config = name, n.Select(config.Config)

@@ -106,9 +106,7 @@ func (w *world) underTraffic(ctx context.Context, group *errgroup.Group, fleet *
 			case <-ctx.Done():
 				return nil
 			case <-every.C:
-				for _, p := range fleet.pods {
-					p.deliver()
-				}
+				fleet.deliver()
 			}
 		}
 	})
