@@ -371,7 +371,10 @@ func (d *Dispatcher) Delete(namespace string) { d.configs.Delete(namespace) }
 
 // Synced reports that the config of every namespace is set, except for those of the failed
 // namespaces; from now on calls are accepted.
-func (d *Dispatcher) Synced(failed ...string) { d.configs.Synced(failed...) }
+func (d *Dispatcher) Synced(failed ...string) {
+	d.configs.Synced(failed...)
+	d.store.ReclaimWhenQuiet() // The garbage of the start is many times the size of the configs.
+}
 
 // Run serves until ctx is done, then stops in order: it refuses new calls, answers calls in
 // progress, finishes deliveries in flight, and persists the positions.

@@ -38,6 +38,10 @@ type reclaimer struct {
 	newestLog atomic.Uint64
 }
 
+// ReclaimWhenQuiet makes the store reclaim the next time that it is quiet, also if it has written little
+// since the last time: after something else in the process used much memory.
+func (s *Store) ReclaimWhenQuiet() { s.reclaimer.done.Store(-reclaimBytes) }
+
 // reclaimDue reports whether a reclaim should start.
 func (s *Store) reclaimDue() bool {
 	r, activity := &s.reclaimer, s.disk.activity()

@@ -189,6 +189,32 @@ func TestReclaimIsNotActivity(t *testing.T) {
 	}
 }
 
+// A store without a burst reclaims once if it is requested.
+func TestRequestedReclaim(t *testing.T) {
+	var quiet atomic.Int64
+	s := open(t, t.TempDir(), Options{MaintainInterval: time.Hour, Quiet: func(is bool) {
+		if is {
+			quiet.Add(1)
+		}
+	}})
+	defer s.Close()
+	pass := func(times int) {
+		for range times {
+			s.maintain(false)
+			eventually(t, "no reclaim runs", func() bool { return !s.reclaimer.running.Load() })
+		}
+	}
+	pass(2 * quietPasses)
+	if n := quiet.Load(); n != 0 {
+		t.Fatalf("a store without a burst reclaimed %d times", n)
+	}
+	s.ReclaimWhenQuiet()
+	pass(3 * quietPasses)
+	if n := quiet.Load(); n != 1 {
+		t.Errorf("a store with a request reclaimed %d times, want once", n)
+	}
+}
+
 // A reclaim does not remove logs in use while logs are recycled.
 func TestReclaimDuringABurst(t *testing.T) {
 	dir := t.TempDir()
