@@ -29,6 +29,12 @@ func (c *clockCheck) isRight() bool {
 	return c == nil || slots.Member{ClockSkew: c.Skew()}.HasRightClock(c.members.List())
 }
 
+// mustHandOver reports whether the clock is wrong, and another process is ready to take a slot: this one sends
+// no more, so that no time of its clock is stored.
+func (c *clockCheck) mustHandOver(slot int) bool {
+	return c != nil && c.Skew().Abs() > slots.MaxClockSkew && !c.isRight() && c.members.HasSuccessor(slot)
+}
+
 // problem describes a wrong clock with its fix; empty for none.
 func (c *clockCheck) problem() string {
 	if c == nil {

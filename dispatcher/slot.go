@@ -511,7 +511,7 @@ func (t *term) maySend() func() bool {
 	if t == nil {
 		return nil
 	}
-	return t.writer.MaySend
+	return func() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
 }
 
 // report returns the part in the log for reports; nil if the disk is the only place of the store.

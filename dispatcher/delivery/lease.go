@@ -5,8 +5,12 @@ import (
 	"time"
 )
 
-// leaseCheck is the time between two checks of the permission to send.
-const leaseCheck = 100 * time.Millisecond
+const (
+	// leaseCheck is the time between two checks of the permission to send.
+	leaseCheck = 100 * time.Millisecond
+	// pausedInterval is the time between two passes of the maintenance without that permission.
+	pausedInterval = time.Second
+)
 
 // pause cancels the requests in flight, and starts no more until resume.
 func (e *Engine) pause() {

@@ -73,3 +73,28 @@ func TestMaySendIsCheckedBeforeEachRequest(t *testing.T) {
 		}
 	})
 }
+
+// While a process may not send, possibly because its clock is wrong, no retry window ends.
+func TestNothingExpiresWhileSendingIsNotPermitted(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var may atomic.Bool
+		may.Store(true)
+		w := newWorld(t, always(answer{status: 500}), func(o *Options) { o.MaySend = may.Load })
+		c := dest("crm", "http://a.test")
+		c.Delivery.RetryWindowMS = 60_000
+		w.apply(c)
+		w.send("web", 10)
+		w.sleep(10 * time.Second)
+		may.Store(false)
+		w.sleep(time.Hour)
+		if r := w.report("crm"); r.Pending != 10 || r.DeadLettered != 0 {
+			t.Errorf("without the permission to send: got %d pending and %d dead-lettered, want 10 and 0", r.Pending, r.DeadLettered)
+		}
+		may.Store(true)
+		w.sleep(time.Minute)
+		if r := w.report("crm"); r.Pending != 0 || r.DeadLettered != 10 {
+			t.Errorf("with the permission to send: got %d pending and %d dead-lettered, want 0 and 10", r.Pending, r.DeadLettered)
+		}
+		w.end()
+	})
+}

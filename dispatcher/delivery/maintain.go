@@ -59,6 +59,9 @@ func (e *Engine) wakeMaintenance() {
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
 	e.storeHistory(historyInterval)
+	if !e.maySend() {
+		return min(pausedInterval, e.logStates()) // The clock of this process may be wrong: nothing expires.
+	}
 	wait := e.buryExpired(ctx)
 	wait = min(wait, e.dropLanes(ctx), e.logStates())
 	e.trimDeadLetters(ctx)

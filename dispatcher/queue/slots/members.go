@@ -125,6 +125,19 @@ func (m *Members) List() (members []Member) {
 	return members
 }
 
+// HasSuccessor reports whether a member with a right clock has a complete copy of a slot.
+func (m *Members) HasSuccessor(slot int) bool {
+	members := m.List()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, h := range m.alive(m.now()) {
+		if !h.Leaving && h.member().HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{slot, true}) {
+			return true
+		}
+	}
+	return false
+}
+
 // View returns the arguments of Place for a number of slots.
 func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	m.mu.Lock()

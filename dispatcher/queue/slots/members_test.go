@@ -49,6 +49,24 @@ func TestMembers(t *testing.T) {
 	}
 }
 
+// The successor of an owner has a complete copy and a right clock, and does not leave.
+func TestSuccessor(t *testing.T) {
+	m := NewMembers(func() time.Time { return time.Unix(1000, 0) })
+	for _, h := range []Heartbeat{
+		{Member: "owner", Owned: []OwnedSlot{{Slot: 0, Epoch: 1}, {Slot: 1, Epoch: 1}, {Slot: 2, Epoch: 1}, {Slot: 3, Epoch: 1}, {Slot: 4, Epoch: 1}}, ClockSkew: 3_600_000},
+		{Member: "right", Copies: []SlotCopied{{0, true}, {1, false}}},
+		{Member: "leaving", Copies: []SlotCopied{{2, true}}, Leaving: true},
+		{Member: "wrong", Copies: []SlotCopied{{3, true}}, ClockSkew: -3_600_000},
+	} {
+		m.Hear(h)
+	}
+	for slot, want := range []bool{true, false, false, false, false} {
+		if got := m.HasSuccessor(slot); got != want {
+			t.Errorf("slot %d: got a successor %v, want %v", slot, got, want)
+		}
+	}
+}
+
 // The first of two processes with one name is the member until it leaves or is lost.
 func TestMembersWithOneName(t *testing.T) {
 	now := time.Unix(1000, 0)

@@ -67,7 +67,7 @@ func (c *WallClock) Read(ctx context.Context, slot int, servers []ServerTime) er
 		}
 		r := clockReading{at.Sub(received), at.Sub(sent), received}
 		readings = append(readings, r)
-		if c.skew(r).Abs() <= MaxClockSkew {
+		if r.skew(c.ahead()).Abs() <= MaxClockSkew {
 			break
 		}
 	}
@@ -80,9 +80,11 @@ func (c *WallClock) Read(ctx context.Context, slot int, servers []ServerTime) er
 	return nil
 }
 
-// skew returns by how much the wall clock is ahead of a server's.
-func (c *WallClock) skew(r clockReading) time.Duration {
-	ahead := c.wall().Round(0).Sub(c.lease()) // Round removes the monotonic reading.
+// ahead returns the wall clock minus the clock of leases.
+func (c *WallClock) ahead() time.Duration { return c.wall().Round(0).Sub(c.lease()) } // Round removes the monotonic reading.
+
+// skew returns by how much a wall clock is ahead of the server's.
+func (r clockReading) skew(ahead time.Duration) time.Duration {
 	switch {
 	case ahead > r.most:
 		return ahead - r.most
@@ -105,13 +107,13 @@ func (c *WallClock) Skew() (smallest time.Duration) {
 			}
 		}
 	}
-	found := false
+	ahead, found := c.ahead(), false
 	for _, readings := range c.readings {
 		for _, r := range readings {
 			if newest.Sub(r.at) > readingAge {
 				continue
 			}
-			if skew := c.skew(r); !found || skew.Abs() < smallest.Abs() {
+			if skew := r.skew(ahead); !found || skew.Abs() < smallest.Abs() {
 				smallest, found = skew, true
 			}
 		}
