@@ -35,13 +35,14 @@ func Build(dir string) (string, error) {
 }
 
 // Compile builds a main package of the module in a directory. It uses the flags of
-// the Makefile, so that it reuses the packages that `make build` compiled.
-func Compile(dir, pkg, binary string) error {
+// the Makefile, so that it reuses the packages that `make build` compiled, and further ones.
+func Compile(dir, pkg, binary string, flags ...string) error {
 	binary, err := filepath.Abs(binary)
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command("go", "build", "-C", dir, "-trimpath", "-ldflags", "-s -w", "-o", binary, pkg)
+	args := append([]string{"build", "-C", dir, "-trimpath", "-ldflags", "-s -w", "-o", binary}, flags...)
+	cmd := exec.Command("go", append(args, pkg)...)
 	// The flags are those of the module, not those of the caller, which can be in another one.
 	workspace, err := filepath.Abs(filepath.Join(dir, "go.work"))
 	if err != nil {
@@ -99,6 +100,8 @@ func FreeAddr() string {
 type Posthorn struct {
 	Binary string
 	Args   []string
+	// Env is added to the environment.
+	Env []string
 	// Addr is the address for calls. Start polls /readyz there; if Addr is empty, it does not
 	// wait.
 	Addr string
@@ -127,7 +130,7 @@ func Run(binary, manifests, data string, flags ...string) *Posthorn {
 // again. After an error no process runs.
 func (p *Posthorn) Start() error {
 	cmd, exited := exec.Command(p.Binary, p.Args...), make(chan struct{})
-	cmd.Stdout, cmd.Stderr = p.Log, p.Log
+	cmd.Stdout, cmd.Stderr, cmd.Env = p.Log, p.Log, append(os.Environ(), p.Env...)
 	if err := cmd.Start(); err != nil {
 		return err
 	}

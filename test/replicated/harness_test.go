@@ -113,6 +113,12 @@ type pod struct {
 // startPods starts processes with the same log and the same manifests.
 func startPods(t *testing.T, n int, manifests map[string]string, flags ...string) (pods []*pod) {
 	t.Helper()
+	return startPodsOf(t, binary, n, manifests, flags...)
+}
+
+// startPodsOf starts processes of a binary. The clock of each can be set if BuildWithClock has built it.
+func startPodsOf(t *testing.T, binary string, n int, manifests map[string]string, flags ...string) (pods []*pod) {
+	t.Helper()
 	for i := range n {
 		p := &pod{t: t, name: fmt.Sprint("pod ", i), data: filepath.Join(t.TempDir(), "data")}
 		dir := t.TempDir()
@@ -123,6 +129,7 @@ func startPods(t *testing.T, n int, manifests map[string]string, flags ...string
 		}
 		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0"}, flags...)...)
 		p.calls, p.Addr, p.Log = p.Addr, "", &p.log
+		p.Env = []string{process.ClockFile + "=" + p.clockFile()}
 		p.start()
 		t.Cleanup(func() {
 			_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
@@ -146,6 +153,17 @@ func (p *pod) start() {
 func (p *pod) end(signal syscall.Signal) {
 	if err := p.Stop(signal); err != nil {
 		p.t.Error(err)
+	}
+}
+
+// clockFile is the file with the clock of the process.
+func (p *pod) clockFile() string { return p.data + ".clock" }
+
+// setClock sets the clock of a process of BuildWithClock.
+func (p *pod) setClock(ahead time.Duration) {
+	p.t.Helper()
+	if err := process.Replace(p.clockFile(), fmt.Sprint(int64(ahead.Seconds()))); err != nil {
+		p.t.Fatal(err)
 	}
 }
 

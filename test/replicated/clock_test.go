@@ -1,0 +1,105 @@
+package replicated
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// wantClock waits until a process reports that its clock is wrong, or right.
+func wantClock(t *testing.T, p *pod, problem string) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		s, err := (&adminapi.Client{URL: "http://" + p.Admin}).Log(t.Context())
+		switch {
+		case err != nil:
+			return err
+		case s == nil || !strings.HasPrefix(s.Clock, problem) || (s.Clock == "") != (problem == ""):
+			return fmt.Errorf("state: %+v", s)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("clock of %s: want the problem %q: %v", p.name, problem, err)
+	}
+}
+
+// The clock of the owner is set six hours ahead, longer than the retry window, while messages wait for a
+// receiver that fails. The standby takes over and delivers all of them: none has become a dead letter, and
+// no retry is planned six hours later. The former owner takes no slot until its clock is right.
+func TestClockOfTheOwner(t *testing.T) {
+	if testing.Short() {
+		t.Skip("builds the binary with another package time")
+	}
+	withClock, err := process.BuildWithClock(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, r := startServers(t), newReceiver(t)
+	var fails atomic.Bool
+	deliver := r.Config.Handler
+	r.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if fails.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		deliver.ServeHTTP(w, q)
+	})
+	pods := startPodsOf(t, withClock, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	before := owner(t, pods)
+	next := pods[0]
+	if next == before {
+		next = pods[1]
+	}
+	waitReady(t, next)
+	all := &sender{pods: pods}
+	ctx, cancel := context.WithCancel(t.Context())
+	sent := make(chan struct{})
+	go func() {
+		defer close(sent)
+		all.run(ctx, "clock")
+	}()
+	defer func() {
+		cancel()
+		<-sent
+	}()
+	acknowledge(t, all, 200)
+	fails.Store(true)
+	acknowledge(t, all, 200)
+
+	before.setClock(6 * time.Hour)
+	if err := wait.Until(next.isOwner); err != nil {
+		t.Fatalf("hand-over: %v", err)
+	}
+	wantClock(t, before, "the clock of this process is ")
+	wantClock(t, next, "")
+	acknowledge(t, all, 200)
+	fails.Store(false)
+	acknowledge(t, all, 200)
+
+	// The next owner is lost: the process with the wrong clock takes the slot only after it is right.
+	next.end(syscall.SIGTERM)
+	wantClock(t, before, "the clock of this process is ")
+	before.setClock(0)
+	if err := wait.Until(before.isOwner); err != nil {
+		t.Fatalf("takeover with a right clock: %v", err)
+	}
+	wantClock(t, before, "")
+	acknowledge(t, all, 200)
+	next.start()
+	cancel()
+	<-sent
+	repeated := checkDelivered(t, all.acknowledged, r)
+	t.Logf("%d acknowledged calls, %d repeated deliveries; longest time without an acknowledged call %v", len(all.acknowledged), repeated, all.gap.Round(10*time.Millisecond))
+	if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
+		t.Errorf("ledger: got %+v, want everything delivered", ledger)
+	}
+}
