@@ -320,6 +320,14 @@ func (t *term) snapshotTaken() time.Time {
 	return time.Time{}
 }
 
+// uploaded returns the number of bytes that were uploaded for snapshots.
+func (t *term) uploaded() int64 {
+	if s := t.snapshots.Load(); s != nil {
+		return s.Uploaded()
+	}
+	return 0
+}
+
 // call forwards the calls to the owner, or refuses them.
 func (s *standby) call() http.Handler {
 	if s.calls == nil {

@@ -149,6 +149,8 @@ var measurements = []struct {
 	{"idle", measureIdle},
 	{"burst", measureBurst},
 	{"replicated", measureReplicated},
+	{"takeover", measureTakeover},
+	{"slots", measureSlots},
 }
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }

@@ -43,7 +43,7 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole, "slots": slotsRole}
 
 type bench struct {
 	root string

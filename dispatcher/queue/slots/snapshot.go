@@ -72,6 +72,8 @@ type Snapshotter struct {
 
 	// taken is the time of the last snapshot of this session in Unix milliseconds; 0 for none.
 	taken atomic.Int64
+	// bytes is the size of the files that this session has uploaded.
+	bytes atomic.Int64
 	// at and published are the time and the progress of the last snapshot.
 	at        time.Time
 	published int64
@@ -106,6 +108,9 @@ func (s *Snapshotter) Taken() time.Time {
 	}
 	return time.Time{}
 }
+
+// Uploaded returns the number of bytes that this session has uploaded.
+func (s *Snapshotter) Uploaded() int64 { return s.bytes.Load() }
 
 // isDue reports whether a snapshot is due. Without changes the last one is sufficient, unless the stream
 // is half full and has the records behind the one before it: calls may be refused, so that no changes
@@ -253,7 +258,9 @@ func (s *Snapshotter) putFile(ctx context.Context, name, object string, unlimite
 	if err != nil || info.Size() == 0 {
 		return file{Name: name}, err
 	}
-	if err := s.Objects.Put(ctx, object, r); err != nil {
+	err = s.Objects.Put(ctx, object, r)
+	s.bytes.Add(r.size)
+	if err != nil {
 		return f, err
 	}
 	return file{name, object, r.size, r.checksum}, nil
