@@ -396,6 +396,38 @@ func TestEmptyFolderKeepsTheObjects(t *testing.T) {
 	f.runs()
 }
 
+// A folder without a Source, such as an empty one at the first start, is probably a mistake. The log has
+// one warning until there is a Source.
+func TestFolderWithoutSourceIsLogged(t *testing.T) {
+	dir := t.TempDir()
+	f := start(t, dir, filepath.Join(t.TempDir(), "manifests.json"))
+	put(t, dir, "crm.yaml", webDestination)
+	f.runs("default/crm Paused")
+	put(t, dir, "web.yaml", secret+"---\n"+webSource)
+	f.runs("default/crm Active")
+	put(t, dir, "web.yaml", noObjects)
+	f.runs("default/crm Paused")
+	f.stop()
+	want := []string{"empty at the first start", "without the Source again"}
+	var got []string
+	for line := range strings.Lines(f.log.String()) {
+		if strings.Contains(line, "every call is answered 401") {
+			got = append(got, line)
+		}
+	}
+	if len(got) != len(want) {
+		t.Fatalf("warnings: got %d, want %d (%s):\n%s", len(got), len(want), strings.Join(want, ", "), f.log)
+	}
+	for _, part := range []string{"level=WARN", `msg="the manifests have no valid Source; every call is answered 401"`, "dir=" + dir} {
+		if !strings.Contains(got[0], part) {
+			t.Errorf("first warning: got %q, want %q in it", got[0], part)
+		}
+	}
+	if strings.Contains(f.log.String(), "folder of manifests is empty") {
+		t.Errorf("log of a folder that never had an object: got\n%s\nwant no error about kept objects", f.log)
+	}
+}
+
 // A mounted ConfigMap or Secret is a folder of links, which change atomically.
 func TestMountedConfigMap(t *testing.T) {
 	dir := t.TempDir()

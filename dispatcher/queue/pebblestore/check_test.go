@@ -80,3 +80,27 @@ func TestDeniedFileIsNotDamage(t *testing.T) {
 		t.Error("denied manifest: got no error, want one")
 	}
 }
+
+// noFolderFS creates no folders, as /proc.
+type noFolderFS struct{ vfs.FS }
+
+func (noFolderFS) MkdirAll(name string, _ os.FileMode) error {
+	return &os.PathError{Op: "mkdir", Path: name, Err: os.ErrNotExist}
+}
+
+// A directory that cannot be created is not reported as a missing file of the store.
+func TestDirectoryThatCannotBeCreated(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "data")
+	s, err := Open(dir, Options{Logger: discard, FS: noFolderFS{vfs.Default}})
+	if err == nil {
+		_ = s.Close()
+		t.Fatal("open: got no error, want one")
+	}
+	if want := "the directory cannot be created; use one on a writable file system: mkdir " + dir; !strings.Contains(err.Error(), want) {
+		t.Errorf("open: got error %q, want %q in it", err, want)
+	}
+	var corrupt *CorruptError
+	if errors.As(err, &corrupt) || errors.Is(err, os.ErrNotExist) {
+		t.Errorf("open: got error %v, want neither damage nor a missing file", err)
+	}
+}
