@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/plural"
@@ -45,7 +46,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 		kept := old.Status.DeepCopy()
 		s.Members, s.LastSync = kept.Members, kept.LastSync
 	} else if synced := !owner.LastSync.IsZero(); synced || owner.Unsent > 0 {
-		s.LastSync = &v1alpha1.AudienceSync{Time: optional(owner.LastSync), Added: owner.Added, Removed: owner.Removed, Changed: owner.Changed, Pending: owner.Unsent}
+		s.LastSync = &v1alpha1.AudienceSync{Time: observed.Optional(owner.LastSync), Added: owner.Added, Removed: owner.Removed, Changed: owner.Changed, Pending: owner.Unsent}
 		if synced {
 			s.Members = &owner.Members
 		}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
@@ -87,12 +88,12 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 		if i < maxNotifications {
 			s.Notifications = append(s.Notifications, v1alpha1.Notification{
 				Source: n.Source, Destination: n.Destination, State: v1alpha1.NotificationState(n.State),
-				Reason: compile.Truncate(n.Reason, maxFailureReasonBytes), Time: optional(n.Time),
+				Reason: compile.Truncate(n.Reason, maxFailureReasonBytes), Time: observed.Optional(n.Time),
 			})
 		}
 	}
 	total := int32(len(owner.Notifications))
-	s.StartTime, s.Total, s.Delivered, s.Pending = optional(owner.Started), &total, &delivered, &pending
+	s.StartTime, s.Total, s.Delivered, s.Pending = observed.Optional(owner.Started), &total, &delivered, &pending
 	switch {
 	case owner.DeadlineExceeded:
 		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %s not delivered", failed, plural.Count(total, "notification"))}

@@ -25,6 +25,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -134,7 +135,7 @@ type facts struct {
 
 // gather counts the pods that confirm an object's revision.
 func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
-	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now)}, new(R)
+	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: observed.Timestamp(now)}, new(R)
 	for _, pod := range inOrder(pods) {
 		if pod.Absent {
 			continue
@@ -306,53 +307,4 @@ func status(is bool) metav1.ConditionStatus {
 		return metav1.ConditionTrue
 	}
 	return metav1.ConditionFalse
-}
-
-// timestamp returns a time with the precision of the API.
-func timestamp(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(time.Second)) }
-
-// maxSkew bounds the skew of a pod's clock.
-const maxSkew = time.Minute
-
-// ahead reports whether a time is in the future by more than the clock skew. If it were
-// kept, it would hide all events until then.
-func ahead(t *metav1.Time, now time.Time) bool { return t != nil && t.After(now.Add(maxSkew)) }
-
-// latest returns the later one of a time in the old status and a time in a report; nil
-// if there is none.
-func latest(old *metav1.Time, t, now time.Time) *metav1.Time {
-	if ahead(old, now) {
-		old = nil
-	}
-	if t.IsZero() {
-		return old.DeepCopy()
-	}
-	if next := timestamp(t); old == nil || old.Before(&next) {
-		return &next
-	}
-	return old.DeepCopy()
-}
-
-// optional returns nil for the zero time.
-func optional(t time.Time) *metav1.Time {
-	if t.IsZero() {
-		return nil
-	}
-	out := timestamp(t)
-	return &out
-}
-
-// earlier returns the earlier one of two times, either of which may be zero.
-func earlier(a, b time.Time) time.Time {
-	if a.IsZero() || !b.IsZero() && b.Before(a) {
-		return b
-	}
-	return a
-}
-
-func later(a, b time.Time) time.Time {
-	if b.After(a) {
-		return b
-	}
-	return a
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -368,7 +369,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		d.Endpoints[0].FirstAttemptsPending, d.Endpoints[0].FirstAttemptsSkipped = 30, 50
 	})
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
-	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
+	sec := func(d time.Duration) *metav1.Time { x := observed.Timestamp(at(d)); return &x }
 	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
 	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 		t.Error(diff)
@@ -463,7 +464,7 @@ func TestTransitionTimes(t *testing.T) {
 		t.Helper()
 		d = destinationStatus(t, d, v, []Pod{runs("p1", e)}, now)
 		for conditionType, after := range want {
-			if got := meta.FindStatusCondition(d.Status.Conditions, conditionType).LastTransitionTime; !got.Time.Equal(timestamp(at(after)).Time) {
+			if got := meta.FindStatusCondition(d.Status.Conditions, conditionType).LastTransitionTime; !got.Time.Equal(observed.Timestamp(at(after)).Time) {
 				t.Errorf("at %v: %s changed at %v, want %v", now.Sub(t0), conditionType, got.Sub(t0.Truncate(time.Second)), after)
 			}
 		}
@@ -473,13 +474,13 @@ func TestTransitionTimes(t *testing.T) {
 	step(at(2*time.Minute), accepted(), failing("a", "TimedOut", 0), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
 	step(at(3*time.Minute), accepted(), open("a", "TimedOut"), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
 	step(at(4*time.Minute), refused(v1alpha1.ReasonInvalidURL), open("a", "TimedOut"), map[string]time.Duration{"Ready": 4 * time.Minute, "Accepted": 4 * time.Minute, "Programmed": 0, "Delivering": 2 * time.Minute})
-	if got := d.Status.RevisionTime; !got.Time.Equal(timestamp(t0).Time) {
+	if got := d.Status.RevisionTime; !got.Time.Equal(observed.Timestamp(t0).Time) {
 		t.Errorf("revisionTime %v", got)
 	}
 	v := accepted()
 	v.Revision = "r2"
 	step(at(5*time.Minute), v, healthy("a"), map[string]time.Duration{"Ready": 4 * time.Minute, "Programmed": 5 * time.Minute})
-	if got := d.Status.RevisionTime; !got.Time.Equal(timestamp(at(5 * time.Minute)).Time) {
+	if got := d.Status.RevisionTime; !got.Time.Equal(observed.Timestamp(at(5 * time.Minute)).Time) {
 		t.Errorf("revisionTime %v", got)
 	}
 }
@@ -646,7 +647,7 @@ func TestSourceNumbers(t *testing.T) {
 	if diff := cmp.Diff(messages, s.Status.Messages); diff != "" {
 		t.Error(diff)
 	}
-	if len(s.Status.Destinations) != 100 || !s.Status.LastReceivedTime.Time.Equal(timestamp(at(-time.Second)).Time) {
+	if len(s.Status.Destinations) != 100 || !s.Status.LastReceivedTime.Time.Equal(observed.Timestamp(at(-time.Second)).Time) {
 		t.Errorf("%d destinations, last received %v", len(s.Status.Destinations), s.Status.LastReceivedTime)
 	}
 	s = sourceStatus(t, s, v, []Pod{p1, {Name: "p2"}}, at(time.Minute))
@@ -696,7 +697,7 @@ func TestClockAhead(t *testing.T) {
 	d = destinationStatus(t, d, accepted(), report(time.Minute), at(time.Minute))
 	e := d.Status.Endpoints[0]
 	for what, got := range map[string]time.Time{"lastSuccessTime": d.Status.LastSuccessTime.Time, "the endpoint's": e.LastSuccessTime.Time, "its failure's": e.LastFailure.Time.Time} {
-		if !got.Equal(timestamp(at(time.Minute)).Time) {
+		if !got.Equal(observed.Timestamp(at(time.Minute)).Time) {
 			t.Errorf("%s is %v, want %v", what, got, at(time.Minute))
 		}
 	}
@@ -705,7 +706,7 @@ func TestClockAhead(t *testing.T) {
 	}
 	s := sourceStatus(t, source(), accepted(), took(24*time.Hour), at(24*time.Hour))
 	s = sourceStatus(t, s, accepted(), took(time.Minute), at(time.Minute))
-	if got := s.Status.LastReceivedTime.Time; !got.Equal(timestamp(at(time.Minute)).Time) {
+	if got := s.Status.LastReceivedTime.Time; !got.Equal(observed.Timestamp(at(time.Minute)).Time) {
 		t.Errorf("lastReceivedTime is %v, want %v", got, at(time.Minute))
 	}
 }
@@ -768,7 +769,7 @@ func TestInvariantsAreChecked(t *testing.T) {
 		"its generation": func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
 		"reason":         func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[4].Reason = "" },
 		"stalled": func(d *v1alpha1.WebhookDestination) {
-			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m", LastTransitionTime: timestamp(t0)})
+			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m", LastTransitionTime: observed.Timestamp(t0)})
 		},
 		"message":           func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
 		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].LastTransitionTime = metav1.Time{} },

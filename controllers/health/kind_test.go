@@ -6,6 +6,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -37,7 +38,7 @@ func TestObservedTime(t *testing.T) {
 	observed := func(d v1alpha1.WebhookDestination, pods []Pod, after time.Duration, due bool) (v1alpha1.WebhookDestination, time.Duration) {
 		t.Helper()
 		d.Status = pacedDestination(d, accepted(), namespace, pods, at(after), due)
-		return d, d.Status.ObservedTime.Sub(timestamp(t0).Time)
+		return d, d.Status.ObservedTime.Sub(observed.Timestamp(t0).Time)
 	}
 	more := runs("p1", healthy("a"))
 	more.change(func(d *adminapi.DestinationReport) { d.Delivered++ })

@@ -10,6 +10,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
@@ -53,7 +54,7 @@ func redeliveryChangesAt(o *v1alpha1.Redelivery) (at time.Time, ok bool) {
 		at = o.Status.StartTime.Add(time.Duration(*limit) * time.Second)
 	}
 	if d := o.Status.Parts; d != nil && d.UnavailableSince != nil {
-		at = earlier(at, d.UnavailableSince.Add(maxUnavailable))
+		at = observed.Earlier(at, d.UnavailableSince.Add(maxUnavailable))
 	}
 	return at, !at.IsZero()
 }
@@ -98,7 +99,7 @@ func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, po
 		}
 	default:
 		// Rounded up to the precision of the API, so that no dead letter is excluded.
-		start := timestamp(now.Add(time.Second - 1))
+		start := observed.Timestamp(now.Add(time.Second - 1))
 		s.StartTime = &start
 		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(f.ready)}
 		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "the dispatchers count the dead letters"}
@@ -163,8 +164,8 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 	missing := max(0, int(d.Total)-p.begun)
 	if missing == 0 {
 		d.UnavailableSince = nil
-	} else if d.UnavailableSince == nil || ahead(d.UnavailableSince, now) {
-		since := timestamp(now)
+	} else if d.UnavailableSince == nil || observed.Ahead(d.UnavailableSince, now) {
+		since := observed.Timestamp(now)
 		d.UnavailableSince = &since
 	}
 	if p.left > 0 {

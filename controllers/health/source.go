@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -52,9 +53,9 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 	coverage := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *adminapi.SourceReport) {
 		t.add(*r, pod)
 	})
-	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
+	s.LastReceivedTime = observed.Latest(old.Status.LastReceivedTime, t.lastAccepted, now)
 	if s.LastReceivedTime != nil { // The time is unknown to a pod that restarted.
-		t.lastAccepted = later(t.lastAccepted, s.LastReceivedTime.Time)
+		t.lastAccepted = observed.Later(t.lastAccepted, s.LastReceivedTime.Time)
 	}
 	counters := [][2]int64{}
 	if c, m := old.Status.Calls, old.Status.Messages; c != nil && m != nil {
@@ -101,7 +102,7 @@ func (t *traffic) add(r adminapi.SourceReport, pod Pod) {
 	t.messages.DeadLettered += r.Messages.DeadLettered
 	t.messages.Discarded += r.Messages.Discarded
 	t.messages.Pending += r.Messages.Pending
-	t.lastAccepted = later(t.lastAccepted, r.LastAccepted)
+	t.lastAccepted = observed.Later(t.lastAccepted, r.LastAccepted)
 	if pod.Outdated {
 		return
 	}
