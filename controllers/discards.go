@@ -16,10 +16,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
-// reasonDiscardAhead is the reason of the Event that announces a discard.
-const reasonDiscardAhead = "DiscardAhead"
-
-// discardAnnouncer announces the discards ahead by one Event each. Only one goroutine may use it.
+// discardAnnouncer announces the discards ahead by one Event each; package health announces them in the
+// condition Ready. Only one goroutine may use it.
 type discardAnnouncer struct {
 	reader client.Reader
 	events events.EventRecorder
@@ -43,7 +41,7 @@ func (a *discardAnnouncer) announce(ctx context.Context, pods []health.Pod) {
 			continue
 		}
 		a.announced[key] = true
-		a.events.Eventf(a.object(ctx, key), nil, corev1.EventTypeWarning, reasonDiscardAhead, "Discard",
+		a.events.Eventf(a.object(ctx, key), nil, corev1.EventTypeWarning, v1alpha1.ReasonDiscardAhead, "Discard",
 			"%s of Source %q for WebhookDestination %q will be discarded at %s, because one of them, their connection or an endpoint was deleted; create it again to keep them",
 			plural.Count(d.Messages, "pending message"), key.source, key.destination, d.At.UTC().Format(time.RFC3339))
 	}

@@ -2,6 +2,7 @@ package controllers
 
 import (
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -11,6 +12,7 @@ import (
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -93,15 +95,54 @@ var _ = Describe("The history of a live config", func() {
 		}).Should(Succeed())
 	})
 
-	It("announces the discard of pending messages", func() {
+	It("announces the discard of pending messages by Events and conditions", func() {
 		w := newWorld()
 		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.discards = map[string][]adminapi.Discard{namespace: {{Source: "web", Destination: "old", Messages: 7, At: time.Now()}}}
-		})
+		discards := func(list ...adminapi.Discard) {
+			w.dispatcher.set(func(d *fakeDispatcher) { d.discards = map[string][]adminapi.Discard{namespace: list} })
+		}
+		ahead := adminapi.Discard{Messages: 7, At: time.Now().Add(time.Hour)}
+		ofSource, ofDestination, ofNamespace := ahead, ahead, ahead
+		ofSource.Source, ofSource.Destination = "web", "old"
+		ofDestination.Source, ofDestination.Destination = "gone", "crm"
+		ofNamespace.Source, ofNamespace.Destination = "gone", "old"
+		get := func(what string) string {
+			GinkgoHelper()
+			out, err := server.Kubectl("", "get", what, "--namespace", namespace)
+			Expect(err).NotTo(HaveOccurred())
+			return out
+		}
+
+		By("deleting a destination: the Source exists")
+		discards(ofSource)
 		Eventually(func() []string { return w.events(namespace, "web") }).Should(ContainElement("Warning DiscardAhead"))
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "DiscardAhead")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		Expect(get("psrc")).To(MatchRegexp(`(?m)^web +True +DiscardAhead `))
+
+		By("deleting a Source: the destination exists")
+		discards(ofDestination)
+		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Warning DiscardAhead"))
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "DiscardAhead")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
+		Expect(get("whd")).To(MatchRegexp(`(?m)^crm +True +DiscardAhead `))
+
+		By("counting fewer messages")
+		written := w.waitIdle()
+		ofDestination.Messages = 3
+		discards(ofDestination)
+		w.waitPolls(5)
+		Expect(w.waitIdle()).To(Equal(written))
+
+		By("deleting both: the namespace is left")
+		discards(ofNamespace)
+		Eventually(func() []string { return w.events(metav1.NamespaceDefault, namespace) }).Should(ContainElement("Warning DiscardAhead"))
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		for _, name := range []string{"web", "crm"} {
+			Expect(slices.DeleteFunc(w.events(namespace, name), func(e string) bool { return e != "Warning DiscardAhead" })).To(HaveLen(1), "Events of "+name)
+		}
 	})
 
 	It("ends with the last object when every pod has confirmed it", func() {

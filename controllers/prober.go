@@ -295,7 +295,7 @@ func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change report
 		}
 		after, namespaces := before.Merge(*report, p.like(probe))
 		for _, namespace := range namespaces {
-			if before.Namespace(namespace).EqualExceptNumbers(after.Namespace(namespace)) {
+			if before.EqualExceptNumbers(after, namespace) {
 				change.numbers = append(change.numbers, namespace)
 			} else {
 				change.namespaces = append(change.namespaces, namespace)

@@ -129,6 +129,10 @@ const (
 const (
 	// ReasonReady: Accepted, ResolvedRefs and Programmed are True.
 	ReasonReady = "Ready"
+	// ReasonDiscardAhead: as Ready, but pending messages of the object will be discarded, because what
+	// they belong to was deleted. The message has the time. Action: to keep them, create what was deleted
+	// again before that time.
+	ReasonDiscardAhead = "DiscardAhead"
 	// ReasonManifestRejected: posthorn run rejected the manifest of the object, and an earlier
 	// version of it remains in effect. The message has the file, the line and the rule. Action:
 	// correct the manifest; posthorn problems lists all problems.

@@ -54,6 +54,7 @@ var destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
 func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationReports)
+	f.discardAhead = discardAheadOfDestination(pods, namespace, old.Name)
 	s := v1alpha1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,

@@ -131,6 +131,8 @@ type facts struct {
 	refused string
 	// recompiled is true if the status describes another revision of the object.
 	recompiled bool
+	// discardAhead announces the discards of the object's messages; "" if there are none.
+	discardAhead string
 }
 
 // gather counts the pods that confirm an object's revision.
@@ -182,7 +184,7 @@ func (f facts) state() liveconfig.State {
 
 // conditions returns Accepted, ResolvedRefs, Programmed, Ready, the traffic condition
 // and, while it is True, Stalled. programmable is false if the object has no effect on
-// the dispatchers.
+// the dispatchers. Ready also announces discards ahead.
 func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
 	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
 	resolved := f.resolvedRefs()
@@ -192,6 +194,13 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
 		}
+	}
+	if f.discardAhead != "" {
+		if ready.Status == metav1.ConditionTrue {
+			ready.Reason = v1alpha1.ReasonDiscardAhead
+		}
+		ahead := "; " + f.discardAhead
+		ready.Message = compile.Truncate(ready.Message, maxMessageBytes-len(ahead)) + ahead
 	}
 	all := []metav1.Condition{accepted, resolved, programmed, ready, traffic}
 	for _, c := range []metav1.Condition{accepted, resolved} {

@@ -84,6 +84,9 @@ func checkConditions(generation, observed int64, conditions []metav1.Condition, 
 	if all != (ready.Status == metav1.ConditionTrue) {
 		fail("Ready is %s, Accepted %s, ResolvedRefs %s, Programmed %s", ready.Status, accepted.Status, resolved.Status, programmed.Status)
 	}
+	if all && ready.Reason != v1alpha1.ReasonReady && ready.Reason != v1alpha1.ReasonDiscardAhead {
+		fail("Ready is True with reason %s", ready.Reason)
+	}
 	if !all && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason }) {
 		fail("Ready has reason %s, which no condition that is not True has", ready.Reason)
 	}

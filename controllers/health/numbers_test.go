@@ -35,7 +35,11 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 	source := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 4}}
 	report := func(seed uint64) Pod {
 		state = rand.New(rand.NewPCG(seed, 0))
-		return Pod{Name: "pod", Report: adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{
+		discards := []adminapi.Discard{{Source: "web", Destination: "old", Messages: 1 + number(), At: []time.Time{at(0), at(time.Minute)}[state.IntN(2)]}, {Source: "old", Destination: d.Name, At: when()}}
+		if state.IntN(4) > 0 {
+			discards = nil
+		}
+		return Pod{Name: "pod", Report: adminapi.NewIndex(adminapi.Report{Ready: true, Configs: []adminapi.ConfigReport{{Namespace: namespace, Discards: discards}}, Namespaces: []adminapi.NamespaceReport{{
 			Namespace: namespace,
 			Sources: []adminapi.SourceReport{{
 				Name: "web", Generation: 4, Revision: "r1", Accepted: number(), Rejected: number(), Duplicates: number(),
@@ -54,7 +58,7 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 	equal, transitions := 0, 0
 	for i := range uint64(5_000) {
 		before, after := report(i), report(i+i%2)
-		same := before.Report.Namespace(namespace).EqualExceptNumbers(after.Report.Namespace(namespace))
+		same := before.Report.EqualExceptNumbers(after.Report, namespace)
 		first, _ := Destinations.Next(&d, accepted(), namespace, []Pod{before}, at(0))
 		second, _ := Destinations.Next(first, accepted(), namespace, []Pod{after}, at(0))
 		firstSource, _ := Sources.Next(&source, accepted(), namespace, []Pod{before}, at(0))

@@ -45,6 +45,7 @@ var sourceConditions = conditionTypes(v1alpha1.ConditionReceiving)
 func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.SourceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourceReports)
+	f.discardAhead = discardAheadOfSource(pods, namespace, old.Name)
 	s := v1alpha1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),

@@ -73,8 +73,30 @@ func (x *Index) Config(namespace string) ConfigReport {
 
 // EqualExceptNumbers reports whether two states of a namespace differ at most in numbers: counts, and
 // times and failures of the latest calls and attempts, as they change all the time under traffic. No
-// condition depends on them. Each state may be nil.
-func (n *NamespaceIndex) EqualExceptNumbers(o *NamespaceIndex) bool {
+// condition depends on them. Each Index may be nil.
+func (x *Index) EqualExceptNumbers(o *Index, namespace string) bool {
+	return equalDiscards(x.Config(namespace).Discards, o.Config(namespace).Discards) && x.Namespace(namespace).equalExceptNumbers(o.Namespace(namespace))
+}
+
+// equalDiscards reports whether two lists of discards announce the same: they may differ in the number
+// of messages.
+func equalDiscards(a, b []Discard) bool {
+	return slices.EqualFunc(withMessages(a), withMessages(b), func(a, b Discard) bool {
+		return a.Source == b.Source && a.Destination == b.Destination && a.At.Equal(b.At)
+	})
+}
+
+// withMessages returns the discards of at least one message.
+func withMessages(list []Discard) []Discard {
+	none := func(d Discard) bool { return d.Messages == 0 }
+	if !slices.ContainsFunc(list, none) {
+		return list
+	}
+	return slices.DeleteFunc(slices.Clone(list), none)
+}
+
+// equalExceptNumbers is Index.EqualExceptNumbers without the discards. Each state may be nil.
+func (n *NamespaceIndex) equalExceptNumbers(o *NamespaceIndex) bool {
 	if n == nil || o == nil {
 		return n == o
 	}
@@ -100,9 +122,9 @@ func (r *SourceReport) state() sourceState {
 	return s
 }
 
-// Merge returns the Index after a report, and the names of the changed namespaces, sorted. A delta
-// changes x; a full report replaces it. The result shares its strings with x and with like, the Index
-// of another dispatcher, or nil.
+// Merge returns the Index after a report, and the names of the namespaces whose objects or discards
+// ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
+// with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
 	next = &Index{Pod: r.Pod, Cursor: r.Cursor, ConfigFormat: r.ConfigFormat, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Log: r.Log, namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
@@ -133,8 +155,22 @@ func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
 			changed = append(changed, name)
 		}
 	}
+	for _, configs := range [][]ConfigReport{x.configs(), next.Configs} {
+		for _, c := range configs {
+			if len(c.Discards) > 0 && !equalDiscards(x.Config(c.Namespace).Discards, next.Config(c.Namespace).Discards) {
+				changed = append(changed, c.Namespace)
+			}
+		}
+	}
 	slices.Sort(changed)
-	return next, changed
+	return next, slices.Compact(changed)
+}
+
+func (x *Index) configs() []ConfigReport {
+	if x == nil {
+		return nil
+	}
+	return x.Configs
 }
 
 // merge returns the state after the changes of a report; n may be nil. Its strings are those of the

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -71,6 +72,53 @@ func TestMerge(t *testing.T) {
 				t.Errorf("the Index before the merge was changed (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// Discards ahead are a change of their namespace, when they begin, have another time, and end. The number
+// of their messages is a number.
+func TestMergeOfDiscards(t *testing.T) {
+	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	report := func(discards ...Discard) Report {
+		return Report{Namespaces: []NamespaceReport{{Namespace: "a"}, {Namespace: "b"}}, Configs: []ConfigReport{
+			{Namespace: "a", Number: 1, Discards: []Discard{{Source: "web", Destination: "x", Messages: 1, At: at}}},
+			{Namespace: "b", Number: 1, Discards: discards},
+		}}
+	}
+	one := Discard{Source: "web", Destination: "x", Messages: 7, At: at}
+	empty, fewer, later, other := one, one, one, one
+	empty.Messages, fewer.Messages, later.At, other.Source = 0, 3, at.Add(time.Second), "ios"
+	for _, c := range []struct {
+		name          string
+		before, after Report
+		changed       []string
+	}{
+		{"none", report(), report(), nil},
+		{"begin", report(), report(one), []string{"b"}},
+		{"end", report(one), report(), []string{"b"}},
+		{"equal", report(one), report(one), nil},
+		{"fewer messages", report(one), report(fewer), nil},
+		{"no messages at first", report(), report(empty), nil},
+		{"the first message", report(empty), report(one), []string{"b"}},
+		{"another time", report(one), report(later), []string{"b"}},
+		{"another Source", report(one), report(one, other), []string{"b"}},
+		{"the namespace has no config any more", report(one), Report{Namespaces: report().Namespaces, Configs: report().Configs[:1]}, []string{"b"}},
+	} {
+		for _, delta := range []bool{false, true} {
+			before, next := NewIndex(c.before), c.after
+			if next.Delta = delta; delta {
+				next.Namespaces = nil
+			}
+			after, changed := before.Merge(next, nil)
+			if diff := cmp.Diff(c.changed, changed); diff != "" {
+				t.Errorf("%s, delta %t: changed namespaces (-want +got):\n%s", c.name, delta, diff)
+			}
+			for _, namespace := range []string{"a", "b"} {
+				if got, want := before.EqualExceptNumbers(after, namespace), !slices.Contains(c.changed, namespace); got != want {
+					t.Errorf("%s, delta %t: namespace %s equal except for numbers: got %t, want %t", c.name, delta, namespace, got, want)
+				}
+			}
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package system
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -102,6 +103,34 @@ func TestRejectedManifest(t *testing.T) {
 	}
 	p.write("crm.yaml", valid)
 	p.condition("crm", "Ready", "True", "")
+}
+
+// After a deletion, the object that remains announces the discard of the messages of both.
+func TestDiscardAheadInStatus(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusServiceUnavailable })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m1"}`)
+	p.condition("crm", "Delivering", "False", "")
+	p.remove("crm.yaml")
+	p.eventually("the reason DiscardAhead of the Source", func() error {
+		stdout, stderr, code := cli(t, "", "get", "source", "web", "--admin", p.Admin)
+		if code != 0 || !strings.Contains(stdout, "DiscardAhead") {
+			return fmt.Errorf("get: got exit code %d and\n%s%s", code, stdout, stderr)
+		}
+		return nil
+	})
+	stdout, _, code := cli(t, "", "why", "source/web", "--admin", p.Admin)
+	if want := `pending messages for WebhookDestination "crm" will be discarded at `; code != 0 || !strings.Contains(stdout, want) {
+		t.Errorf("why source/web: got exit code %d and\n%s\nwant 0 and %q", code, stdout, want)
+	}
+	p.write("crm.yaml", destination("crm", r.URL, ""))
+	p.eventually("no announcement after the destination was restored", func() error {
+		if stdout, _, _ := cli(t, "", "get", "source", "web", "--admin", p.Admin); strings.Contains(stdout, "DiscardAhead") {
+			return fmt.Errorf("get: got\n%s", stdout)
+		}
+		return nil
+	})
 }
 
 // Requests with an unknown write key are visible with their sender, without the key.
