@@ -227,25 +227,6 @@ func read(ctx context.Context, client *adminapi.Client, path string, into any) e
 	return json.NewDecoder(resp.Body).Decode(into)
 }
 
-// slice returns the part of a pod's report about one destination and the Sources of its namespace.
-func slice(x *adminapi.Index, k key) adminapi.Report {
-	r := adminapi.Report{Pod: x.Pod, Ready: x.Ready, Storage: x.Storage, Configs: []adminapi.ConfigReport{x.Config(k.Namespace)}}
-	n := x.Namespace(k.Namespace)
-	if n == nil {
-		return r
-	}
-	part := adminapi.NamespaceReport{Namespace: k.Namespace, Revision: n.Revision, Refused: n.Refused}
-	for _, s := range n.Sources {
-		part.Sources = append(part.Sources, *s)
-	}
-	var d adminapi.DestinationReport
-	if n.ReadDestination(k.Name, &d) {
-		part.Destinations = append(part.Destinations, d)
-	}
-	r.Namespaces = append(r.Namespaces, part)
-	return r
-}
-
 // numbers are the sums of a destination's reports.
 type numbers struct {
 	adminapi.Ledger

@@ -11,9 +11,11 @@ import (
 	"embed"
 	"fmt"
 	"html/template"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -257,8 +259,8 @@ func (v *view) explain(k key, attempts []adminapi.Attempt) []why.Finding {
 			}
 		}
 	}
-	for _, x := range v.indices {
-		f.Reports = append(f.Reports, slice(x, k))
+	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
+		f.Reports = append(f.Reports, v.indices[pod])
 	}
 	return why.Explain(f)
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
@@ -55,8 +56,9 @@ type Facts struct {
 	// Destinations and Sources of the namespace.
 	Destinations []v1alpha1.WebhookDestination
 	Sources      []v1alpha1.Source
-	// Reports of the dispatchers, if available. They take precedence over the status.
-	Reports []adminapi.Report
+	// Reports of the dispatchers, if available: all of them, as their numbers replace those of the
+	// status.
+	Reports []*adminapi.Index
 	// Manifests are the problems of the manifests of posthorn run; empty in a cluster.
 	Manifests []manifest.Problem
 	// UnknownKeys are the recent requests with an unknown write key, of all dispatchers; empty if
@@ -86,6 +88,7 @@ func Explain(f Facts) []Finding {
 		return e.found
 	}
 	e := explainer{Facts: f, d: &f.Destinations[i]}
+	e.observe()
 	e.manifests()
 	e.spec()
 	e.kept()
@@ -117,23 +120,53 @@ type explainer struct {
 	paused bool
 	// lineBreak is true if a signing secret ends with a line break.
 	lineBreak bool
+	// delivers is true if an endpoint accepts all messages, so that another one that fails does not
+	// prevent the delivery.
+	delivers bool
 }
 
 func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 	e.found = append(e.found, Finding{Level: level, About: about, Text: fmt.Sprintf(format, args...), Fix: fix})
 }
 
-// manifests explains the rejected manifests: first those of the destination, then the others of its
-// namespace, whose objects may have an effect on it.
+// observe replaces the numbers and the states of the endpoints in the destination's status by those of
+// the reports.
+func (e *explainer) observe() {
+	e.delivers = meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
+	live, reported := observed.NewDestination(e.d.Spec.Endpoints), false
+	var r adminapi.DestinationReport
+	for _, x := range e.Reports {
+		if x.Namespace(e.Namespace).ReadDestination(e.Name, &r) {
+			live.Add(&r, false)
+			reported = true
+		}
+	}
+	if !reported {
+		return
+	}
+	d := *e.d // The object belongs to the caller.
+	e.d = &d
+	d.Status.Delivery, d.Status.Endpoints = &live.Delivery, live.Statuses(d.Status.Endpoints, e.Now, true)
+	_, working := live.Failing()
+	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1alpha1.EveryEndpoint
+}
+
 func (e *explainer) manifests() {
-	own := "WebhookDestination " + e.Namespace + "/" + e.Name
+	e.found = append(e.found, Manifests(e.Facts.Manifests, "WebhookDestination", e.Namespace, e.Name, e.Now)...)
+}
+
+// Manifests explains the rejected manifests: first those of an object, then the others of its
+// namespace, whose objects may have an effect on it.
+func Manifests(problems []manifest.Problem, kind, namespace, name string, now time.Time) (found []Finding) {
+	own := kind + " " + namespace + "/" + name
 	for _, level := range []Level{Problem, Notice} {
-		for _, p := range e.Manifests {
-			if p.Within(e.Namespace) && p.About(own) == (level == Problem) {
-				e.add(level, "Manifest", "correct the manifest", "rejected %s: %s", ago(e.Now, p.Since), p.Detail())
+		for _, p := range problems {
+			if p.Within(namespace) && p.About(own) == (level == Problem) {
+				found = append(found, Finding{Level: level, About: "Manifest", Text: fmt.Sprintf("rejected %s: %s", ago(now, p.Since), p.Detail()), Fix: "correct the manifest"})
 			}
 		}
 	}
+	return found
 }
 
 // fixes maps a reason of Accepted or ResolvedRefs to the action for the user.
@@ -196,39 +229,56 @@ func (e *explainer) spec() {
 	}
 }
 
+// discardNote begins the announcement of discards ahead in the message of Ready. Package health writes it.
+const discardNote = "pending messages "
+
+// AnnouncedDiscard returns the announcement of discards ahead in the conditions of an object; "" if there is
+// none.
+func AnnouncedDiscard(conditions []metav1.Condition) string {
+	ready := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+	if ready == nil {
+		return ""
+	}
+	if i := strings.Index(ready.Message, discardNote); i >= 0 {
+		return ready.Message[i:]
+	}
+	return ""
+}
+
 // kept explains the messages that the dispatchers keep for a part of the destination that is missing:
 // it was deleted, and they are discarded soon, or its config is lost.
 func (e *explainer) kept() {
 	discards := map[string]adminapi.Discard{}
 	for _, r := range e.Reports {
-		for _, n := range r.Configs {
-			if n.Namespace != e.Namespace {
+		n := r.Config(e.Namespace)
+		for _, d := range n.Discards {
+			if d.Destination != e.Name || d.Messages == 0 {
 				continue
 			}
-			for _, d := range n.Discards {
-				if d.Destination != e.Name || d.Messages == 0 {
-					continue
-				}
-				sum, known := discards[d.Source]
-				if !known || d.At.Before(sum.At) {
-					sum.At = d.At
-				}
-				sum.Messages += d.Messages
-				discards[d.Source] = sum
+			sum, known := discards[d.Source]
+			if !known || d.At.Before(sum.At) {
+				sum.At = d.At
 			}
-			if !n.Missing.IsZero() {
-				e.add(Problem, "Config", "contact an administrator: the operator must write the config again; messages are kept, and calls are answered 503 until then",
-					"dispatcher %s has no config of this namespace since %s", r.Pod, n.Missing.UTC().Format(time.RFC3339))
-			} else if slices.ContainsFunc(n.Parked, func(p adminapi.ParkedObject) bool { return p.Object == "destinations/"+e.Name }) {
-				e.add(Notice, "Config", "create the destination again to deliver them; create and delete it to discard them",
-					"dispatcher %s keeps messages of this destination, which is missing although it was not deleted", r.Pod)
-			}
+			sum.Messages += d.Messages
+			discards[d.Source] = sum
+		}
+		if !n.Missing.IsZero() {
+			e.add(Problem, "Config", "contact an administrator: the operator must write the config again; messages are kept, and calls are answered 503 until then",
+				"dispatcher %s has no config of this namespace since %s", r.Pod, n.Missing.UTC().Format(time.RFC3339))
+		} else if slices.ContainsFunc(n.Parked, func(p adminapi.ParkedObject) bool { return p.Object == "destinations/"+e.Name }) {
+			e.add(Notice, "Config", "create the destination again to deliver them; create and delete it to discard them",
+				"dispatcher %s keeps messages of this destination, which is missing although it was not deleted", r.Pod)
 		}
 	}
 	for _, source := range slices.Sorted(maps.Keys(discards)) {
 		d := discards[source]
 		e.add(Notice, "Backlog", "to keep them, create what was deleted again before that time",
 			"%s of Source %q will be discarded at %s, because the Source, the destination or its endpoint was deleted or disconnected", plural.Count(d.Messages, "pending message"), source, d.At.UTC().Format(time.RFC3339))
+	}
+	if len(e.Reports) == 0 && e.d != nil {
+		if text := AnnouncedDiscard(e.d.Status.Conditions); text != "" {
+			e.add(Notice, "Backlog", "", "%s", text)
+		}
 	}
 }
 
@@ -249,11 +299,9 @@ func DiscardsAhead(configs []adminapi.ConfigReport, namespace string, now time.T
 
 func (e *explainer) config() {
 	for _, r := range e.Reports {
-		for _, n := range r.Namespaces {
-			if n.Namespace == e.Namespace && n.Refused != nil {
-				e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, n.Refused.Error)
-				return
-			}
+		if n := r.Namespace(e.Namespace); n != nil && n.Refused != nil {
+			e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, n.Refused.Error)
+			return
 		}
 		if r.Storage.Pressure {
 			e.add(Problem, "Config", "contact an administrator: the disk is full", "dispatcher %s does not accept calls: its disk is full", r.Pod)
@@ -396,54 +444,27 @@ func (e *explainer) unknownKeys() {
 func (e *explainer) sourceReports(name string) *adminapi.SourceReport {
 	var sum *adminapi.SourceReport
 	for _, r := range e.Reports {
-		for _, n := range r.Namespaces {
-			for _, s := range n.Sources {
-				if n.Namespace != e.Namespace || s.Name != name {
-					continue
-				}
-				if sum == nil {
-					sum = &adminapi.SourceReport{}
-				}
-				sum.Accepted += s.Accepted
-				sum.Rejected += s.Rejected
-				if s.LastAccepted.After(sum.LastAccepted) {
-					sum.LastAccepted = s.LastAccepted
-				}
-			}
+		n := r.Namespace(e.Namespace)
+		if n == nil || n.Sources[name] == nil {
+			continue
 		}
+		if sum == nil {
+			sum = &adminapi.SourceReport{}
+		}
+		s := n.Sources[name]
+		sum.Accepted += s.Accepted
+		sum.Rejected += s.Rejected
+		sum.LastAccepted = observed.Later(sum.LastAccepted, s.LastAccepted)
 	}
 	return sum
 }
 
-// counts returns the destination's numbers from the reports, or from the status if there
-// are no reports.
+// counts returns the destination's numbers, if there are any.
 func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
-	for _, r := range e.Reports {
-		for _, n := range r.Namespaces {
-			for _, d := range n.Destinations {
-				if n.Namespace != e.Namespace || d.Name != e.Name {
-					continue
-				}
-				known = true
-				c.Delivered += d.Delivered
-				c.Filtered += d.Filtered
-				c.DeadLettered += d.DeadLettered
-				c.DeadLettersStored += d.DeadLettersStored
-				c.Pending += d.Pending
-				c.Retrying += d.Retrying
-				if !d.OldestPending.IsZero() && (c.OldestPendingTime == nil || d.OldestPending.Before(c.OldestPendingTime.Time)) {
-					c.OldestPendingTime = &metav1.Time{Time: d.OldestPending}
-				}
-				if !d.NextAttempt.IsZero() && (c.NextAttemptTime == nil || d.NextAttempt.Before(c.NextAttemptTime.Time)) {
-					c.NextAttemptTime = &metav1.Time{Time: d.NextAttempt}
-				}
-			}
-		}
+	if e.d.Status.Delivery == nil {
+		return c, false
 	}
-	if !known && e.d.Status.Delivery != nil {
-		return *e.d.Status.Delivery, true
-	}
-	return c, known
+	return *e.d.Status.Delivery, true
 }
 
 func (e *explainer) filter() {
@@ -532,7 +553,7 @@ var hints = map[string]string{
 func (e *explainer) endpoints() {
 	// If another endpoint accepts the messages, a failing endpoint is not a Problem.
 	level, elsewhere := Problem, ""
-	if meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering) && len(e.d.Status.Endpoints) > 1 {
+	if e.delivers && len(e.d.Status.Endpoints) > 1 {
 		level, elsewhere = Notice, "; another endpoint accepts the messages"
 	}
 	for _, p := range e.d.Status.Endpoints {
@@ -560,7 +581,7 @@ func (e *explainer) endpoints() {
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
 		}
-		pending, skipped := e.firstAttempts(p)
+		pending, skipped := p.FirstAttemptsPending, p.FirstAttemptsSkipped
 		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
 			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", plural.Count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
 		}
@@ -584,32 +605,6 @@ func (e *explainer) probes() string {
 		}
 	}
 	return text
-}
-
-// firstAttempts returns the number of messages whose first attempt at an endpoint is
-// pending, or was skipped: from the reports, or from the status if there are no reports.
-func (e *explainer) firstAttempts(p v1alpha1.EndpointStatus) (pending, skipped int64) {
-	known := false
-	for _, r := range e.Reports {
-		for _, n := range r.Namespaces {
-			for _, d := range n.Destinations {
-				if n.Namespace != e.Namespace || d.Name != e.Name {
-					continue
-				}
-				for _, ep := range d.Endpoints {
-					if ep.Name == p.Name {
-						known = true
-						pending += ep.FirstAttemptsPending
-						skipped += ep.FirstAttemptsSkipped
-					}
-				}
-			}
-		}
-	}
-	if !known {
-		return p.FirstAttemptsPending, p.FirstAttemptsSkipped
-	}
-	return pending, skipped
 }
 
 // nothingIsSent reports whether the destination is paused, or its endpoints get at most probes. Then a

@@ -38,7 +38,7 @@ func healthy() Facts {
 		}},
 		Destinations: []v1alpha1.WebhookDestination{{
 			ObjectMeta: metav1.ObjectMeta{Name: "crm", Generation: 1},
-			Spec:       v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}}},
+			Spec:       v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}}, Endpoints: []v1alpha1.Endpoint{{Name: "primary"}}},
 			Status: v1alpha1.WebhookDestinationStatus{
 				Conditions: []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Programmed", "Programmed", "")},
 				Endpoints:  []v1alpha1.EndpointStatus{{Name: "primary", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
@@ -80,9 +80,25 @@ func TestExplain(t *testing.T) {
 				if change != nil {
 					change(&r.Namespaces[0], &r)
 				}
-				f.Reports = append(f.Reports, r)
+				f.Reports = append(f.Reports, adminapi.NewIndex(r))
 			}
 		}
+	}
+	// reported adds reports with the endpoints of one pod, and those of the other.
+	reported := func(a, b []adminapi.EndpointReport) func(*Facts) {
+		return report(func(t *adminapi.NamespaceReport, r *adminapi.Report) {
+			t.Destinations[0].Endpoints = map[string][]adminapi.EndpointReport{"a": a, "b": b}[r.Pod]
+		})
+	}
+	twoEndpoints := func(f *Facts) {
+		d := &f.Destinations[0]
+		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: "b"})
+		d.Status.Endpoints = append(d.Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
+	}
+	healthyNow := adminapi.EndpointReport{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now}
+	openNow := adminapi.EndpointReport{
+		Name: "primary", State: adminapi.EndpointCircuitOpen, Since: now.Add(-time.Minute), ConsecutiveFailures: 10, LastSuccess: now.Add(-time.Hour),
+		LastFailure: &adminapi.Failure{Time: now.Add(-5 * time.Second), Reason: "Rejected", StatusCode: 422, Message: "answered 422"},
 	}
 	for _, c := range []struct {
 		name   string
@@ -206,10 +222,41 @@ func TestExplain(t *testing.T) {
 			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
 		{"pending and skipped first attempts in a report", func(f *Facts) {
-			report(nil)(f)
-			f.Destinations[0].Status.Endpoints = append(f.Destinations[0].Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
-			f.Reports[0].Namespaces[0].Destinations[0].Endpoints = []adminapi.EndpointReport{{Name: "b", FirstAttemptsPending: 1}}
-		}, "", "", "", `NOTICE Endpoint 1 message has not been sent to "b" yet`},
+			twoEndpoints(f)
+			reported([]adminapi.EndpointReport{{Name: "b", State: adminapi.EndpointHealthy, FirstAttemptsPending: 1, FirstAttemptsSkipped: 2}}, nil)(f)
+		}, "", "", "", "NOTICE Endpoint 1 message has not been sent to \"b\" yet\nNOTICE Endpoint 2 messages were never sent to \"b\""},
+		{"an endpoint works again since the status", func(f *Facts) {
+			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			reported([]adminapi.EndpointReport{healthyNow}, []adminapi.EndpointReport{healthyNow})(f)
+		}, "", "", "", `OK Endpoint "primary" works; last success just now`},
+		{"an endpoint fails since the status, at one pod of two", func(f *Facts) {
+			f.Attempts = []adminapi.Attempt{{Endpoint: "primary", StatusCode: 422, Response: "no email"}}
+			reported([]adminapi.EndpointReport{openNow}, []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now.Add(-time.Minute)}})(f)
+		}, "Endpoint", `circuit breaker of "primary" is open, only probes are sent, the next one in 20s; all pending messages follow when it succeeds; last success 3s ago; the last failure was 5s ago: answered 422 (Rejected); it answered "no email"`, "what the receiver expects", "NOTICE Backlog 10 messages pending"},
+		{"one endpoint of two fails since the status", func(f *Facts) {
+			twoEndpoints(f)
+			works := adminapi.EndpointReport{Name: "b", State: adminapi.EndpointHealthy, LastSuccess: now}
+			reported([]adminapi.EndpointReport{openNow, works}, nil)(f)
+		}, "", "", "", "NOTICE Endpoint circuit breaker of \"primary\" is open"},
+		{"one endpoint of two fails since the status, each must accept", func(f *Facts) {
+			twoEndpoints(f)
+			f.Destinations[0].Spec.SuccessPolicy = v1alpha1.EveryEndpoint
+			works := adminapi.EndpointReport{Name: "b", State: adminapi.EndpointHealthy, LastSuccess: now}
+			reported([]adminapi.EndpointReport{openNow, works}, nil)(f)
+		}, "Endpoint", "circuit breaker of \"primary\" is open", "", `OK Endpoint "b" works`},
+		{"the last working endpoint fails since the status", func(f *Facts) {
+			twoEndpoints(f)
+			f.Destinations[0].Status.Conditions = append(f.Destinations[0].Status.Conditions, condition("Delivering", "Delivering", ""))
+			other := openNow
+			other.Name = "b"
+			reported([]adminapi.EndpointReport{openNow, other}, nil)(f)
+		}, "Endpoint", "circuit breaker of \"primary\" is open", "", `PROBLEM Endpoint circuit breaker of "b" is open`},
+		{"discards ahead in the status", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: `accepted; pending messages of Source "ios" will be discarded at 2026-01-02T03:14:05Z`})
+		}), "", "", "", "NOTICE Backlog pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z\n"},
+		{"discards ahead in reports", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
+			r.Configs = []adminapi.ConfigReport{{Namespace: "shop", Discards: []adminapi.Discard{{Source: "ios", Destination: "crm", Messages: 2, At: now.Add(time.Minute)}, {Source: "web", Destination: "other", Messages: 1, At: now}}}}
+		}), "", "", "", "NOTICE Backlog 4 pending messages of Source \"ios\" will be discarded at 2026-01-02T03:05:05Z"},
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
 		}), "", "", "", "NOTICE Backlog 1 message pending, the oldest was accepted 4 days ago; 120 messages delivered"},
@@ -246,6 +293,18 @@ func TestExplain(t *testing.T) {
 				t.Errorf("no finding contains %q:\n%s", c.also, text.String())
 			}
 		})
+	}
+}
+
+// The reports must not change the objects of the caller.
+func TestExplainChangesNoObject(t *testing.T) {
+	f := healthy()
+	f.Reports = []*adminapi.Index{adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{
+		{Name: "crm", Ledger: adminapi.Ledger{Delivered: 7}, Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointGone}}},
+	}}}})}
+	Explain(f)
+	if diff := cmp.Diff(healthy().Destinations, f.Destinations); diff != "" {
+		t.Errorf("destinations after Explain (-want +got):\n%s", diff)
 	}
 }
 

@@ -293,6 +293,8 @@ func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, cli
 	case <-ready:
 	case err := <-done:
 		return 0, nil, cmp.Or(err, ctx.Err())
+	case <-ctx.Done():
+		return 0, nil, ctx.Err()
 	case <-time.After(30 * time.Second):
 		return 0, nil, fmt.Errorf("no response within 30 s")
 	}

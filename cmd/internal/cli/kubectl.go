@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/url"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
@@ -33,10 +35,10 @@ func newKubectl(use string) *cobra.Command {
 Install it as a plugin:
   ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
 
-why and redeliver need permissions in your own namespace only (those of the
-ClusterRoles view and edit). The others connect to the dispatcher pods and need
-the Role posthorn-support-user in the namespace of Posthorn's release. migrate
-rewrites manifests and connects to no cluster.`,
+redeliver, and why without live numbers, need permissions in your own namespace
+only (those of the ClusterRoles view and edit). The others connect to the
+dispatcher pods and need the Role posthorn-support-user in the namespace of
+Posthorn's release. migrate rewrites manifests and connects to no cluster.`,
 		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}
@@ -137,28 +139,87 @@ func (d *direct) facts(ctx context.Context, destination string) (why.Facts, erro
 	return facts, addLive(ctx, &facts, []target{t})
 }
 
-// addLive adds the live numbers of dispatchers to the input of why.
+// addLive adds the live state of dispatchers to the input of why: of all, or after an error of none.
 func addLive(ctx context.Context, facts *why.Facts, targets []target) error {
+	read, err := readLive(ctx, targets)
+	if err != nil {
+		return err
+	}
+	var attempts []adminapi.Attempt
 	for _, t := range targets {
-		report, err := t.Report(ctx, "")
-		if err != nil {
-			return t.explain(err)
-		}
-		facts.Reports = append(facts.Reports, *report)
-		for k, err := range t.UnknownKeys(ctx) {
-			if err != nil {
-				return t.explain(err)
-			}
-			facts.UnknownKeys = append(facts.UnknownKeys, k)
-		}
 		for a, err := range t.Attempts(ctx, facts.Namespace+"/"+facts.Name, "") {
 			if err != nil {
 				return t.explain(err)
 			}
-			facts.Attempts = append(facts.Attempts, a)
+			attempts = append(attempts, a)
 		}
 	}
+	facts.Reports, facts.UnknownKeys, facts.Attempts = read.reports, read.unknownKeys, attempts
 	return nil
+}
+
+// liveState is the state of dispatchers.
+type liveState struct {
+	reports     []*adminapi.Index
+	unknownKeys []adminapi.UnknownKey
+}
+
+// readLive reads the state of dispatchers.
+func readLive(ctx context.Context, targets []target) (l liveState, err error) {
+	for _, t := range targets {
+		report, err := t.Report(ctx, "")
+		if err != nil {
+			return l, t.explain(err)
+		}
+		l.reports = append(l.reports, adminapi.NewIndex(*report))
+		for k, err := range t.UnknownKeys(ctx) {
+			if err != nil {
+				return l, t.explain(err)
+			}
+			l.unknownKeys = append(l.unknownKeys, k)
+		}
+	}
+	return l, nil
+}
+
+// liveTimeout bounds the requests for live numbers, so that a dispatcher that hangs does not delay why.
+const liveTimeout = 20 * time.Second
+
+// addLive calls add with the dispatchers that can have messages. Unless live numbers are required by
+// the flag --live, it replaces an error by a notice: the stored status is shown then.
+func (c *clusterConnector) addLive(cmd *cobra.Command, add func(context.Context, []target) error) error {
+	ctx, cancel := context.WithTimeout(cmd.Context(), liveTimeout)
+	defer cancel()
+	err := c.live(ctx, add)
+	if err == nil || cmd.Flags().Changed("live") || cmd.Context().Err() != nil {
+		return err
+	}
+	w := cmd.ErrOrStderr()
+	fmt.Fprintln(w, command.Paint(w, command.Yellow, "Notice:"), c.withoutLive(err))
+	return nil
+}
+
+// withoutLive describes in one line why the stored status is shown, and the fix.
+func (c *clusterConnector) withoutLive(err error) string {
+	reason, _, _ := strings.Cut(err.Error(), "\n")
+	fix := "check the dispatcher pods in namespace " + c.system
+	switch {
+	case apierrors.IsForbidden(err):
+		fix = fmt.Sprintf("bind the Role %s-user in namespace %s to this user", c.account, c.system)
+	case errors.Is(err, context.DeadlineExceeded):
+		reason = fmt.Sprintf("no answer within %s: %s", liveTimeout, reason)
+	}
+	return fmt.Sprintf("the numbers are those of the stored status, which can be minutes old: %s. To do: %s; --live=false omits this request.", strings.TrimSuffix(reason, "."), fix)
+}
+
+// live calls f with the dispatchers that can have messages.
+func (c *clusterConnector) live(ctx context.Context, f func(context.Context, []target) error) error {
+	targets, closeAll, err := c.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer closeAll()
+	return f(ctx, targets)
 }
 
 func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
@@ -179,7 +240,10 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 				return err
 			}
 			if resource != "webhookdestinations" || name == "" {
-				v, namespace, err := cluster.inventory(cmd.Context(), all, live)
+				v, namespace, err := cluster.inventory(cmd.Context(), all)
+				if err == nil && live {
+					err = cluster.addLive(cmd, v.addLive)
+				}
 				if err != nil {
 					return err
 				}
@@ -199,12 +263,8 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			}
 			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()}
 			if live {
-				targets, closeAll, err := cluster.connect(cmd.Context())
+				err := cluster.addLive(cmd, func(ctx context.Context, targets []target) error { return addLive(ctx, &facts, targets) })
 				if err != nil {
-					return err
-				}
-				defer closeAll()
-				if err := addLive(cmd.Context(), &facts, targets); err != nil {
 					return err
 				}
 			}
@@ -214,7 +274,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	cmd.ValidArgsFunction = completeObject(func() connector { return cluster })
 	command.ColorFlag(cmd)
 	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
-	cmd.Flags().BoolVar(&live, "live", false, "ask the dispatcher pods for live numbers and unknown write keys; needs the Role posthorn-support-user")
+	cmd.Flags().BoolVar(&live, "live", true, "query the dispatcher pods, which needs the Role posthorn-support-user; unless set, the stored status is shown if that fails")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }

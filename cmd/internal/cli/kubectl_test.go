@@ -21,6 +21,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
@@ -400,6 +401,20 @@ spec:
 	has(call(command.ExitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
 	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's log")
 	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
+	// Without the Role, the stored status is shown, and a notice names the permission.
+	for _, args := range [][]string{{"why", "crm"}, {"why"}, {"why", "source/web"}} {
+		out := call(command.ExitFailure, args...)
+		if got := strings.Count(out, "Notice:"); got != 1 {
+			t.Errorf("%v: got %d notices, want 1:\n%s", args, got, out)
+		}
+		line, _, _ := strings.Cut(out[strings.Index(out, "Notice:"):], "\n")
+		has(line, "the numbers are those of the stored status, which can be minutes old: pods is forbidden")
+		has(line, "bind the Role posthorn-support-user in namespace posthorn-system to this user; --live=false omits this request.")
+		if out := call(command.ExitFailure, append(args, "--live=false")...); strings.Contains(out, "Notice:") {
+			t.Errorf("%v --live=false: got a notice, want none:\n%s", args, out)
+		}
+		has(call(command.ExitFailure, append(args, "--live")...), "posthorn: pods is forbidden")
+	}
 	has(call(command.ExitFailure, "why", "crm", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why"), "WebhookDestination shop/crm: the operator has not processed this version of the destination yet.")
 	has(call(command.ExitFailure, "why"), "1 of 1 object has a problem.")
@@ -482,6 +497,45 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 		}
 		if time.Now().After(deadline) {
 			t.Fatalf("attempts: %s", out.String())
+		}
+	}
+	has(call(command.ExitFailure, "why", "crm"), "minutes old: no dispatcher pod runs in namespace posthorn-system; if Posthorn is installed in another namespace, set --system-namespace. To do: check the dispatcher pods in namespace posthorn-system")
+}
+
+// The live state replaces nothing while a pod does not answer: sums without it would be wrong.
+func TestLiveStateOfAllPodsOrNone(t *testing.T) {
+	reports := func(name string) target {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
+			switch r.URL.Path {
+			case "/report":
+				_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: name, Configs: []adminapi.ConfigReport{{Namespace: "shop"}}})
+			case "/unknownkeys":
+				_ = json.NewEncoder(w).Encode(adminapi.UnknownKey{Address: name, Requests: 1})
+			default:
+				_ = json.NewEncoder(w).Encode(adminapi.Attempt{MessageID: name})
+			}
+		}))
+		t.Cleanup(server.Close)
+		return target{name, &adminapi.Client{URL: server.URL}}
+	}
+	down := target{"down", &adminapi.Client{URL: "http://127.0.0.1:1"}}
+	for name, c := range map[string]struct {
+		targets []target
+		want    int
+		fails   string
+	}{
+		"all answer":   {[]target{reports("a"), reports("b")}, 2, ""},
+		"one does not": {[]target{reports("a"), down}, 0, "pod down: "},
+	} {
+		facts, v := why.Facts{Namespace: "shop", Name: "crm"}, &inventory{}
+		for _, err := range []error{addLive(t.Context(), &facts, c.targets), v.addLive(t.Context(), c.targets)} {
+			if (err != nil) != (c.fails != "") || err != nil && !strings.Contains(err.Error(), c.fails) {
+				t.Errorf("%s: got error %v, want %q", name, err, c.fails)
+			}
+		}
+		got := []int{len(facts.Reports), len(facts.UnknownKeys), len(facts.Attempts), len(v.reports), len(v.unknownKeys)}
+		if diff := cmp.Diff([]int{c.want, c.want, c.want, c.want, c.want}, got); diff != "" {
+			t.Errorf("%s: numbers of reports, unknown keys and attempts (-want +got):\n%s", name, diff)
 		}
 	}
 }

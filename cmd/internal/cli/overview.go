@@ -28,11 +28,10 @@ type inventory struct {
 	sources      []v1alpha1.Source
 	destinations []v1alpha1.WebhookDestination
 	// others are the objects of all kinds but WebhookDestination.
-	others      []conditioned
-	manifests   []manifest.Problem
-	reports     []adminapi.Report
-	unknownKeys []adminapi.UnknownKey
-	now         time.Time
+	others    []conditioned
+	manifests []manifest.Problem
+	liveState
+	now time.Time
 }
 
 // conditioned is an object of any kind.
@@ -97,22 +96,13 @@ func (v *inventory) addObjects(ctx context.Context, list lister) error {
 	return nil
 }
 
-// addReports reads the state of dispatchers.
-func (v *inventory) addReports(ctx context.Context, targets []target) error {
-	for _, t := range targets {
-		report, err := t.Report(ctx, "")
-		if err != nil {
-			return t.explain(err)
-		}
-		v.reports = append(v.reports, *report)
-		for k, err := range t.UnknownKeys(ctx) {
-			if err != nil {
-				return t.explain(err)
-			}
-			v.unknownKeys = append(v.unknownKeys, k)
-		}
+// addLive adds the state of dispatchers: of all, or after an error of none.
+func (v *inventory) addLive(ctx context.Context, targets []target) error {
+	read, err := readLive(ctx, targets)
+	if err == nil {
+		v.liveState = read
 	}
-	return nil
+	return err
 }
 
 // troubles returns the first problem of every object that has one: rejected manifests, then
@@ -179,8 +169,27 @@ func (v *inventory) notices(idle []string, namespace string) []string {
 	for _, r := range v.reports {
 		texts = append(texts, why.DiscardsAhead(r.Configs, namespace, v.now)...)
 	}
+	if len(v.reports) == 0 {
+		texts = append(texts, v.announcedDiscards()...)
+	}
 	if text := why.UnknownKeys(v.unknownKeys, v.now); text != "" {
 		texts = append(texts, text)
+	}
+	return texts
+}
+
+// announcedDiscards returns the discards ahead in the conditions of the objects.
+func (v *inventory) announcedDiscards() (texts []string) {
+	add := func(kind string, o metav1.ObjectMeta, conditions []metav1.Condition) {
+		if text := why.AnnouncedDiscard(conditions); text != "" {
+			texts = append(texts, fmt.Sprintf("%s %s/%s: %s", kind, o.Namespace, o.Name, text))
+		}
+	}
+	for _, d := range v.destinations {
+		add("WebhookDestination", d.ObjectMeta, d.Status.Conditions)
+	}
+	for _, o := range v.others {
+		add(o.kind, o.Metadata, o.Status.Conditions)
 	}
 	return texts
 }
@@ -391,12 +400,12 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	if err != nil {
 		return nil, err
 	}
-	return v, v.addReports(ctx, []target{t})
+	return v, v.addLive(ctx, []target{t})
 }
 
-// inventory reads the objects of the user's namespace, or of all, with the user's permissions, and the
-// state of the dispatchers if live is true.
-func (c *clusterConnector) inventory(ctx context.Context, all, live bool) (*inventory, string, error) {
+// inventory reads the objects of the user's namespace, or of all, with the user's permissions. It returns
+// the namespace ("" for all).
+func (c *clusterConnector) inventory(ctx context.Context, all bool) (*inventory, string, error) {
 	posthorn, err := c.resources()
 	if err != nil {
 		return nil, "", err
@@ -408,15 +417,7 @@ func (c *clusterConnector) inventory(ctx context.Context, all, live bool) (*inve
 		posthorn.namespace = ""
 	}
 	v := &inventory{now: time.Now()}
-	if err := v.addObjects(ctx, posthorn.listJSON); err != nil || !live {
-		return v, posthorn.namespace, err
-	}
-	targets, closeAll, err := c.connect(ctx)
-	if err != nil {
-		return nil, "", err
-	}
-	defer closeAll()
-	return v, posthorn.namespace, v.addReports(ctx, targets)
+	return v, posthorn.namespace, v.addObjects(ctx, posthorn.listJSON)
 }
 
 // state is the output of status.
@@ -448,15 +449,15 @@ func (v *inventory) state(namespace string) state {
 		if days := r.Storage.DaysLeft; days > 0 && (s.Storage.DaysLeft == 0 || days < s.Storage.DaysLeft) {
 			s.Storage.DaysLeft = days
 		}
-		for _, n := range r.Namespaces {
-			if namespace != "" && n.Namespace != namespace {
+		for name, n := range r.Namespaces() {
+			if namespace != "" && name != namespace {
 				continue
 			}
 			for _, source := range n.Sources {
 				s.Accepted += source.Accepted
 				s.Rejected += source.Rejected
 			}
-			for _, d := range n.Destinations {
+			for d := range n.Destinations() {
 				s.Delivered += d.Delivered
 				s.Pending += d.Pending
 				s.Retrying += d.Retrying
@@ -491,7 +492,13 @@ func newStatus() *cobra.Command {
 
 func newKubectlStatus(cluster *clusterConnector) *cobra.Command {
 	var all bool
-	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) { return cluster.inventory(ctx, all, true) })
+	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) {
+		v, namespace, err := cluster.inventory(ctx, all)
+		if err == nil {
+			err = cluster.live(ctx, v.addLive)
+		}
+		return v, namespace, err
+	})
 	cmd.Short = "Show a namespace on one screen: traffic, storage and all problems"
 	cmd.Example = "  kubectl posthorn status -n shop\n  kubectl posthorn status -A -o json | jq '.problems[].name'"
 	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces")
