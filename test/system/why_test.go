@@ -105,6 +105,54 @@ func TestRejectedManifest(t *testing.T) {
 	p.condition("crm", "Ready", "True", "")
 }
 
+// A rejected manifest is a problem of every kind, with the version in effect, or with the reason why the
+// object does not exist.
+func TestRejectedManifestOfOtherKinds(t *testing.T) {
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", "https://hooks.example/in", "")})
+	p.condition("crm", "Ready", "True", "")
+	if stdout, stderr, code := cli(t, "", "why", "source/web", "--admin", p.Admin); code != 0 {
+		t.Errorf("why of a valid Source: got exit code %d, want 0:\n%s%s", code, stdout, stderr)
+	}
+	p.write("source.yaml", strings.Replace(source(), "writeKeys:", "writeKey:", 1))
+	p.write("vip.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {source: web}\n")
+	p.write("broken.yaml", "kind: [\n")
+	p.eventually("3 files with problems", func() error {
+		stdout, _, _ := cli(t, "", "problems", "--admin", p.Admin)
+		for _, file := range []string{"source.yaml:", "vip.yaml:", "broken.yaml:"} {
+			if !strings.Contains(stdout, file) {
+				return fmt.Errorf("got\n%s\nwant %s", stdout, file)
+			}
+		}
+		return nil
+	})
+	for _, c := range []struct {
+		args string
+		want []string
+		not  string
+	}{
+		{"why source/web", []string{"Source default/web: rejected ", `unknown field "spec.writeKey"; did you mean "writeKeys"?`, "Z remains in effect", "To do: correct the manifest.", "NOTICE    Manifest       rejected", "broken.yaml:1: not YAML"}, "ManifestRejected"},
+		{"why audience/vip", []string{"Audience default/vip: rejected ", `unknown field "spec.source"`, "no earlier valid version, so the object does not exist"}, "there is no Audience"},
+		{"why redelivery/gone", []string{`there is no Redelivery "gone" in namespace "default"`, "NOTICE    Manifest"}, ""},
+		{"why sources", []string{"source.yaml:", "broken.yaml:", "1 of 1 object has a problem."}, "vip.yaml"},
+		{"why audiences", []string{"vip.yaml:", "broken.yaml:"}, "source.yaml"},
+		{"why", []string{"source.yaml:", "vip.yaml:", "broken.yaml:", "1 of 2 objects has a problem."}, ""},
+	} {
+		stdout, stderr, code := cli(t, "", append(strings.Fields(c.args), "--admin", p.Admin)...)
+		out := stdout + stderr
+		if code != 1 {
+			t.Errorf("%s: got exit code %d, want 1", c.args, code)
+		}
+		for _, want := range c.want {
+			if !strings.Contains(out, want) {
+				t.Errorf("%s: got\n%s\nwant %q", c.args, out, want)
+			}
+		}
+		if c.not != "" && strings.Contains(out, c.not) {
+			t.Errorf("%s: got\n%s\nwant no %q", c.args, out, c.not)
+		}
+	}
+}
+
 // After a deletion, the object that remains announces the discard of the messages of both.
 func TestDiscardAheadInStatus(t *testing.T) {
 	r := newReceiver(t)

@@ -139,7 +139,8 @@ func (v *inventory) troubles() (found []trouble, idle []string) {
 	return found, idle
 }
 
-// problem returns the first condition that needs an action of the user, or nil.
+// problem returns the first condition that needs an action of the user, or nil. A rejected manifest is a
+// problem of its own: see why.Manifests.
 func (o *conditioned) problem() *metav1.Condition {
 	for _, bad := range []struct {
 		condition string
@@ -239,14 +240,18 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 			notices = v.notices(idle, namespace)
 		}
 		printTroubles(cmd.OutOrStdout(), found, notices, 0)
-		if each {
-			v.printHealthy(cmd.OutOrStdout(), found)
+		names, troubled, n, verb := v.names(), v.troubled(found), 0, "have"
+		for _, name := range names {
+			if troubled[name] {
+				n++
+			} else if each {
+				fmt.Fprintf(cmd.OutOrStdout(), "%s: no problem found.\n", name)
+			}
 		}
-		n, all, verb := withObject(found), len(v.destinations)+len(v.others), "have"
-		if n == 1 || all == 1 {
+		if n == 1 || len(names) == 1 {
 			verb = "has"
 		}
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s %s a problem.\n", n, plural.Count(all, "object"), verb)
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s %s a problem.\n", n, plural.Count(len(names), "object"), verb)
 	}
 	if len(found) > 0 {
 		return command.ErrFailed
@@ -254,19 +259,30 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 	return nil
 }
 
-// printHealthy prints a line for each object that is not in troubles.
-func (v *inventory) printHealthy(w io.Writer, found []trouble) {
-	healthy := func(kind, namespace, name string) {
-		if !slices.ContainsFunc(found, func(t trouble) bool { return t.Kind == kind && t.Namespace == namespace && t.Name == name }) {
-			fmt.Fprintf(w, "%s %s/%s: no problem found.\n", kind, namespace, name)
+// troubled returns the objects in troubles, and those of rejected manifests, as "Kind namespace/name".
+func (v *inventory) troubled(found []trouble) map[string]bool {
+	objects := map[string]bool{}
+	for _, t := range found {
+		objects[t.Kind+" "+t.Namespace+"/"+t.Name] = true
+	}
+	for _, p := range v.manifests {
+		objects[p.Object] = true
+		for _, object := range p.Outdated {
+			objects[object] = true
 		}
 	}
+	return objects
+}
+
+// names returns all objects as "Kind namespace/name".
+func (v *inventory) names() (list []string) {
 	for _, d := range v.destinations {
-		healthy("WebhookDestination", d.Namespace, d.Name)
+		list = append(list, "WebhookDestination "+d.Namespace+"/"+d.Name)
 	}
 	for _, o := range v.others {
-		healthy(o.kind, o.Metadata.Namespace, o.Metadata.Name)
+		list = append(list, o.kind+" "+o.Metadata.Namespace+"/"+o.Metadata.Name)
 	}
+	return list
 }
 
 // objectOf returns the resource and the name of an argument NAME, which is a destination, or
@@ -317,7 +333,19 @@ func (v *inventory) only(resource string) {
 		kind = otherKinds[i].kind
 	}
 	v.others = slices.DeleteFunc(v.others, func(o conditioned) bool { return o.kind != kind })
-	v.manifests = slices.DeleteFunc(v.manifests, func(p manifest.Problem) bool { return !strings.HasPrefix(p.Object, kind+" ") })
+	v.manifests = slices.DeleteFunc(v.manifests, func(p manifest.Problem) bool { return !concernsKind(p, kind) })
+}
+
+// concernsKind reports whether a problem concerns a kind: an object of it, a whole file, or an object with
+// a kind that does not exist.
+func concernsKind(p manifest.Problem, kind string) bool {
+	of := func(object string) string {
+		kind, _, _ := strings.Cut(object, " ")
+		return kind
+	}
+	own := of(p.Object)
+	other := own == "Secret" || own == "WebhookDestination" || slices.ContainsFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.kind == own })
+	return own == kind || !other || slices.ContainsFunc(p.Outdated, func(object string) bool { return of(object) == kind })
 }
 
 // explain explains an object that is no destination, or without a name all objects, or those of a kind.
@@ -326,26 +354,38 @@ func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, nam
 		v.only(resource)
 		return v.explainAll(cmd, output, namespace, resource != "")
 	}
-	var names []string
-	for _, k := range otherKinds {
-		if k.resource != resource {
-			continue
-		}
-		for _, o := range v.others {
-			if o.kind != k.kind {
-				continue
-			}
-			if o.Metadata.Name == name {
-				return printFindings(cmd.OutOrStdout(), output, k.kind+" "+namespace+"/"+name, o.findings())
-			}
-			names = append(names, o.Metadata.Name)
-		}
-		return fmt.Errorf("there is no %s %q in namespace %q%s", k.kind, name, namespace, command.DidYouMean(name, names))
-	}
-	return fmt.Errorf("unknown resource %s", resource)
+	i := slices.IndexFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.resource == resource })
+	kind := otherKinds[i].kind
+	return printFindings(cmd.OutOrStdout(), output, kind+" "+namespace+"/"+name, v.findings(kind, namespace, name))
 }
 
-// findings returns a finding for each condition; the problem of the object is the only Problem.
+// findings explains an object that is no destination: its manifest, then its conditions. The only Problem
+// in the conditions is the problem of the object.
+func (v *inventory) findings(kind, namespace, name string) []why.Finding {
+	found := why.Manifests(v.manifests, kind, namespace, name, v.now)
+	rejected := why.Cause(found) != nil
+	var names []string
+	for _, o := range v.others {
+		switch {
+		case o.kind != kind:
+		case o.Metadata.Name == name:
+			return append(found, o.findings()...)
+		default:
+			names = append(names, o.Metadata.Name)
+		}
+	}
+	if !rejected { // Otherwise the manifest is the reason why the object does not exist.
+		fix := "create it"
+		if like := strings.TrimPrefix(command.DidYouMean(name, names), "; "); like != "" {
+			fix = like
+		}
+		found = append(found, why.Finding{Level: why.Problem, About: kind, Text: fmt.Sprintf("there is no %s %q in namespace %q", kind, name, namespace), Fix: fix})
+	}
+	return found
+}
+
+// findings returns a finding for each condition; the problem of the object is the only Problem. It leaves
+// out that the manifest was rejected, which is a finding of its own.
 func (o *conditioned) findings() []why.Finding {
 	var found []why.Finding
 	problem := o.problem()
@@ -353,24 +393,16 @@ func (o *conditioned) findings() []why.Finding {
 		c := &o.Status.Conditions[i]
 		level := why.Notice
 		switch {
+		case c.Reason == v1alpha1.ReasonManifestRejected:
+			continue
 		case c == problem:
 			level = why.Problem
-		case c.Status == metav1.ConditionTrue:
+		case c.Status == metav1.ConditionTrue && c.Reason != v1alpha1.ReasonDiscardAhead:
 			level = why.Fine
 		}
 		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message})
 	}
 	return found
-}
-
-// withObject counts the troubles that are not those of a manifest.
-func withObject(found []trouble) (n int) {
-	for _, t := range found {
-		if t.Kind != "Manifest" {
-			n++
-		}
-	}
-	return n
 }
 
 // inventory reads the objects of a namespace ("" for all) and the state of the dispatcher.

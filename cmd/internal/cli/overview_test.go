@@ -53,6 +53,12 @@ func TestStatus(t *testing.T) {
 	const refused = `[{"type":"ResolvedRefs","status":"False","reason":"SecretNotFound","message":"Secret \"gone\" does not exist"}]`
 	const rejecting = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all of the latest calls were rejected: no userId"}]`
 	const unread = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Programmed","status":"False","reason":"ConfigRefused","message":"a dispatcher rejected the config"}]`
+	const outdated = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Ready","status":"False","reason":"ManifestRejected","message":"a.yaml:4: Source default/web: unknown field"}]`
+	const discards = `[{"type":"Ready","status":"True","reason":"DiscardAhead","message":"ready; pending messages for WebhookDestination \"old\" will be discarded at 2026-03-01T12:10:00Z"}]`
+	since := time.Now().Add(time.Hour).Format(time.RFC3339) // A clock that differs must not change the text.
+	rejected := `[{"file":"a.yaml","line":4,"object":"Source default/web","message":"unknown field","since":"` + since + `","outdated":["Source default/web"],"effect":"the last valid version remains in effect"}]`
+	unreadable := `[{"file":"b.yaml","message":"not YAML","since":"` + since + `","outdated":["Source default/web","WebhookDestination default/crm"]}]`
+	audience := `[{"file":"a.yaml","line":9,"object":"Audience default/vip","message":"unknown field","since":"` + since + `"}]`
 	for _, c := range []struct {
 		name, args, conditions, problems string
 		report                           adminapi.Report
@@ -121,7 +127,72 @@ Source default/web: all of the latest calls were rejected: no userId.
 		{"why, all and a name", "why -A source/web", healthy, "[]", report, command.ExitUsage, "posthorn: -A prints the problems of all objects; leave out -A or the name \"web\"\nSee 'posthorn why --help'.\n"},
 		{"why, all and a namespace", "why -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn why --help'.\n"},
 		{"status, all and a namespace", "status -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn status --help'.\n"},
-		{"why of an unknown Source", "why source/wen", healthy, "[]", report, command.ExitFailure, "posthorn: there is no Source \"wen\" in namespace \"default\"; did you mean web?\n"},
+		{"why of an unknown Source", "why source/wen", healthy, "[]", report, command.ExitFailure, `Source default/wen: there is no Source "wen" in namespace "default".
+To do: did you mean web?
+
+PROBLEM   Source   there is no Source "wen" in namespace "default"
+`},
+		{"why of an unknown Audience", "why audience/vip", healthy, "[]", report, command.ExitFailure, `Audience default/vip: there is no Audience "vip" in namespace "default".
+To do: create it.
+
+PROBLEM   Audience   there is no Audience "vip" in namespace "default"
+`},
+		{"why of a Source whose manifest is rejected", "why source/web", outdated, rejected, report, command.ExitFailure, `Source default/web: rejected just now: a.yaml:4: Source default/web: unknown field (the last valid version remains in effect).
+To do: correct the manifest.
+
+PROBLEM   Manifest   rejected just now: a.yaml:4: Source default/web: unknown field (the last valid version remains in effect)
+OK        Accepted   the spec is valid
+`},
+		{"why of a Source whose file cannot be read", "why source/web", healthy, unreadable, report, command.ExitFailure, `Source default/web: rejected just now: b.yaml: not YAML.
+To do: correct the manifest.
+
+PROBLEM   Manifest   rejected just now: b.yaml: not YAML
+OK        Accepted   the spec is valid
+OK        Ready      fine
+`},
+		{"why of a Source next to another rejected manifest", "why source/web", healthy, audience, report, command.ExitOK, `Source default/web: no problem found.
+
+NOTICE   Manifest   rejected just now: a.yaml:9: Audience default/vip: unknown field
+                    -> correct the manifest
+OK       Accepted   the spec is valid
+OK       Ready      fine
+`},
+		{"why of an Audience that never existed", "why audience/vip", healthy, audience, report, command.ExitFailure, `Audience default/vip: rejected just now: a.yaml:9: Audience default/vip: unknown field.
+To do: correct the manifest.
+
+PROBLEM   Manifest   rejected just now: a.yaml:9: Audience default/vip: unknown field
+`},
+		{"why of an Audience that never existed, as JSON", "why audience/vip -o json", healthy, audience, report, command.ExitFailure, `{"level":"PROBLEM","about":"Manifest","text":"rejected just now: a.yaml:9: Audience default/vip: unknown field","fix":"correct the manifest"}
+`},
+		{"why of a Redelivery whose manifest is rejected", "why redelivery/again", healthy, strings.ReplaceAll(rejected, "Source default/web", "Redelivery default/again"), report, command.ExitFailure, `Redelivery default/again: rejected just now: a.yaml:4: Redelivery default/again: unknown field (the last valid version remains in effect).
+To do: correct the manifest.
+
+PROBLEM   Manifest   rejected just now: a.yaml:4: Redelivery default/again: unknown field (the last valid version remains in effect)
+NOTICE    Ready      1 of 9
+`},
+		{"why of a kind with a file that cannot be read", "why sources", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
+  To do: correct the manifest.
+1 of 1 object has a problem.
+`},
+		{"why of another kind with that file", "why redeliveries", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
+  To do: correct the manifest.
+Redelivery default/again: no problem found.
+0 of 1 object has a problem.
+`},
+		{"why of a kind with problems of other kinds", "why redeliveries", healthy, `[{"file":"a.yaml","line":1,"object":"Sorce default/ios","message":"kind: unknown"},{"file":"a.yaml","line":9,"object":"Secret default/key","message":"unknown field"},{"file":"c.yaml","line":2,"object":"Audience default/vip","message":"twice","outdated":["Redelivery default/again"]}]`, report, command.ExitFailure, `Manifest a.yaml:1: Sorce default/ios: kind: unknown.
+  To do: correct the manifest.
+Manifest c.yaml:2: Audience default/vip: twice.
+  To do: correct the manifest.
+1 of 1 object has a problem.
+`},
+		{"why with a rejected manifest of an object", "why", outdated, rejected, report, command.ExitFailure, `Manifest a.yaml:4: Source default/web: unknown field (the last valid version remains in effect).
+  To do: correct the manifest.
+1 of 2 objects has a problem.
+`},
+		{"why of a Source with discards ahead", "why source/web", discards, "[]", report, command.ExitOK, `Source default/web: no problem found.
+
+NOTICE   Ready   ready; pending messages for WebhookDestination "old" will be discarded at 2026-03-01T12:10:00Z
+`},
 		{"why of all", "why all/web", healthy, "[]", report, command.ExitUsage, "posthorn: \"all/web\": use KIND/NAME, with one kind\nSee 'posthorn why --help'.\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
