@@ -19,6 +19,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/controllers/why"
@@ -500,6 +502,26 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 		}
 	}
 	has(call(command.ExitFailure, "why", "crm"), "minutes old: no dispatcher pod runs in namespace posthorn-system; if Posthorn is installed in another namespace, set --system-namespace. To do: check the dispatcher pods in namespace posthorn-system")
+}
+
+// The notice about stored numbers has one line with the cause and the fix.
+func TestNoticeWithoutLiveNumbers(t *testing.T) {
+	c := &clusterConnector{system: "ops", account: "helper"}
+	denied := apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "", errors.New("no"))
+	const prefix, suffix = "the numbers are those of the stored status, which can be minutes old: ", "; --live=false omits this request."
+	for _, test := range []struct {
+		err  error
+		want string
+	}{
+		{c.explain(denied), `pods is forbidden: no. To do: bind the Role helper-user in namespace ops to this user`},
+		{fmt.Errorf("forward a port of pod a: %w", c.explain(denied)), `forward a port of pod a: pods is forbidden: no. To do: bind the Role helper-user in namespace ops to this user`},
+		{fmt.Errorf("pod a: %w", context.DeadlineExceeded), `no answer within 20s: pod a: context deadline exceeded. To do: check the dispatcher pods in namespace ops`},
+		{errors.New("pod a: 500 Internal Server Error"), `pod a: 500 Internal Server Error. To do: check the dispatcher pods in namespace ops`},
+	} {
+		if diff := cmp.Diff(prefix+test.want+suffix, c.withoutLive(test.err)); diff != "" {
+			t.Errorf("notice (-want +got):\n%s", diff)
+		}
+	}
 }
 
 // The live state replaces nothing while a pod does not answer: sums without it would be wrong.
