@@ -268,6 +268,19 @@ func (h *host) ready() error {
 	if !h.namespaces.isUsable() {
 		return errNoUsableConfig
 	}
+	return h.newerFormat()
+}
+
+// newerFormat returns an error if a newer release wrote a slot: this process cannot take it from the processes
+// of that release, so they must not be replaced by processes of this one.
+func (h *host) newerFormat() error {
+	for _, s := range h.slots {
+		if b := s.standby.Load(); b != nil {
+			if reason := b.newer.Load(); reason != nil {
+				return fmt.Errorf("slot %d: %s", s.slot, *reason)
+			}
+		}
+	}
 	return nil
 }
 
@@ -401,7 +414,7 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 func (h *host) heartbeat() slots.Heartbeat {
 	own := slots.Heartbeat{
 		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
-		ClockSkew: h.o.clock.milliseconds(), Owned: h.owned(),
+		ClockSkew: h.o.clock.milliseconds(), Formats: slots.ReadableFormats(), Owned: h.owned(),
 	}
 	for _, s := range h.slots {
 		if following, ready := s.copied(); following {

@@ -133,6 +133,8 @@ type standby struct {
 	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
 	caughtUp atomic.Bool
+	// newer is why this release cannot follow the log: a newer one wrote it; nil if it can.
+	newer atomic.Pointer[string]
 	// applied is the sequence of the last record in the copy.
 	applied  atomic.Uint64
 	stopping atomic.Bool
@@ -152,6 +154,8 @@ func (s *standby) ready() error {
 		return errors.New("stopping")
 	case !s.clock.isRight():
 		return errors.New(s.clock.problem())
+	case s.newer.Load() != nil:
+		return errors.New(*s.newer.Load())
 	case s.calls != nil && s.caughtUp.Load():
 		return nil
 	}
@@ -168,7 +172,6 @@ func (s *standby) because(reason string) { s.reason.Store(&reason) }
 func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher) {
 	for ctx.Err() == nil {
 		s.because(connecting)
-		s.caughtUp.Store(false)
 		pause := slotRetry
 		t, err := s.follow(ctx, o, open)
 		if err == nil {
@@ -184,7 +187,8 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 		if ctx.Err() != nil {
 			break
 		}
-		s.because(err.Error())
+		s.failed(err)
+		o.hosted.changed()
 		s.log.Warn("this process cannot own the slot; trying again", "error", err, "after", pause.String())
 		select {
 		case <-time.After(pause):
@@ -192,6 +196,22 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 		}
 	}
 	return nil, nil
+}
+
+// failed takes the error that ended the following of the slot, or with which its store could not be opened.
+func (s *standby) failed(err error) {
+	reason := err.Error()
+	s.because(reason)
+	s.caughtUp.Store(false)
+	if errors.Is(err, pebblestore.ErrNewerFormat) {
+		s.newer.Store(&reason)
+	}
+}
+
+// upToDate takes note that the copy has all records of the log.
+func (s *standby) upToDate() {
+	s.caughtUp.Store(true)
+	s.newer.Store(nil)
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, error) {
@@ -213,7 +233,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.caughtUp.Store(true); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.upToDate(); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}

@@ -292,3 +292,44 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	wantState("first process, when the second has a wrong clock", first, true, "")
 	wantState("second process", second, false, "the clock of this process is 1h0m0s behind those of the NATS servers")
 }
+
+// newerLog returns the log of a slot whose last record is one of a newer release.
+func newerLog(t *testing.T) *slotstest.Log {
+	t.Helper()
+	log := slotstest.NewLog(slotstest.NewStream(1 << 30))
+	o := slots.Options{Logger: slog.New(slog.DiscardHandler)}
+	w, err := slots.Slot{Log: log, Dir: filepath.Join(t.TempDir(), "queue"), Options: o}.TakeOver(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	state, err := log.State(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := log.Get(t.Context(), state.Last)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := log.Publish(t.Context(), state.Last, "newer", slotstest.Newer(e.Record)); err != nil {
+		t.Fatal(err)
+	}
+	return log
+}
+
+const newerRelease = "a newer release wrote the log (record format 2, this release reads 1): use that release or a newer one"
+
+// A process that does not read the log, because a newer release wrote it, is not ready and claims nothing.
+func TestLogOfANewerRelease(t *testing.T) {
+	log := newerLog(t)
+	before, _ := log.State(t.Context())
+	l, _ := runSlot(t, t.TempDir(), func(context.Context) (slots.Remote, error) {
+		return slots.Remote{Log: log, Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
+	})
+	wantStandby(t, l, newerRelease)
+	if after, _ := log.State(t.Context()); after.Last != before.Last {
+		t.Errorf("last record: got %d, want %d", after.Last, before.Last)
+	}
+}

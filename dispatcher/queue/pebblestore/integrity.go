@@ -7,8 +7,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 
@@ -71,9 +73,16 @@ func (s *Store) inspect() error {
 		}
 		return nil
 	}
-	if format, err := atomicfs.ReadMarker(s.fs, s.dir, "format-version"); err != nil {
+	format, err := atomicfs.ReadMarker(s.fs, s.dir, "format-version")
+	if err != nil {
 		return err
-	} else if format == "" && slices.ContainsFunc(names, func(name string) bool {
+	}
+	if version, err := strconv.ParseUint(format, 10, 64); err == nil {
+		if err := CheckFormat(s.what(), "Pebble", version, uint64(pebble.FormatNewest)); err != nil {
+			return err
+		}
+	}
+	if format == "" && slices.ContainsFunc(names, func(name string) bool {
 		return strings.HasSuffix(name, ".sst") || name == integrity.AcceptedName
 	}) {
 		// The engine writes the marker before the first commit; a store without commits may

@@ -33,22 +33,25 @@ func OpenReplica(dir string, o Options) (*Replica, error) {
 }
 
 func (r *Replica) load() (err error) {
+	format, err := r.s.storedFormat()
+	if err != nil {
+		return err
+	}
 	if r.last, err = readPosition(r.s.db); err != nil || r.last.Batch > 0 {
 		return err
 	}
-	if _, err = r.s.get(codec.KeyFormat); err == nil {
+	if format > 0 {
 		return errors.New("the store has no replicated log; use another directory")
-	} else if errors.Is(err, pebble.ErrNotFound) {
-		return nil
 	}
-	return err
+	return nil
 }
 
 // Position returns the last applied batch.
 func (r *Replica) Position() Position { return r.last }
 
 // Apply applies the batch at a position, whose number must be the next one. It keeps and changes
-// the batch.
+// the batch. It returns ErrNewerFormat, and does not apply the batch, if the batch raises the format of the
+// store above those that this release reads.
 func (r *Replica) Apply(at Position, batch []byte) error {
 	if at.Batch != r.last.Batch+1 {
 		return fmt.Errorf("batch %d follows batch %d: batches are missing", at.Batch, r.last.Batch)
@@ -79,17 +82,25 @@ func (r *Replica) Apply(at Position, batch []byte) error {
 // it; this engine assigns its own.
 const sequenceBytes = 8
 
-// positionOf returns the position that a batch stores, and checks its encoding.
+// positionOf returns the position that a batch stores, and checks its encoding and its format.
 func positionOf(b *pebble.Batch) (p Position, err error) {
 	for entries := b.Reader(); ; {
 		kind, key, value, ok, err := entries.Next()
 		if err != nil || !ok {
 			return p, err
 		}
-		if kind == pebble.InternalKeyKindSet && string(key) == string(codec.KeyLogPosition) {
-			if p, err = decodePosition(value); err != nil {
-				return p, err
-			}
+		if kind != pebble.InternalKeyKindSet {
+			continue
+		}
+		switch string(key) {
+		case string(codec.KeyLogPosition):
+			p, err = decodePosition(value)
+		case string(codec.KeyFormat):
+			d := codec.Decoder{Rest: value}
+			err = CheckFormat("log", "store", d.Uvarint(), codec.Format)
+		}
+		if err != nil {
+			return p, err
 		}
 	}
 }

@@ -302,7 +302,7 @@ func (s *Store) openDB() error {
 		Cache:                       s.cache,
 		Logger:                      engineLogger{s},
 		EventListener:               s.events(),
-		FormatMajorVersion:          pebble.FormatNewest,
+		FormatMajorVersion:          codec.PebbleFormat,
 		DisableWAL:                  s.withoutWAL,
 		MemTableSize:                uint64(memTable),
 		MemTableStopWritesThreshold: stopWrites,
@@ -445,24 +445,18 @@ func (s *Store) load() error {
 }
 
 func (s *Store) loadFormat() error {
-	v, err := s.get(codec.KeyFormat)
-	if errors.Is(err, pebble.ErrNotFound) {
+	format, err := s.storedFormat()
+	if err != nil {
+		return err
+	}
+	if format == 0 {
 		b := s.db.NewBatch()
 		_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatAlone), nil)
 		return s.applySync(b)
 	}
-	if err != nil {
-		return err
-	}
-	d := codec.Decoder{Rest: v}
-	if f := d.Uvarint(); d.Bad || f == 0 {
-		return s.corruptf("its format version is malformed")
-	} else if f > codec.Format {
-		return fmt.Errorf("a newer release wrote it: its format is version %d, this release knows up to %d; use the newer release", f, codec.Format)
-	}
-	v, err = s.get(codec.KeyLastNumber)
+	v, err := s.get(codec.KeyLastNumber)
 	if err == nil {
-		d = codec.Decoder{Rest: v}
+		d := codec.Decoder{Rest: v}
 		s.lastNumber = d.Uvarint()
 		return d.Err()
 	}

@@ -122,7 +122,7 @@ func (s Slot) lastBatch(ctx context.Context, state State) (uint64, error) {
 	}
 	h, _, err := decodeRecord(e.Record)
 	if err != nil {
-		return 0, &DamageError{e.Sequence, err}
+		return 0, badRecord(e.Sequence, err)
 	}
 	return h.last, nil
 }

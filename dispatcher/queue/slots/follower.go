@@ -12,7 +12,8 @@ import (
 type Replica interface {
 	// Position is the last batch of the copy.
 	Position() pebblestore.Position
-	// Apply applies the batch at the next position. It may keep and change the batch.
+	// Apply applies the batch at the next position. It may keep and change the batch. It does not apply a
+	// batch of a newer release, and returns pebblestore.ErrNewerFormat.
 	Apply(at pebblestore.Position, batch []byte) error
 }
 
@@ -29,6 +30,15 @@ func (e *DamageError) Error() string {
 }
 
 func (e *DamageError) Unwrap() error { return e.Err }
+
+// badRecord returns the error for a record that cannot be used: a DamageError, except for a record of a
+// newer release.
+func badRecord(sequence uint64, err error) error {
+	if errors.Is(err, pebblestore.ErrNewerFormat) {
+		return fmt.Errorf("record %d: %w", sequence, err)
+	}
+	return &DamageError{sequence, err}
+}
 
 // follower applies the records of a stream to a copy. It skips the batches that the copy has.
 type follower struct {
@@ -65,7 +75,7 @@ func (f *follower) apply(e Entry) error {
 		err = f.applyRecord(h, payload)
 	}
 	if err != nil {
-		return &DamageError{e.Sequence, err}
+		return badRecord(e.Sequence, err)
 	}
 	f.next, f.lastKind, f.lastSession, f.snapshot = e.Sequence+1, h.kind, h.session, h.snapshotAt(e.Sequence)
 	return nil
@@ -214,7 +224,7 @@ func findBatch(ctx context.Context, log Log, s State, batch uint64) (found Entry
 		}
 		head, _, decodeErr := decodeRecord(e.Record)
 		if decodeErr != nil {
-			return found, h, &DamageError{e.Sequence, decodeErr}
+			return found, h, badRecord(e.Sequence, decodeErr)
 		}
 		if head.last >= batch {
 			found, h, err, high = e, head, nil, middle

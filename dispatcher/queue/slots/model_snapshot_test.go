@@ -141,6 +141,8 @@ type modelCheckpoints struct {
 	fs    *vfs.MemFS
 }
 
+func (*modelCheckpoints) Formats() (pebblestore.Formats, error) { return pebblestore.Formats{}, nil }
+
 func (c *modelCheckpoints) Checkpoint(dir string) (pebblestore.Position, error) {
 	batches := c.files.all()
 	if err := c.fs.MkdirAll(dir, 0o700); err != nil {

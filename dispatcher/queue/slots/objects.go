@@ -11,6 +11,8 @@ import (
 	"io/fs"
 	"strconv"
 	"strings"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // Objects keeps the files of the snapshots of one slot. All methods may be called concurrently.
@@ -36,6 +38,8 @@ type manifest struct {
 	// Batch is the last batch of the files.
 	Batch uint64 `json:"batch"`
 	Files []file `json:"files"`
+	// Formats are those of the files. Releases that did not name them wrote formats that every release reads.
+	Formats pebblestore.Formats `json:"formats,omitzero"`
 
 	// object is the name of the manifest, sequence that of its record.
 	object   string
@@ -75,7 +79,7 @@ func readManifest(ctx context.Context, log Log, objects Objects, sequence uint64
 		err = fmt.Errorf("the record is a %v, not a snapshot", h.kind)
 	}
 	if err != nil {
-		return m, 0, &DamageError{sequence, err}
+		return m, 0, badRecord(sequence, err)
 	}
 	m.object, m.sequence = string(payload[checksumBytes:]), sequence
 	encoded, err := getAll(ctx, objects, m.object)

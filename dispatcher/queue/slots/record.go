@@ -57,6 +57,10 @@ type header struct {
 // snapshot(8), then for whole batches their lengths and bytes, for a part its bytes, and for a
 // snapshot the reference to its manifest, and for a claim and some heartbeats the announcement of the
 // owner. The checksum covers all but itself.
+//
+// A record of a higher format, or with a batch that this release does not read, is not damage. So all
+// formats have their number and the checksum in the same places and at least headerBytes, and a new kind
+// is a new format. How a format is raised is described at codec.Format of package pebblestore.
 const (
 	recordFormat  = 1
 	checksumAt    = 2
@@ -97,10 +101,13 @@ func decodeRecord(record []byte) (h header, payload []byte, err error) {
 	switch {
 	case len(record) < headerBytes:
 		return h, nil, fmt.Errorf("the record has %d bytes; its header has %d", len(record), headerBytes)
-	case record[0] != recordFormat:
-		return h, nil, fmt.Errorf("the record has format %d; this release reads format %d", record[0], recordFormat)
 	case binary.BigEndian.Uint32(record[checksumAt:]) != checksum(record):
 		return h, nil, errors.New("the checksum of the record is wrong")
+	case record[0] == 0:
+		return h, nil, errors.New("the record has format 0")
+	}
+	if err := pebblestore.CheckFormat("log", "record", uint64(record[0]), recordFormat); err != nil {
+		return h, nil, err
 	}
 	h.kind = kind(record[1])
 	b := record[checksumAt+checksumBytes:]

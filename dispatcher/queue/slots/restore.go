@@ -11,6 +11,8 @@ import (
 	"strings"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // errNoSnapshot reports that a slot has no snapshot, or none that can be restored.
@@ -81,6 +83,9 @@ func (r *restorer) restoreObject(ctx context.Context) (uint64, error) {
 		if ctx.Err() != nil {
 			return 0, ctx.Err()
 		}
+		if errors.Is(err, pebblestore.ErrNewerFormat) {
+			return 0, fmt.Errorf("snapshot %s: %w", name, err)
+		}
 		cause = fmt.Errorf("snapshot %s: %w", name, err)
 	}
 	return 0, cause
@@ -111,13 +116,17 @@ func newestSnapshot(ctx context.Context, log Log) (uint64, error) {
 	}
 	h, _, err := decodeRecord(e.Record)
 	if err != nil {
-		return 0, &DamageError{e.Sequence, err}
+		return 0, badRecord(e.Sequence, err)
 	}
 	return h.snapshotAt(e.Sequence), nil
 }
 
-// download writes the files of a snapshot to another folder, which then replaces dir.
+// download writes the files of a snapshot to another folder, which then replaces dir. It returns
+// pebblestore.ErrNewerFormat before it changes anything.
 func (r *restorer) download(ctx context.Context, m manifest) error {
+	if err := m.Formats.Check(); err != nil {
+		return err
+	}
 	temporary := r.dir + ".restore"
 	if err := errors.Join(r.fs.RemoveAll(temporary), r.fs.MkdirAll(temporary, 0o700)); err != nil {
 		return err

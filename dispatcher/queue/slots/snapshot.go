@@ -37,6 +37,8 @@ const (
 type Checkpointer interface {
 	// Checkpoint writes a copy of the store to dir, and returns the last batch of the copy.
 	Checkpoint(dir string) (pebblestore.Position, error)
+	// Formats returns the formats of the store, which are never lowered.
+	Formats() (pebblestore.Formats, error)
 }
 
 // Snapshotter takes the snapshots of a slot for its session, and trims the stream behind them. Run
@@ -183,6 +185,9 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	}
 	position, err := s.Store.Checkpoint(s.Dir)
 	if err != nil {
+		return m, err
+	}
+	if m.Formats, err = s.Store.Formats(); err != nil {
 		return m, err
 	}
 	if err := s.Writer.Wait(position.Batch); err != nil {

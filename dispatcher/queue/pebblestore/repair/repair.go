@@ -129,7 +129,7 @@ func writeStore(s *salvager, dir string, r *Result) error {
 	if err := s.each(v.add); err != nil {
 		return err
 	}
-	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: pebble.FormatNewest, Logger: discardLogger{}, DisableWAL: true, MemTableSize: 16 << 20})
+	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}, DisableWAL: true, MemTableSize: 16 << 20})
 	if err != nil {
 		return err
 	}

@@ -163,7 +163,7 @@ func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
 	if !s.manifestSound {
 		return nil
 	}
-	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: pebble.FormatNewest, Logger: discardLogger{}})
+	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}})
 	if err != nil {
 		s.unopened = err
 		return nil
