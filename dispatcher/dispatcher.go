@@ -84,7 +84,7 @@ type Options struct {
 	// Proxy for deliveries and token requests; nil for none.
 	Proxy *egress.Proxy
 	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
-	// each. Default 10 s.
+	// each. Default 10 s. The store of a slot is handed over after at most 2 s for both together.
 	DrainTimeout time.Duration
 	// ShutdownDelay is how long calls are still accepted after the stop signal while the pod is not
 	// ready, so that a Service removes it first. Default 0.
@@ -189,6 +189,9 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	if o.DrainTimeout <= 0 {
 		o.DrainTimeout = defaultDrain
+	}
+	if o.term != nil {
+		o.DrainTimeout = min(o.DrainTimeout, handOverTimeout)
 	}
 	var windowsSince time.Time
 	if o.Drain {
@@ -427,7 +430,12 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.
 	var writers errgroup.Group
-	writers.Go(func() error { return d.engine.Run(engineCtx) })
+	deliveries, stopDeliveries := context.WithCancel(engineCtx)
+	defer stopDeliveries()
+	writers.Go(func() error {
+		defer d.log.Debug("deliveries stopped")
+		return d.engine.Run(deliveries)
+	})
 	writers.Go(func() error { return d.members.Run(engineCtx) })
 	writers.Go(func() error { return d.forget.Run(engineCtx) })
 	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
@@ -455,6 +463,9 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			time.Sleep(d.options.ShutdownDelay)
 		}
 		d.log.Info("stopping: no new calls, draining")
+		if d.options.term != nil {
+			stopDeliveries() // The next owner waits for the calls and the deliveries in flight: both get the same time.
+		}
 		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.options.DrainTimeout)
 		defer cancel()
 		var drained errgroup.Group

@@ -63,8 +63,8 @@ func slotFolder(dataDir string, slot int) string {
 }
 
 const (
-	// handOverTimeout bounds the wait for deliveries in flight at the end of a term. Receivers that
-	// answer later may get a message twice.
+	// handOverTimeout bounds the wait for calls and deliveries in flight at the end of a term, which ends both at
+	// the same time. Receivers that answer later may get a message twice.
 	handOverTimeout = 2 * time.Second
 	// settleTime is the age of a process at which it knows the other processes.
 	settleTime = 2 * slots.HeartbeatInterval
@@ -549,7 +549,7 @@ func newHosted(h *host, slot int) *hosted {
 	s.forward = forwardCalls(s.forwarder)
 	o := h.o
 	o.Logger, o.DataDir, o.Listeners = s.log, slotFolder(h.o.DataDir, slot), &Listeners{}
-	o.DrainTimeout, o.ShutdownDelay = min(cmp.Or(h.o.DrainTimeout, defaultDrain), handOverTimeout), 0
+	o.ShutdownDelay = 0
 	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
 	if h.quiet.report != nil {
 		o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }

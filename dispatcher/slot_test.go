@@ -2,6 +2,7 @@ package dispatcher
 
 import (
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,7 +13,9 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -20,6 +23,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
@@ -331,5 +335,144 @@ func TestLogOfANewerRelease(t *testing.T) {
 	wantStandby(t, l, newerRelease)
 	if after, _ := log.State(t.Context()); after.Last != before.Last {
 		t.Errorf("last record: got %d, want %d", after.Last, before.Last)
+	}
+}
+
+// messages is a log handler that keeps the messages.
+type messages struct {
+	mu   sync.Mutex
+	list []string
+}
+
+func (m *messages) Enabled(context.Context, slog.Level) bool { return true }
+func (m *messages) WithAttrs([]slog.Attr) slog.Handler       { return m }
+func (m *messages) WithGroup(string) slog.Handler            { return m }
+
+func (m *messages) Handle(_ context.Context, r slog.Record) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.list = append(m.list, r.Message)
+	return nil
+}
+
+// index returns the place of the first message that begins with a text; -1 for none.
+func (m *messages) index(text string) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.IndexFunc(m.list, func(s string) bool { return strings.HasPrefix(s, text) })
+}
+
+// slowOwner is an owner of a slot with a long drain timeout, and with a call whose client does not send the body.
+type slowOwner struct {
+	*messages
+	listeners *Listeners
+	// stop ends the process, and returns its error.
+	stop func() error
+}
+
+func newSlowOwner(t *testing.T, receiver string, calls int) slowOwner {
+	t.Helper()
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	owner := slowOwner{messages: &messages{}}
+	o := Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, DrainTimeout: time.Hour, Logger: slog.New(owner.messages)}
+	if owner.listeners, err = Listen(o); err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = owner.listeners
+	remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *Dispatcher) error {
+			d.Set("shop", encoded(t, testConfig(receiver)))
+			d.Synced()
+			return d.Run(ctx)
+		})
+	}()
+	owner.stop = sync.OnceValue(func() error {
+		cancel()
+		return <-ended
+	})
+	t.Cleanup(func() { _ = owner.stop() })
+	for i := range calls {
+		if err := wait.Until(func() error {
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+owner.listeners.Addr().String()+"/v1/track", strings.NewReader(fmt.Sprintf(`{"event":"e","userId":"u","messageId":"%d"}`, i)))
+			if err != nil {
+				return err
+			}
+			r.SetBasicAuth(testKey, "")
+			resp, err := http.DefaultClient.Do(r)
+			if err != nil {
+				return err
+			}
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				return fmt.Errorf("status %d", resp.StatusCode)
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := wait.Until(func() error {
+		if status, text := fetchText(t, "http://"+owner.listeners.AdminAddr().String()+"/readyz"); status != http.StatusOK {
+			return errors.New(text)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	// The server answers the header as soon as the handler reads the body.
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", owner.listeners.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	auth := base64.StdEncoding.EncodeToString([]byte(testKey + ":"))
+	if _, err := fmt.Fprintf(conn, "POST /v1/track HTTP/1.1\r\nHost: a\r\nAuthorization: Basic %s\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n", auth); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(conn, make([]byte, len("HTTP/1.1 100"))); err != nil {
+		t.Fatal(err)
+	}
+	return owner
+}
+
+// The end of a term gives the calls and the deliveries one common time: the deliveries end while a call is in
+// progress.
+func TestDeliveriesEndWithTheCalls(t *testing.T) {
+	owner := newSlowOwner(t, "http://127.0.0.1:1", 0)
+	if err := owner.stop(); err != nil {
+		t.Errorf("end of the process: got error %v, want none", err)
+	}
+	deliveries, calls := owner.index("deliveries stopped"), owner.index("drain timeout: calls in progress are cancelled")
+	if deliveries < 0 || calls < 0 || deliveries > calls {
+		t.Errorf("log messages: deliveries stopped at %d, calls cancelled at %d, want both in this order", deliveries, calls)
+	}
+}
+
+// A receiver that does not answer does not delay the end of a term by the drain timeout.
+func TestSlowReceiverAtTheEndOfATerm(t *testing.T) {
+	sent, cancelled := make(chan struct{}, 9), make(chan struct{}, 9)
+	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // Only then a closed connection is found.
+		sent <- struct{}{}
+		<-r.Context().Done()
+		cancelled <- struct{}{}
+	}))
+	defer receiver.Close()
+	owner := newSlowOwner(t, receiver.URL, 1)
+	<-sent
+	if err := owner.stop(); err != nil { // With the drain timeout it takes an hour.
+		t.Errorf("end of the process: got error %v, want none", err)
+	}
+	<-cancelled
+	for _, want := range []string{"drain timeout: requests in flight are cancelled", "drain timeout: calls in progress are cancelled"} {
+		if owner.index(want) < 0 {
+			t.Errorf("the log lacks %q", want)
+		}
 	}
 }
