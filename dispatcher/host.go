@@ -417,8 +417,11 @@ func (h *host) heartbeat() slots.Heartbeat {
 		ClockSkew: h.o.clock.milliseconds(), Formats: slots.ReadableFormats(), Owned: h.owned(),
 	}
 	for _, s := range h.slots {
-		if following, ready := s.copied(); following {
-			own.Copies = append(own.Copies, slots.SlotCopied{Slot: s.slot, Ready: ready})
+		if s.term.Load() != nil {
+			continue
+		}
+		if b := s.standby.Load(); b != nil {
+			own.Copies = append(own.Copies, b.copied(s.slot))
 		}
 	}
 	return own
@@ -601,15 +604,6 @@ func (s *hosted) changed() {
 // take this one.
 func (o *Options) mayClaim() bool {
 	return o.clock.isRight() && (o.hosted == nil || o.hosted.mayClaim.Load())
-}
-
-// copied reports whether the process follows the slot, and whether it could take it.
-func (s *hosted) copied() (following, ready bool) {
-	if s.term.Load() != nil {
-		return false, false
-	}
-	b := s.standby.Load()
-	return b != nil, b != nil && b.caughtUp.Load()
 }
 
 // start starts to follow the slot, unless the process does already.

@@ -64,7 +64,7 @@ func (s *single) beat() {
 			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}
 		}
 	} else if b := s.standby.Load(); b != nil && b.following.Load() {
-		own.Copies = []slots.SlotCopied{{Ready: b.caughtUp.Load()}}
+		own.Copies = []slots.SlotCopied{b.copied(0)}
 	}
 	s.members.Hear(own)
 	s.o.clock.log(s.o.Logger)

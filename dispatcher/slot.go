@@ -39,6 +39,10 @@ const (
 	slotRetry = 2 * time.Second
 	// claimPause is the wait after a Dispatcher could not be made, in which a standby claims the slot.
 	claimPause = 15 * time.Second
+	// openBackoff is the time after such a failure for which the copy of the process does not count as ready:
+	// the cause is mostly in the process or its machine, and another process takes the slot. Without another
+	// one, this process tries again after each claimPause.
+	openBackoff = 5 * time.Minute
 	// releaseTimeout bounds the orderly end of a session.
 	releaseTimeout = 5 * time.Second
 	// drainTakeover bounds the wait for requests to the previous owner before a process opens the store.
@@ -133,6 +137,8 @@ type standby struct {
 	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
 	caughtUp atomic.Bool
+	// unopened is the last failure to open the store; nil for none.
+	unopened atomic.Pointer[failedOpen]
 	// newer is why this release cannot follow the log: a newer one wrote it; nil if it can.
 	newer atomic.Pointer[string]
 	// applied is the sequence of the last record in the copy.
@@ -156,6 +162,8 @@ func (s *standby) ready() error {
 		return errors.New(s.clock.problem())
 	case s.newer.Load() != nil:
 		return errors.New(*s.newer.Load())
+	case s.openFailure() != "":
+		return errors.New(s.openFailure())
 	case s.calls != nil && s.caughtUp.Load():
 		return nil
 	}
@@ -183,6 +191,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 			}
 			// Another process claims the released slot immediately, and may have what this one lacks.
 			pause, err = claimPause, fmt.Errorf("open the store of the slot: %w", errors.Join(err, t.release(ctx)))
+			s.unopened.Store(&failedOpen{err.Error(), time.Now().Add(openBackoff)})
 		}
 		if ctx.Err() != nil {
 			break
@@ -206,6 +215,27 @@ func (s *standby) failed(err error) {
 	if errors.Is(err, pebblestore.ErrNewerFormat) {
 		s.newer.Store(&reason)
 	}
+}
+
+// failedOpen is a failure to open the store of a slot.
+type failedOpen struct {
+	reason string
+	// until is the time before which the copy does not count as ready.
+	until time.Time
+}
+
+// openFailure returns why the store could not be opened lately; empty if it was not tried.
+func (s *standby) openFailure() string {
+	if f := s.unopened.Load(); f != nil && time.Now().Before(f.until) {
+		return f.reason
+	}
+	return ""
+}
+
+// copied describes the copy in heartbeats.
+func (s *standby) copied(slot int) slots.SlotCopied {
+	failed := s.openFailure() != ""
+	return slots.SlotCopied{Slot: slot, Ready: s.caughtUp.Load() && !failed, Failed: failed}
 }
 
 // upToDate takes note that the copy has all records of the log.

@@ -19,6 +19,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -475,4 +476,51 @@ func TestSlowReceiverAtTheEndOfATerm(t *testing.T) {
 			t.Errorf("the log lacks %q", want)
 		}
 	}
+}
+
+// A copy with which the store could not be opened does not count as ready for some time, also when it has all
+// records again.
+func TestReadinessAfterAFailedOpen(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+
+		o := Options{DataDir: dir, Listeners: &Listeners{}, Logger: slog.New(slog.DiscardHandler), forwarder: &peer.Forwarder{}, clock: newClockCheck(nil, slots.NewMembers(nil))}
+		remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
+		s := newStandby(o)
+		ctx, cancel := context.WithCancel(t.Context())
+		owned := make(chan bool)
+		opened := make(chan struct{}, 9)
+		go func() {
+			_, d := s.own(ctx, o, func(context.Context) (slots.Remote, error) {
+				opened <- struct{}{}
+				return remote, nil
+			})
+			owned <- d != nil
+		}()
+		<-opened
+		for s.openFailure() == "" {
+			time.Sleep(time.Second)
+		}
+		cancel()
+		if <-owned {
+			t.Error("the store was opened, want an error")
+		}
+		wantCopy := func(what string, ready, failed bool) {
+			t.Helper()
+			if got, want := s.copied(3), (slots.SlotCopied{Slot: 3, Ready: ready, Failed: failed}); got != want {
+				t.Errorf("%s: got the copy %+v, want %+v", what, got, want)
+			}
+			if err := s.ready(); (err == nil) != ready || failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
+				t.Errorf("%s: got the reason %v, want a ready standby %v", what, err, ready)
+			}
+		}
+		wantCopy("after the failure", false, true)
+		s.upToDate() // It follows the next owner.
+		wantCopy("with all records", false, true)
+		time.Sleep(openBackoff)
+		wantCopy("later", true, false)
+	})
 }

@@ -48,6 +48,8 @@ type OwnedSlot struct {
 type SlotCopied struct {
 	Slot  int  `json:"slot"`
 	Ready bool `json:"ready,omitempty"`
+	// Failed is that of Follower.
+	Failed bool `json:"failed,omitempty"`
 }
 
 // Formats are the highest formats of a log that a process reads.
@@ -190,7 +192,7 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 		members = append(members, h.member())
 		for _, c := range h.Copies {
 			if c.Slot >= 0 && c.Slot < slots {
-				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready})
+				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready, c.Failed})
 			}
 		}
 	}

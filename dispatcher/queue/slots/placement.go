@@ -42,10 +42,11 @@ type Placed struct {
 	Followers []Follower
 }
 
-// Follower is a member with a copy of a slot. Until it is Ready, it restores the copy.
+// Follower is a member with a copy of a slot. Until it is Ready, it restores the copy. If it has Failed, it
+// owned the slot lately and could not open the store.
 type Follower struct {
-	Name  string
-	Ready bool
+	Name          string
+	Ready, Failed bool
 }
 
 // Action is what a member does with a slot.
@@ -87,6 +88,8 @@ const (
 //     a time, and only to a member that follows the slot and is ready.
 //   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
 //     slots. A member with its full share takes it only when the others have not for takeTurn.
+//   - A member that failed to open the store of a slot takes it after all others, gets no hand-over of it,
+//     and is not counted as a standby. It keeps its copy.
 //   - Each slot has a number of standbys. Those of one owner are spread so that the members that
 //     take its slots after its loss do not exceed their shares.
 //   - A member restores one copy at a time for the standbys and hand-overs.
@@ -148,7 +151,7 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		p.owned[s.Owner]++
 		for _, f := range s.Followers {
 			p.follows[f.Name]++
-			if !f.Ready {
+			if !f.Ready && !f.Failed {
 				p.restoring[f.Name]++
 			}
 		}
@@ -162,18 +165,24 @@ func (p *placement) add(member string, a Action, slot int) {
 	p.moves = append(p.moves, Move{member, a, slot})
 }
 
-// ready returns 0 for a ready follower, 1 for one that restores its copy, and 2 for other members.
+// ready returns 0 for a ready follower, 1 for one that restores its copy, 2 for other members, and failed for
+// a follower that could not open the store.
 func (s *Placed) ready(member string) int {
 	for _, f := range s.Followers {
-		if f.Name == member {
-			if f.Ready {
-				return 0
-			}
+		switch {
+		case f.Name != member:
+		case f.Failed:
+			return failed
+		case f.Ready:
+			return 0
+		default:
 			return 1
 		}
 	}
 	return 2
 }
+
+const failed = 3
 
 // byOwned orders members by the number of their slots.
 func (p *placement) byOwned(a, b string) int {
@@ -257,10 +266,10 @@ func (p *placement) nextHandOver(owner string, owned []int) (slot int, target st
 	best := 0
 	for _, i := range owned {
 		for _, name := range p.names {
-			if name == owner || p.fullShare(name) == 1 {
+			ready := p.slots[i].ready(name)
+			if name == owner || p.fullShare(name) == 1 || ready == failed {
 				continue
 			}
-			ready := p.slots[i].ready(name)
 			if target == "" || cmp.Or(cmp.Compare(ready, best), p.byOwned(name, target)) < 0 {
 				slot, target, best = i, name, ready
 			}
@@ -305,7 +314,7 @@ func (p *placement) follow() {
 			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
 		})
 		for _, f := range kept {
-			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && len(wanted[i]) < p.standbys && follows[f.Name] < most && shareLeft(s.Owner, f.Name) > 0 {
+			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && shareLeft(s.Owner, f.Name) > 0 {
 				want(i, f.Name)
 			}
 		}
@@ -318,7 +327,7 @@ func (p *placement) follow() {
 		for len(wanted[i]) < p.standbys {
 			best := ""
 			for _, name := range p.names {
-				if name == s.Owner || slices.Contains(wanted[i], name) {
+				if name == s.Owner || slices.Contains(wanted[i], name) || s.ready(name) == failed {
 					continue
 				}
 				if best == "" || cmp.Or(
@@ -348,7 +357,7 @@ func (p *placement) stopFollowing(slot int, wanted []string) {
 		return
 	}
 	for _, f := range s.Followers {
-		if f.Name != p.targets[slot] && !slices.Contains(wanted, f.Name) && !p.wrongClock[f.Name] {
+		if f.Name != p.targets[slot] && !f.Failed && !slices.Contains(wanted, f.Name) && !p.wrongClock[f.Name] {
 			p.add(f.Name, StopFollowing, slot)
 		}
 	}

@@ -21,10 +21,11 @@ func old(names ...string) (members []Member) {
 func TestPlace(t *testing.T) {
 	ready := func(names ...string) (all []Follower) {
 		for _, name := range names {
-			all = append(all, Follower{name, true})
+			all = append(all, Follower{Name: name, Ready: true})
 		}
 		return all
 	}
+	failedCopy := func(name string) []Follower { return []Follower{{Name: name, Failed: true}} }
 	leaving := Member{Name: "a", Age: time.Hour, Leaving: true}
 	skewed := func(name string, skew time.Duration) Member {
 		return Member{Name: name, Age: time.Hour, ClockSkew: skew}
@@ -53,7 +54,7 @@ func TestPlace(t *testing.T) {
 			[]Move{{"a", Take, 1}, {"b", Take, 1}}},
 		{"a hand-over begins with a copy", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a"}}, 0,
 			[]Move{{"b", StartFollowing, 0}}},
-		{"and waits until it is ready", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: []Follower{{"b", false}}}}, 0, nil},
+		{"and waits until it is ready", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: []Follower{{Name: "b"}}}}, 0, nil},
 		{"a slot is handed over to a ready member", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: ready("b")}}, 0,
 			[]Move{{"a", HandOver, 1}}},
 		{"one after the other", old("a", "b", "c"), []Placed{{Owner: "a"}, {Owner: "a", Followers: ready("c")}, {Previous: "a", Followers: ready("b")}}, 0,
@@ -78,6 +79,17 @@ func TestPlace(t *testing.T) {
 			[]Move{{"b", StartFollowing, 0}}},
 		{"a copy that is not wanted ends", old("a", "b", "c"), []Placed{{Owner: "a", Followers: ready("b", "c")}}, 1,
 			[]Move{{"c", StopFollowing, 0}}},
+		{"a member that failed to open the store takes the slot last", old("a", "b"), []Placed{{Followers: failedCopy("a")}}, 0,
+			[]Move{{"b", Take, 0}}},
+		{"but it does after a turn of each other one", old("a", "b"), []Placed{{Followers: failedCopy("a"), Unowned: takeTurn}}, 0,
+			[]Move{{"b", Take, 0}, {"a", Take, 0}}},
+		{"and alone", old("a"), []Placed{{Followers: failedCopy("a")}}, 0,
+			[]Move{{"a", Take, 0}}},
+		{"it gets another slot than that", old("a", "b"), []Placed{{Owner: "a", Followers: failedCopy("b")}, {Owner: "a"}}, 0,
+			[]Move{{"b", StartFollowing, 1}}},
+		{"it is no standby", old("a", "b", "c"), []Placed{{Owner: "a", Followers: failedCopy("b")}}, 1,
+			[]Move{{"c", StartFollowing, 0}}},
+		{"it keeps its copy", old("a", "b", "c"), []Placed{{Owner: "a", Followers: append(failedCopy("b"), ready("c")...)}}, 1, nil},
 	} {
 		wantEqual(t, c.name, Place(c.members, c.slots, c.standbys), c.want)
 	}
