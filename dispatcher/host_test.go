@@ -74,6 +74,8 @@ type installation struct {
 	configs   map[string]liveconfig.Stored
 	number    int
 	calls     *receivedCalls
+	// held ends the wait of a process that opens a slot; nil for no wait.
+	held map[string]map[int]chan struct{}
 	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
 	ahead map[string]*atomic.Int64
 
@@ -182,7 +184,16 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	go func() {
 		ended <- RunSlots(ctx, o, Slots{
 			Number: in.number, Standbys: 1, Bus: &in.bus,
-			Open:          func(_ context.Context, slot int) (slots.Remote, error) { return in.remotes[slot], nil },
+			Open: func(ctx context.Context, slot int) (slots.Remote, error) {
+				if held := in.held[name][slot]; held != nil {
+					select {
+					case <-held:
+					case <-ctx.Done():
+						return slots.Remote{}, ctx.Err()
+					}
+				}
+				return in.remotes[slot], nil
+			},
 			OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range in.configs {
@@ -235,6 +246,29 @@ func waitSlots(t *testing.T, l *Listeners, want int) {
 		return nil
 	}); err != nil {
 		t.Fatalf("want %d: %v", want, err)
+	}
+}
+
+// readiness returns why a process is not ready; empty if it is.
+func readiness(t *testing.T, l *Listeners) string {
+	t.Helper()
+	status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
+	if status == http.StatusOK {
+		return ""
+	}
+	return text
+}
+
+// waitReady waits until a process is ready.
+func waitReady(t *testing.T, l *Listeners) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if reason := readiness(t, l); reason != "" {
+			return errors.New(reason)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("want a ready process: %v", err)
 	}
 }
 
@@ -295,9 +329,7 @@ func TestSeveralSlots(t *testing.T) {
 	send(first)
 	send(second)
 	for _, l := range []*Listeners{first, second} {
-		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusOK {
-			t.Errorf("readyz: status %d: %s", status, text)
-		}
+		waitReady(t, l)
 		_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics")
 		for _, want := range []string{"posthorn_ready 1", `posthorn_log_owner{slot="0"}`, `posthorn_log_epoch{slot="`} {
 			if !strings.Contains(text, want) {
@@ -640,5 +672,111 @@ func TestSlotOfANewerRelease(t *testing.T) {
 	}
 	if diff := cmp.Diff(slots.ReadableFormats(), named.Load()); diff != "" {
 		t.Errorf("formats in the heartbeats (-want +got):\n%s", diff)
+	}
+}
+
+// startHeld starts a second process that cannot open two of the four slots, and waits until it has the others.
+func (in *installation) startHeld(t *testing.T) (second *Listeners) {
+	t.Helper()
+	in.held = map[string]map[int]chan struct{}{"second": {2: make(chan struct{}), 3: make(chan struct{})}}
+	second, _ = in.start(t, "second")
+	if err := wait.Until(func() error {
+		if owned, followed := slotsOf(t, second); owned != 2 || followed != 1 {
+			return fmt.Errorf("the process owns %d slots, and follows %d", owned, followed)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("want 2 slots and the copy that cannot be restored: %v", err)
+	}
+	if reason := readiness(t, second); !strings.Contains(reason, "restoring copies of slots") {
+		t.Errorf("readiness without two copies: got %q, want that it restores copies", reason)
+	}
+	return second
+}
+
+// A process that starts beside a ready one is ready when it has the slots and copies that it should have: a
+// rolling update then ends the next process.
+func TestReadinessWaitsForCopies(t *testing.T) {
+	in := newInstallation(t, 4, "a")
+	first, _ := in.start(t, "first")
+	waitReady(t, first) // It waits for no other process.
+	waitSlots(t, first, 4)
+	second := in.startHeld(t)
+	for _, held := range in.held["second"] {
+		close(held)
+	}
+	waitReady(t, second)
+	if owned, followed := slotsOf(t, second); owned != 2 || followed != 2 {
+		t.Errorf("the ready process: got %d slots and %d copies, want 2 and 2", owned, followed)
+	}
+	if reason := readiness(t, first); reason != "" {
+		t.Errorf("readiness of the first process: got %q, want a ready process", reason)
+	}
+}
+
+// A process that waits for copies is ready at once when no other process is.
+func TestReadinessWithoutAnotherProcess(t *testing.T) {
+	in := newInstallation(t, 4, "a")
+	first, stopFirst := in.start(t, "first", func(o *Options) { o.DrainTimeout = time.Millisecond })
+	waitSlots(t, first, 4)
+	second := in.startHeld(t)
+	go stopFirst()
+	waitReady(t, second)
+}
+
+// The gate of a process that starts opens when its copies are complete, when no other process is ready, or after
+// copyLimit without another copy; and does not close again.
+func TestStartGate(t *testing.T) {
+	begin := time.Unix(1000, 0)
+	for name, c := range map[string]struct {
+		steps func(*startGate)
+		want  bool
+	}{
+		"no other process": {func(g *startGate) { g.update(begin, slots.Progress{}, false) }, true},
+		"complete":         {func(g *startGate) { g.update(begin, slots.Progress{Has: 3, Complete: true}, true) }, true},
+		"incomplete": {func(g *startGate) {
+			g.update(begin, slots.Progress{}, true)
+			g.update(begin.Add(copyLimit-1), slots.Progress{}, true)
+		}, false},
+		"without progress": {func(g *startGate) {
+			g.update(begin, slots.Progress{Has: 1}, true)
+			g.update(begin.Add(copyLimit), slots.Progress{Has: 1}, true)
+		}, true},
+		"with progress": {func(g *startGate) {
+			g.update(begin, slots.Progress{Has: 1}, true)
+			g.update(begin.Add(time.Minute), slots.Progress{Has: 2}, true)
+			g.update(begin.Add(copyLimit), slots.Progress{Has: 2}, true)
+		}, false},
+		"with a copy that is lost and restored": {func(g *startGate) {
+			g.update(begin, slots.Progress{Has: 2}, true)
+			g.update(begin.Add(time.Minute), slots.Progress{Has: 1}, true)
+			g.update(begin.Add(2*time.Minute), slots.Progress{Has: 2}, true)
+			g.update(begin.Add(copyLimit), slots.Progress{Has: 2}, true)
+		}, true},
+		"incomplete later": {func(g *startGate) {
+			g.update(begin, slots.Progress{Complete: true}, true)
+			g.update(begin.Add(1), slots.Progress{}, true)
+		}, true},
+	} {
+		var g startGate
+		c.steps(&g)
+		if got := g.open.Load(); got != c.want {
+			t.Errorf("%s: got an open gate %v, want %v", name, got, c.want)
+		}
+	}
+}
+
+// A process that ends waits for its successors as long as the chart permits: shutdownDelay and two drain timeouts.
+func TestLeaveLimit(t *testing.T) {
+	for _, c := range []struct{ delay, drain, want time.Duration }{
+		{0, 0, 20 * time.Second},
+		{5 * time.Second, 10 * time.Second, 25 * time.Second},
+		{5 * time.Second, 35 * time.Second, 75 * time.Second},
+		{0, time.Second, 10 * time.Second},
+	} {
+		h := &host{o: Options{ShutdownDelay: c.delay, DrainTimeout: c.drain}}
+		if got := h.leaveLimit(); got != c.want {
+			t.Errorf("shutdown delay %v and drain timeout %v: got %v, want %v", c.delay, c.drain, got, c.want)
+		}
 	}
 }

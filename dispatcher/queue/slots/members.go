@@ -26,6 +26,8 @@ type Heartbeat struct {
 	Milliseconds int64 `json:"age"`
 	// Leaving is that of Member.
 	Leaving bool `json:"leaving,omitempty"`
+	// Starting is that of Member.
+	Starting bool `json:"starting,omitempty"`
 	// ClockSkew is that of Member, in milliseconds.
 	ClockSkew int64 `json:"clockSkew,omitempty"`
 	// Formats are those that the process reads; nil in a release that did not name them.
@@ -143,12 +145,12 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 		}
 	}
 	m.heard[h.Member] = heard{h, now}
-	return !known || before.Leaving != h.Leaving || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
+	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
 }
 
 // member returns what Place uses of a heartbeat.
 func (h Heartbeat) member() Member {
-	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond}
+	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, Starting: h.Starting, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond}
 }
 
 // List returns the members.

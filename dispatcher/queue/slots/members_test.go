@@ -13,9 +13,9 @@ func TestMembers(t *testing.T) {
 	now := time.Unix(1000, 0)
 	m := NewMembers(func() time.Time { return now })
 	m.Hear(Heartbeat{Member: "a", Milliseconds: 20_000, Owned: []OwnedSlot{{Slot: 0, Epoch: 3}, {Slot: 1, Epoch: 1}}})
-	m.Hear(Heartbeat{Member: "b", Milliseconds: 1_500, Leaving: true, ClockSkew: 31_000, Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1, Failed: true}, {Slot: 7, Ready: true}}})
+	m.Hear(Heartbeat{Member: "b", Milliseconds: 1_500, Leaving: true, ClockSkew: 31_000, Starting: true, Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1, Failed: true}, {Slot: 7, Ready: true}}})
 	members, placed := m.View(3)
-	if diff := cmp.Diff([]Member{{"a", 20 * time.Second, false, 0}, {"b", 1500 * time.Millisecond, true, 31 * time.Second}}, members); diff != "" {
+	if diff := cmp.Diff([]Member{{Name: "a", Age: 20 * time.Second}, {Name: "b", Age: 1500 * time.Millisecond, Leaving: true, Starting: true, ClockSkew: 31 * time.Second}}, members); diff != "" {
 		t.Errorf("members (-want +got):\n%s", diff)
 	}
 	want := []Placed{{Owner: "a", Followers: []Follower{{Name: "b", Ready: true}}}, {Owner: "a", Followers: []Follower{{Name: "b", Failed: true}}}, {}}

@@ -15,6 +15,8 @@ type Member struct {
 	// Leaving members take no slots and hand over those that they have: they end, or have no usable
 	// live configs.
 	Leaving bool
+	// Starting members have not been ready for calls yet.
+	Starting bool
 	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log.
 	ClockSkew time.Duration
 }
@@ -103,6 +105,44 @@ func Place(members []Member, slots []Placed, standbys int) []Move {
 	p.handOver()
 	p.follow()
 	return p.moves
+}
+
+// Serves reports whether a member other than the named one is ready for calls.
+func Serves(members []Member, except string) bool {
+	return slices.ContainsFunc(members, func(m Member) bool {
+		return m.Name != except && !m.Leaving && !m.Starting && m.HasRightClock(members)
+	})
+}
+
+// Progress is how much a member has of the slots and the copies that Place gives it.
+type Progress struct {
+	// Has is the number of its slots and of its ready copies.
+	Has int
+	// Complete is true when the member counts and has all that it should have, and no slot is handed over.
+	Complete bool
+}
+
+// ProgressOf returns the progress of a member. Slots that no member took for takeTurn, and copies with which
+// the store could not be opened, do not delay it.
+func ProgressOf(member string, members []Member, slots []Placed, standbys int) (p Progress) {
+	_, p.Complete = slices.BinarySearch(newPlacement(members, slots, standbys).names, member)
+	for _, m := range Place(members, slots, standbys) {
+		if m.Action == HandOver || m.Member == member && m.Action == StartFollowing {
+			p.Complete = false
+		}
+	}
+	for _, s := range slots {
+		switch ready := s.ready(member); {
+		case s.Owner == member, ready == 0:
+			p.Has++
+		case ready == 1:
+			p.Complete = false
+		}
+		if s.Owner == "" && s.Unowned < takeTurn {
+			p.Complete = false
+		}
+	}
+	return p
 }
 
 // placement is the state of Place.

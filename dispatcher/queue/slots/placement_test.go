@@ -95,6 +95,58 @@ func TestPlace(t *testing.T) {
 	}
 }
 
+// A member that starts has all that it should have when it counts, its copies are ready, and no slot waits for
+// another owner.
+func TestProgress(t *testing.T) {
+	copies := func(ready bool, names ...string) (all []Follower) {
+		for _, name := range names {
+			all = append(all, Follower{Name: name, Ready: ready})
+		}
+		return all
+	}
+	young := append(old("a"), Member{Name: "b", Age: countedAge - 1, Starting: true})
+	for _, c := range []struct {
+		name     string
+		members  []Member
+		slots    []Placed
+		standbys int
+		want     Progress
+	}{
+		{"a young member does not count", young, []Placed{{Owner: "a"}}, 1, Progress{}},
+		{"alone it does", young[1:], []Placed{{Owner: "b"}}, 1, Progress{1, true}},
+		{"alone, before it has its slots", young[1:], []Placed{{}, {Owner: "b"}}, 1, Progress{1, false}},
+		{"a copy is wanted", old("a", "b"), []Placed{{Owner: "a"}}, 1, Progress{}},
+		{"it is restored", old("a", "b"), []Placed{{Owner: "a", Followers: copies(false, "b")}}, 1, Progress{}},
+		{"it is ready", old("a", "b"), []Placed{{Owner: "a", Followers: copies(true, "b")}}, 1, Progress{1, true}},
+		{"another copy is wanted", old("a", "b"), []Placed{{Owner: "a", Followers: copies(true, "b")}, {Owner: "b", Followers: copies(true, "a")}, {Owner: "a"}}, 1, Progress{2, false}},
+		{"no copies are wanted", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}}, 0, Progress{1, true}},
+		{"a slot should be handed over", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a"}}, 0, Progress{}},
+		{"it can be handed over", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: copies(true, "b")}}, 0, Progress{1, false}},
+		{"it is handed over", old("a", "b"), []Placed{{Owner: "a"}, {Previous: "a", Followers: copies(true, "b")}}, 0, Progress{1, false}},
+		{"it was handed over", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}}, 0, Progress{1, true}},
+		{"a slot that no member can take does not count for long", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}, {Unowned: takeTurn}}, 0, Progress{1, true}},
+		{"a copy that failed does not count", old("a", "b", "c"), []Placed{{Owner: "a", Followers: append(copies(true, "c"), Follower{Name: "b", Failed: true})}}, 1, Progress{0, true}},
+	} {
+		wantEqual(t, c.name, ProgressOf("b", c.members, c.slots, c.standbys), c.want)
+	}
+}
+
+func TestServes(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		other Member
+		want  bool
+	}{
+		{"ready", Member{Name: "a"}, true},
+		{"starting", Member{Name: "a", Starting: true}, false},
+		{"leaving", Member{Name: "a", Leaving: true}, false},
+		{"with a wrong clock", Member{Name: "a", ClockSkew: time.Hour}, false},
+		{"the same", Member{Name: "b"}, false},
+	} {
+		wantEqual(t, "a member that is "+c.name, Serves([]Member{c.other, {Name: "b", Starting: true}}, "b"), c.want)
+	}
+}
+
 // placementSim is a release whose members act on views that may be old. A tick is a second.
 type placementSim struct {
 	t     *testing.T
