@@ -31,6 +31,9 @@ const (
 	// outdatedAfter is the time for which the last report of a pod that is not ready or does
 	// not answer determines conditions; afterwards only its counters are used.
 	outdatedAfter = 5 * time.Minute
+	// unownedAfter is the time after the last report of a store of a replicated log after which the store
+	// counts as one without owner. A takeover takes up to 30 s.
+	unownedAfter = time.Minute
 )
 
 // prober keeps the last state of every dispatcher pod. Each pod with a URL has its own
@@ -51,6 +54,9 @@ type prober struct {
 	last map[string]lastReport
 	// slots is the number of slots of a replicated log with several; 0 for none.
 	slots int
+	// slotsSince is when the number of slots was read first, and unowned are the stores without owner.
+	slotsSince time.Time
+	unowned    map[string]bool
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
 	listed   bool
@@ -167,7 +173,7 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 	}
 }
 
-// expire marks old reports as outdated and ends the grace of pods that started. It reports
+// expire marks old reports as outdated, finds the stores without owner, and ends the grace of pods that started. It reports
 // whether a report is outdated now: the objects that wait for a pod that starts are rechecked
 // anyway, and for the others its grace changes nothing. The mutex is held.
 func (p *prober) expire(now time.Time) (changed bool) {
@@ -177,12 +183,47 @@ func (p *prober) expire(now time.Time) (changed bool) {
 			p.last[name] = last
 		}
 	}
+	if unowned := p.withoutOwner(now); !maps.Equal(unowned, p.unowned) {
+		p.unowned, changed = unowned, true
+	}
 	for _, probe := range p.probes {
 		if probe.starting && now.Sub(probe.started) > startGrace {
 			probe.starting = false
 		}
 	}
 	return changed
+}
+
+// withoutOwner returns the stores of a replicated log that no pod has had for unownedAfter, although ready pods
+// could have them. The mutex is held.
+func (p *prober) withoutOwner(now time.Time) map[string]bool {
+	unowned := map[string]bool{}
+	since := func(name string) time.Time {
+		if last := p.last[name]; last.report != nil {
+			return last.answered
+		}
+		return p.slotsSince
+	}
+	for pod, probe := range p.probes {
+		switch {
+		case pod.Unready || probe.state == nil || probe.state.Log == nil:
+		case probe.state.Log.Several():
+			for slot := range p.slots {
+				unowned[slotStore(slot)] = true
+			}
+		case p.last[logStore].report != nil:
+			unowned[logStore] = true
+		}
+	}
+	maps.DeleteFunc(unowned, func(name string, _ bool) bool { return now.Sub(since(name)) <= unownedAfter })
+	for pod, probe := range p.probes {
+		for name, state := range probe.stores(pod) {
+			if state != nil && p.owns(name, state) && (!pod.Unready || !probe.failing) {
+				delete(unowned, name)
+			}
+		}
+	}
+	return unowned
 }
 
 // refreshNow polls every pod immediately. It is called when a change is expected. A
@@ -265,7 +306,8 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.C
 		change = merged
 		for name, state := range probe.stores(pod) {
 			if p.owns(name, state) && isReady(pod, name, state) {
-				change.all = change.all || p.last[name].outdated
+				change.all = change.all || p.last[name].outdated || p.unowned[name]
+				delete(p.unowned, name)
 				p.last[name] = lastReport{report: state, answered: now}
 			}
 		}
@@ -305,6 +347,9 @@ func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change report
 	}
 	if r.Report != nil && r.Report.Log.Several() {
 		probe.state = adminapi.NewIndex(*r.Report) // It has no namespaces.
+		if p.slots == 0 {
+			p.slotsSince = time.Now()
+		}
 		p.slots = max(p.slots, r.Report.Log.Number)
 	} else {
 		probe.state, change.all = next(pod.Name, probe.state, r.Report)
@@ -429,12 +474,12 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	}
 	for _, name := range absent {
 		if last := p.last[name]; !ready[name] {
-			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated})
+			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated, Unowned: p.unowned[name]})
 		}
 	}
 	for slot := range p.slots {
 		if name := slotStore(slot); !ready[name] && p.last[name].report == nil {
-			pods = append(pods, health.Pod{Name: name, Configs: unready[name], Silent: true})
+			pods = append(pods, health.Pod{Name: name, Configs: unready[name], Silent: true, Unowned: p.unowned[name]})
 		}
 	}
 	slices.SortFunc(pods, func(a, b health.Pod) int { return strings.Compare(a.Name, b.Name) })

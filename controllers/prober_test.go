@@ -383,6 +383,67 @@ func TestSeveralSlots(t *testing.T) {
 	}
 }
 
+// A slot that no pod owns for unownedAfter has a state of its own, until a pod reports it: also a slot that was
+// never reported. A pod that owns it and is not ready is an owner.
+func TestSlotsWithoutOwner(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
+		p.listed = true
+		pods := []Pod{{Name: "a", URL: "a"}, {Name: "b", URL: "b"}}
+		probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
+		var last reportChange
+		p.changed = func(c reportChange) { last = c }
+		poll := func(pod int, owned map[int]*adminapi.Report) {
+			answer := adminapi.Changes{Report: &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Number: 2}}, Slots: owned}
+			p.record(t.Context(), pods[pod], probes[pod], answer, nil)
+		}
+		owned := func(epoch uint64) map[int]*adminapi.Report {
+			return map[int]*adminapi.Report{0: {Ready: true, Log: &adminapi.LogReport{Epoch: epoch}}}
+		}
+		expect := func(step string, changed bool, want ...bool) {
+			t.Helper()
+			if got := p.expire(time.Now()); got != changed {
+				t.Errorf("%s: got a change %v, want %v", step, got, changed)
+			}
+			var got []bool
+			all, _ := p.reports()
+			for _, store := range all {
+				got = append(got, store.Unowned)
+			}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("%s: stores without owner (-want +got):\n%s", step, diff)
+			}
+		}
+		poll(0, owned(1))
+		poll(1, nil)
+		expect("slot 0 has an owner", false, false, false)
+		time.Sleep(unownedAfter)
+		poll(0, owned(1))
+		expect("slot 1 has none", false, false, false)
+		time.Sleep(time.Nanosecond)
+		expect("slot 1 has none for a minute", true, false, true)
+		poll(0, nil)
+		expect("slot 0 was released", false, false, true)
+		time.Sleep(unownedAfter)
+		expect("slot 0 has none for a minute", true, true, true)
+		poll(1, owned(2))
+		if !last.all {
+			t.Errorf("slot 0 has an owner again: got change %+v, want one of all objects", last)
+		}
+		expect("slot 0 has an owner again", false, false, true)
+
+		// The only pod with the slot is not ready.
+		delete(p.probes, pods[1])
+		pods[1].Unready = true
+		probes[1] = newProbe(p, pods[1], false)
+		poll(1, owned(2))
+		time.Sleep(unownedAfter + 1)
+		expect("the owner of slot 0 is not ready", false, false, true)
+		delete(p.probes, pods[0]) // The only ready pod.
+		expect("no pod is ready", true, false, false)
+	})
+}
+
 // A report in which only numbers changed is distinguished, also for a full one.
 func TestReportsOfNumbers(t *testing.T) {
 	var got reportChange

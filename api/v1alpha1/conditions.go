@@ -114,6 +114,10 @@ const (
 	// ReasonNoDispatcher: the object was changed, and no dispatcher is ready. Action:
 	// check the logs of the dispatchers.
 	ReasonNoDispatcher = "NoDispatcher"
+	// ReasonUnowned: no dispatcher has owned the namespace's part of the replicated log for a minute: its
+	// calls are answered 503, and nothing is sent. Action: run kubectl posthorn slots, which shows the
+	// reason of each dispatcher.
+	ReasonUnowned = "Unowned"
 	// ReasonConfigRefused: a dispatcher rejected the config and keeps the previous one.
 	// Action: update operator and dispatchers to one version; the message has the cause.
 	ReasonConfigRefused = "ConfigRefused"

@@ -46,6 +46,8 @@ type Pod struct {
 	// Outdated is true if an absent or silent pod sent Report so long ago that only its
 	// counters are used.
 	Outdated bool
+	// Unowned is true if no pod has had the store for a while, although pods that could have it are ready.
+	Unowned bool
 	// Starting is true for some time after a pod became ready. Meanwhile it can load the
 	// newest configs.
 	Starting bool
@@ -125,8 +127,8 @@ type facts struct {
 	// ready counts the ready pods, confirmed those that run the object's revision, and
 	// unknown those without a report.
 	ready, confirmed, unknown int
-	// silent is true if a ready pod does not answer.
-	silent bool
+	// silent is true if a ready pod does not answer, unowned if no pod has the store.
+	silent, unowned bool
 	// refused is the message about the first of these pods that rejects the config.
 	refused string
 	// recompiled is true if the status describes another revision of the object.
@@ -139,6 +141,7 @@ type facts struct {
 func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
 	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: observed.Timestamp(now)}, new(R)
 	for _, pod := range inOrder(pods) {
+		f.unowned = f.unowned || pod.Unowned
 		if pod.Absent {
 			continue
 		}
@@ -257,6 +260,8 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
 	case f.ready > 0 && f.confirmed == f.ready:
 		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher runs this revision"
+	case f.unowned:
+		c.Reason, c.Message = v1alpha1.ReasonUnowned, "no dispatcher owns this namespace's part of the replicated log: calls are answered 503, and nothing is sent; ask an administrator to run kubectl posthorn slots"
 	case f.keepsProgrammed():
 		before := f.before(v1alpha1.ConditionProgrammed)
 		c.Status, c.Reason, c.Message = before.Status, before.Reason, before.Message

@@ -258,6 +258,29 @@ func TestProgrammedMessages(t *testing.T) {
 	}
 }
 
+// A store that no pod owns is not programmed, whatever the condition was. The pods that have it confirm it again.
+func TestUnowned(t *testing.T) {
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1")}, t0)
+	unowned := runs("p1")
+	unowned.Absent, unowned.Unowned = true, true
+	for name, pods := range map[string][]Pod{
+		"with a last report":                {unowned},
+		"after a restart of the operator":   {{Name: "p1", Silent: true, Unowned: true}},
+		"beside the store of a former mode": {unowned, {Name: "p2", Absent: true}},
+	} {
+		after := destinationStatus(t, before, accepted(), pods, at(time.Minute))
+		for _, condition := range []string{v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady} {
+			if c := meta.FindStatusCondition(after.Status.Conditions, condition); c.Status != metav1.ConditionFalse || c.Reason != "Unowned" {
+				t.Errorf("%s: %s: got %s with reason %s, want False with Unowned", name, condition, c.Status, c.Reason)
+			}
+		}
+		again := destinationStatus(t, after, accepted(), []Pod{runs("p1")}, at(time.Hour))
+		if c := meta.FindStatusCondition(again.Status.Conditions, v1alpha1.ConditionProgrammed); c.Status != metav1.ConditionTrue {
+			t.Errorf("%s, then with an owner: got %s with reason %s, want True", name, c.Status, c.Reason)
+		}
+	}
+}
+
 // A status does not depend on the number and the names of the pods: a rollout must not
 // cause a write of every object in the cluster.
 func TestStatusIsIndependentOfPods(t *testing.T) {

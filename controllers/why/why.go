@@ -318,8 +318,11 @@ func (e *explainer) config() {
 		return
 	}
 	fix := "wait some seconds; if the problem remains, check the logs of the dispatchers"
-	if programmed.Reason == v1alpha1.ReasonNoDispatcher {
+	switch programmed.Reason {
+	case v1alpha1.ReasonNoDispatcher:
 		fix = "contact an administrator: the dispatchers are not ready"
+	case v1alpha1.ReasonUnowned:
+		fix = "contact an administrator: kubectl posthorn slots has the reasons"
 	}
 	e.add(Problem, "Config", fix, "%s (%s)", programmed.Message, programmed.Reason)
 }

@@ -147,6 +147,9 @@ func TestExplain(t *testing.T) {
 		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher is ready")
 		}), "Config", "no dispatcher is ready (NoDispatcher)", "contact an administrator", ""},
+		{"no owner", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions[1] = condition("Programmed", "Unowned", "no dispatcher owns it")
+		}), "Config", "no dispatcher owns it (Unowned)", "kubectl posthorn slots", ""},
 		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
 		}), "Config", "1 of 2 (Pending)", "wait", ""},

@@ -155,7 +155,7 @@ func (o *conditioned) problem() *metav1.Condition {
 		}
 	}
 	if c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionProgrammed); c != nil && c.Status == metav1.ConditionFalse &&
-		(c.Reason == v1alpha1.ReasonConfigRefused || c.Reason == v1alpha1.ReasonNoDispatcher) {
+		slices.Contains([]string{v1alpha1.ReasonConfigRefused, v1alpha1.ReasonNoDispatcher, v1alpha1.ReasonUnowned}, c.Reason) {
 		return c
 	}
 	return nil
