@@ -178,10 +178,11 @@ func (s *standby) because(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
 func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher) {
+	var damaged *pebblestore.CorruptError // of the last attempt to open the store
 	for ctx.Err() == nil {
 		s.because(connecting)
 		pause := slotRetry
-		t, err := s.follow(ctx, o, open)
+		t, err := s.follow(ctx, o, open, damaged)
 		if err == nil {
 			s.because("this process owns the slot, and opens its store")
 			o.term = t
@@ -189,6 +190,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 			if d, err = New(o); err == nil {
 				return t, d
 			}
+			damaged, _ = errors.AsType[*pebblestore.CorruptError](err)
 			// Another process claims the released slot immediately, and may have what this one lacks.
 			pause, err = claimPause, fmt.Errorf("open the store of the slot: %w", errors.Join(err, t.release(ctx)))
 			s.unopened.Store(&failedOpen{err.Error(), time.Now().Add(openBackoff)})
@@ -244,7 +246,7 @@ func (s *standby) upToDate() {
 	s.newer.Store(nil)
 }
 
-func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, error) {
+func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*term, error) {
 	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
@@ -267,7 +269,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot) (*term, 
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}
-	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Options: access}.Follow(ctx)
+	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Damaged: damaged, Options: access}.Follow(ctx)
 	if err != nil {
 		return nil, err
 	}

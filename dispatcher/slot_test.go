@@ -22,10 +22,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/peer"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 	"github.com/posthorn/posthorn/test/wait"
@@ -522,5 +526,49 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 		wantCopy("with all records", false, true)
 		time.Sleep(openBackoff)
 		wantCopy("later", true, false)
+	})
+}
+
+// Damage that is found when the store is opened, and not before, is replaced from the log: the next attempt
+// opens the store.
+func TestDamageFoundByTheOwner(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, discard := t.TempDir(), slog.New(slog.DiscardHandler)
+		remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
+		files := filepath.Join(dir, backup.QueueFolder)
+		w, err := slots.Slot{Log: remote.Log, Dir: files, Options: slots.Options{Logger: discard}}.TakeOver(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		store, err := pebblestore.Open(files, pebblestore.Options{Log: w, Logger: discard})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := store.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/crm"}); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(store.Close(), w.Release(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		db, err := pebble.Open(files, &pebble.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lane := append([]byte("ml"), make([]byte, 8)...)
+		if err := errors.Join(db.Set(lane, []byte{1}, pebble.Sync), db.Close(), os.Remove(filepath.Join(files, "clean-shutdown"))); err != nil {
+			t.Fatal(err)
+		}
+		o := Options{DataDir: dir, Listeners: &Listeners{}, Logger: discard, clock: newClockCheck(nil, slots.NewMembers(nil))}
+		s := newStandby(o)
+		term, d := s.own(t.Context(), o, func(context.Context) (slots.Remote, error) { return remote, nil })
+		if reason := s.openFailure(); !strings.Contains(reason, "the name of a lane is malformed") {
+			t.Errorf("first attempt to open the store: got %q, want the damage", reason)
+		}
+		if lanes := d.Store().Lanes(); len(lanes) != 1 {
+			t.Errorf("lanes of the restored store: got %d, want 1", len(lanes))
+		}
+		if err := errors.Join(term.release(t.Context()), d.Close()); err != nil {
+			t.Log(err) // Positions in memory are dropped.
+		}
 	})
 }

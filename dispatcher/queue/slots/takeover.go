@@ -24,6 +24,9 @@ type Slot struct {
 	// .snapshot and .slot is used, too.
 	Dir   string
 	Store pebblestore.Options
+	// Damaged, when set, is an error of pebblestore.Open about files in Dir that seem sound to a copy: they are
+	// replaced as those that are found damaged.
+	Damaged *pebblestore.CorruptError
 	Options
 }
 
@@ -45,7 +48,13 @@ func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
 	emptied := false
 	_, missing := s.Store.FS.Stat(s.Dir)
 	for {
-		w, err := s.claim(ctx, force)
+		var w *Writer
+		var err error
+		if s.Damaged != nil {
+			err, s.Damaged = s.Damaged, nil
+		} else {
+			w, err = s.claim(ctx, force)
+		}
 		if !isUnusable(err) {
 			if err != nil {
 				err = fmt.Errorf("open a slot: %w", err)
