@@ -169,7 +169,7 @@ func (m *Members) HasSuccessor(slot int) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, h := range m.alive(m.now()) {
-		if !h.Leaving && h.member().HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{slot, true}) {
+		if !h.Leaving && h.member().HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
 			return true
 		}
 	}

@@ -56,9 +56,9 @@ func TestSuccessor(t *testing.T) {
 	m := NewMembers(func() time.Time { return time.Unix(1000, 0) })
 	for _, h := range []Heartbeat{
 		{Member: "owner", Owned: []OwnedSlot{{Slot: 0, Epoch: 1}, {Slot: 1, Epoch: 1}, {Slot: 2, Epoch: 1}, {Slot: 3, Epoch: 1}, {Slot: 4, Epoch: 1}}, ClockSkew: 3_600_000},
-		{Member: "right", Copies: []SlotCopied{{0, true}, {1, false}}},
-		{Member: "leaving", Copies: []SlotCopied{{2, true}}, Leaving: true},
-		{Member: "wrong", Copies: []SlotCopied{{3, true}}, ClockSkew: -3_600_000},
+		{Member: "right", Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1}}},
+		{Member: "leaving", Copies: []SlotCopied{{Slot: 2, Ready: true}}, Leaving: true},
+		{Member: "wrong", Copies: []SlotCopied{{Slot: 3, Ready: true}}, ClockSkew: -3_600_000},
 	} {
 		m.Hear(h)
 	}
