@@ -113,6 +113,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 			return err
 		}
 		defer client.Close()
+		group.Go(func() error { return client.Watch(ctx) })
 		if d.log.slots > 1 {
 			group.Go(func() error {
 				return dispatcher.RunSlots(ctx, d.options, dispatcher.Slots{

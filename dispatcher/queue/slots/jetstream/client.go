@@ -91,6 +91,8 @@ func redact(addresses string) string { return userinfo.ReplaceAllString(addresse
 type Client struct {
 	c  Config
 	nc *nats.Conn
+	// closed is closed when the connection is not opened again.
+	closed chan struct{}
 	// single is true after a check that the log has no directory.
 	single atomic.Bool
 }
@@ -100,7 +102,9 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
+	client := &Client{c: c, closed: make(chan struct{})}
 	options := []nats.Option{
+		nats.ClosedHandler(func(*nats.Conn) { close(client.closed) }),
 		nats.RetryOnFailedConnect(true), nats.CustomInboxPrefix("_INBOX." + c.Name), nats.Timeout(connectTimeout),
 		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) {
 			if err != nil {
@@ -121,15 +125,27 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 	if c.Cert != "" {
 		options = append(options, nats.ClientCert(c.Cert, c.Key))
 	}
-	nc, err := Connect(c.URL, options...)
-	if err != nil {
+	var err error
+	if client.nc, err = Connect(c.URL, options...); err != nil {
 		return nil, fmt.Errorf("connect to the log: %w; %s", err, connectFix(err))
 	}
-	return &Client{c: c, nc: nc}, nil
+	return client, nil
 }
 
 // Close closes the connection.
 func (c *Client) Close() { c.nc.Close() }
+
+// Watch returns nil when ctx is done, and an error when the connection is closed and is not opened again:
+// a server has answered that a request has no valid form. The streams of the Client then cannot be used
+// any more.
+func (c *Client) Watch(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-c.closed:
+		return fmt.Errorf("the connection to the log at %s was closed: %w; restart the process, and check that nothing but NATS servers answers at this address", redact(c.c.URL), c.nc.LastError())
+	}
+}
 
 // OpenOnlySlot is OpenSlot for slot 0 of a log with one slot. It fails if the log has several: a process
 // with one would not deliver the messages of the others.

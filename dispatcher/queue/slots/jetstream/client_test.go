@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -22,6 +23,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/nats-io/nkeys"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
@@ -144,7 +146,7 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		wantText(t, "an unknown certificate", err, "certificate", "set --log-ca")
 	})
 	t.Run("version", func(t *testing.T) {
-		_, err := openSlot(t, config(startOldServer(t)))
+		_, err := openSlot(t, config(startFakeServer(t, "2.10.29", "")))
 		wantText(t, "an old server", err, `version "2.10.29"`, "use 2.15.0 or later")
 	})
 	t.Run("JetStream", func(t *testing.T) {
@@ -212,8 +214,133 @@ func TestWeakLogsAreRefused(t *testing.T) {
 	})
 }
 
-// startOldServer accepts connections as a server of another version does, and returns its URL.
-func startOldServer(t *testing.T) string {
+// refuser accepts one user, by its key, and counts the refused ones.
+type refuser struct {
+	accepted atomic.Pointer[nkeys.KeyPair]
+	refused  atomic.Int64
+}
+
+// Check implements server.Authentication.
+func (r *refuser) Check(c server.ClientAuthentication) bool {
+	signature, err := base64.RawURLEncoding.DecodeString(c.GetOpts().Sig)
+	if err == nil && (*r.accepted.Load()).Verify(c.GetNonce(), signature) == nil {
+		return true
+	}
+	r.refused.Add(1)
+	return false
+}
+
+// waitRefused waits until the server has refused a number of connections.
+func (r *refuser) waitRefused(t *testing.T, n int64) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if got := r.refused.Load(); got < n {
+			return fmt.Errorf("the server has refused %d connections, want %d", got, n)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// newUser makes the key of a NATS user.
+func newUser(t *testing.T) *nkeys.KeyPair {
+	t.Helper()
+	user, err := nkeys.CreateUser()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &user
+}
+
+// writeCredentials writes the file of a NATS user.
+func writeCredentials(t *testing.T, path string, user *nkeys.KeyPair) {
+	t.Helper()
+	seed, err := (*user).Seed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := fmt.Sprintf("-----BEGIN NATS USER JWT-----\njwt\n------END NATS USER JWT------\n\n-----BEGIN USER NKEY SEED-----\n%s\n------END USER NKEY SEED------\n", seed)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A client whose user was refused several times connects when its file, or the servers, have been
+// corrected: at the start, and when the servers get new credentials before the client.
+func TestRefusedCredentialsAreTriedAgain(t *testing.T) {
+	const more = 3 // Without IgnoreAuthErrorAbort, a connection is closed after two.
+	users, first, second := &refuser{}, newUser(t), newUser(t)
+	users.accepted.Store(first)
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT, CustomClientAuthentication: users, AlwaysEnableNonce: true})
+	c := config(s.ClientURL())
+	c.Credentials = filepath.Join(t.TempDir(), "user.creds")
+	writeCredentials(t, c.Credentials, newUser(t))
+	client, err := New(c, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	connects := func(step string) {
+		t.Helper()
+		if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
+			t.Fatalf("%s: %v", step, err)
+		}
+	}
+	disconnect := func() int64 {
+		t.Helper()
+		refused := users.refused.Load()
+		id, err := client.nc.GetClientID()
+		if err == nil {
+			err = s.DisconnectClientByID(id)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return refused
+	}
+	users.waitRefused(t, more)
+	wantText(t, "a refused user", client.check(t.Context()), "refuse the user", "--log-credentials")
+	writeCredentials(t, c.Credentials, first)
+	connects("with the corrected file")
+
+	users.accepted.Store(second)
+	users.waitRefused(t, disconnect()+more)
+	writeCredentials(t, c.Credentials, second)
+	connects("with the renewed file")
+
+	users.accepted.Store(newUser(t))
+	users.waitRefused(t, disconnect()+more)
+	users.accepted.Store(second)
+	connects("with the corrected server")
+}
+
+// A connection that is not opened again is reported, and the end of the process is not.
+func TestClosedConnectionIsReported(t *testing.T) {
+	client, err := New(config(startFakeServer(t, "2.15.0", "-ERR 'Invalid Client Protocol'\r\n")), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
+	defer cancel()
+	wantText(t, "a closed connection", client.Watch(ctx), "was closed", "Invalid Client Protocol", "restart the process")
+
+	other, err := New(config(startServer(t, server.Options{Port: server.RANDOM_PORT}).ClientURL()), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if err := other.Watch(ended); err != nil {
+		t.Errorf("watch at the end of the process: got error %v, want none", err)
+	}
+}
+
+// startFakeServer accepts connections as a server of a version does, sends each a text, and returns its
+// URL.
+func startFakeServer(t *testing.T, version, text string) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -228,10 +355,10 @@ func startOldServer(t *testing.T) string {
 			}
 			go func() {
 				defer c.Close()
-				fmt.Fprint(c, `INFO {"server_id":"old","version":"2.10.29","proto":1,"headers":true,"max_payload":1048576}`+"\r\n")
+				fmt.Fprintf(c, "INFO {\"server_id\":\"fake\",\"version\":%q,\"proto\":1,\"headers\":true,\"max_payload\":1048576}\r\n", version)
 				for lines := bufio.NewScanner(c); lines.Scan(); {
 					if lines.Text() == "PING" {
-						fmt.Fprint(c, "PONG\r\n")
+						fmt.Fprint(c, "PONG\r\n"+text)
 					}
 				}
 			}()

@@ -53,10 +53,11 @@ type Log struct {
 }
 
 // Connect connects to servers with settings that find a lost server within seconds. The client
-// buffers nothing while it is not connected: a record must not be sent later than its caller knows.
+// buffers nothing while it is not connected: a record must not be sent later than its caller knows. It
+// also connects again to a server that has refused the user twice: credentials are renewed meanwhile.
 func Connect(url string, options ...nats.Option) (*nats.Conn, error) {
 	return nats.Connect(url, append([]nats.Option{
-		nats.Name("posthorn"), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1),
+		nats.Name("posthorn"), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.PingInterval(time.Second), nats.MaxPingsOutstanding(2),
 	}, options...)...)
 }
