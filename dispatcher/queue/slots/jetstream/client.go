@@ -226,7 +226,7 @@ func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots
 	return slots.Remote{
 		Log: log, Snapshots: snapshots, Members: members, Rename: log.rename,
 		Durability: func(ctx context.Context) (slots.Durability, error) {
-			return c.durability(ctx, log, log.stream, snapshots.stream, members.stream)
+			return c.durability(ctx, kept{log.stream, log.want}, kept{snapshots.stream, snapshots.want}, kept{members.stream, members.want})
 		},
 		Clocks: []slots.ServerTime{leaderTime(log.stream), leaderTime(snapshots.stream), leaderTime(members.stream)},
 	}, nil
@@ -355,22 +355,26 @@ func connectFix(err error) string {
 	return "start the NATS servers, or correct the address in --log, and the credentials"
 }
 
-// durability reads the present settings and copies of a slot's streams, the first of which is that of
-// log. A change of a stream while it is in use loses no calls by itself, so it is not an error.
-func (c *Client) durability(ctx context.Context, log *Log, streams ...jetstream.Stream) (slots.Durability, error) {
+// kept is a stream, and the settings with which it keeps its messages.
+type kept struct {
+	stream jetstream.Stream
+	want   jetstream.StreamConfig
+}
+
+// durability reads the present settings and copies of a slot's streams. A change of a stream while it is
+// in use loses no calls by itself, so it is not an error.
+func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durability, error) {
 	d := slots.Durability{Sync: slots.SyncUnknown, Replicas: math.MaxInt, Current: math.MaxInt}
 	for _, s := range streams {
-		info, err := s.Info(ctx)
+		info, err := s.stream.Info(ctx)
 		if err != nil {
-			return slots.Durability{}, fmt.Errorf("read the settings of stream %s: %w", s.CachedInfo().Config.Name, err)
+			return slots.Durability{}, fmt.Errorf("read the settings of stream %s: %w", s.want.Name, err)
 		}
 		d.Replicas, d.Current = min(d.Replicas, info.Config.Replicas), min(d.Current, currentCopies(info))
 		if info.Config.Replicas < MinReplicas {
 			d.Weak = append(d.Weak, fmt.Sprintf("stream %s has num_replicas %d, so the loss of one server can lose calls; set it to %d", info.Config.Name, info.Config.Replicas, MinReplicas))
-		} else if s == log.stream {
-			if err := checkSettings(info.Config, log.want); err != nil {
-				d.Weak = append(d.Weak, fmt.Sprintf("stream %s: %v", info.Config.Name, err))
-			}
+		} else if err := checkSettings(info.Config, s.want); err != nil {
+			d.Weak = append(d.Weak, fmt.Sprintf("stream %s: %v", info.Config.Name, err))
 		}
 	}
 	if c.c.Monitoring == "" {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -482,6 +483,7 @@ func TestDurability(t *testing.T) {
 	js := administer(t, url)
 	for stream, change := range map[string]func(*jetstream.StreamConfig){
 		"PH_test_W0":             func(c *jetstream.StreamConfig) { c.MaxAge = time.Hour },
+		"OBJ_PH_test_W0":         func(c *jetstream.StreamConfig) { c.MaxAge = 24 * time.Hour },
 		"OBJ_PH_test_W0_members": func(c *jetstream.StreamConfig) { c.Replicas = 1 },
 	} {
 		s, err := js.Stream(t.Context(), stream)
@@ -499,6 +501,7 @@ func TestDurability(t *testing.T) {
 	text := strings.Join(d.Weak, "\n")
 	for _, want := range []string{
 		"stream PH_test_W0: the stream has max_age 1h0m0s; set it to 0",
+		"stream OBJ_PH_test_W0: the stream has max_age 24h0m0s; set it to 0",
 		"stream OBJ_PH_test_W0_members has num_replicas 1, so the loss of one server can lose calls; set it to 3",
 		"set jetstream { sync_interval: always }",
 	} {
@@ -506,20 +509,22 @@ func TestDurability(t *testing.T) {
 			t.Errorf("weak settings: got %q, want %q", text, want)
 		}
 	}
-	if d.Sync != slots.SyncPeriodic || d.Replicas != 1 || len(d.Weak) != 3 {
+	if d.Sync != slots.SyncPeriodic || d.Replicas != 1 || len(d.Weak) != 4 {
 		t.Errorf("weak settings: got %+v", d)
 	}
 	monitor.Close()
-	if d = read(); d.Sync != slots.SyncUnknown || len(d.Weak) != 2 {
+	if d = read(); d.Sync != slots.SyncUnknown || len(d.Weak) != 3 {
 		t.Errorf("without the monitoring port: got %+v", d)
 	}
 }
 
-// A stream that was made by hand is refused if one of its settings can lose records.
+// A stream that was made by hand is refused if one of its settings can lose messages: that of a slot's
+// records, of an object store, and of the directory.
 func TestForeignSettingsAreRefused(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
 	js := administer(t, s.ClientURL())
-	for setting, change := range map[string]func(*jetstream.StreamConfig){
+	client := connected(t, config(s.ClientURL()))
+	settings := map[string]func(*jetstream.StreamConfig){
 		"subjects":             func(c *jetstream.StreamConfig) { c.Subjects = []string{"other"} },
 		"storage":              func(c *jetstream.StreamConfig) { c.Storage = jetstream.MemoryStorage },
 		"retention":            func(c *jetstream.StreamConfig) { c.Retention = jetstream.InterestPolicy },
@@ -527,33 +532,107 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 		"max_age":              func(c *jetstream.StreamConfig) { c.MaxAge = time.Hour },
 		"max_msgs":             func(c *jetstream.StreamConfig) { c.MaxMsgs = 1000 },
 		"max_msgs_per_subject": func(c *jetstream.StreamConfig) { c.MaxMsgsPerSubject = 1000 },
-		"max_bytes":            func(c *jetstream.StreamConfig) { c.MaxBytes = 1 << 20 },
 		"max_msg_size":         func(c *jetstream.StreamConfig) { c.MaxMsgSize = 1000 },
-		"duplicate_window":     func(c *jetstream.StreamConfig) { c.Duplicates = time.Second },
 		"":                     func(*jetstream.StreamConfig) {},
-	} {
-		c := jetstream.StreamConfig{
-			Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * MinBytes,
-			Storage: jetstream.FileStorage, Duplicates: time.Hour, DenyDelete: true,
-		}
-		change(&c)
-		// The server may still remove the files of the last stream.
-		if err := wait.Until(func() error {
-			_, err := js.CreateStream(t.Context(), c)
+	}
+	with := func(more map[string]func(*jetstream.StreamConfig)) map[string]func(*jetstream.StreamConfig) {
+		all := maps.Clone(settings)
+		maps.Copy(all, more)
+		return all
+	}
+	open := func() error {
+		_, err := client.OpenOnlySlot(t.Context())
+		return err
+	}
+	rollup := map[string]func(*jetstream.StreamConfig){
+		"allow_rollup_hdrs": func(c *jetstream.StreamConfig) { c.AllowRollup = false },
+	}
+	for _, stream := range []struct {
+		config   jetstream.StreamConfig
+		settings map[string]func(*jetstream.StreamConfig)
+		open     func() error
+	}{
+		{jetstream.StreamConfig{Name: "PH_test_DIR", Subjects: []string{"ph.test.dir.*"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * directoryBytes}, settings, func() error {
+			_, err := client.OpenDirectory(t.Context(), 0)
 			return err
-		}); err != nil {
-			t.Fatalf("%s: %v", setting, err)
-		}
-		_, err := openSlot(t, config(s.ClientURL()))
-		if setting != "" {
-			wantText(t, setting, err, "PH_test_W0", " "+setting+" ", "set it to")
-		} else if err != nil {
-			t.Errorf("a stream that keeps more: got error %v, want none", err)
-		}
-		if err := js.DeleteStream(t.Context(), "PH_test_W0"); err != nil {
-			t.Fatal(err)
+		}},
+		{jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * MinBytes, Duplicates: time.Hour, DenyDelete: true}, with(map[string]func(*jetstream.StreamConfig){
+			"duplicate_window": func(c *jetstream.StreamConfig) { c.Duplicates = time.Second },
+			"deny_purge":       func(c *jetstream.StreamConfig) { c.DenyPurge = true },
+		}), open},
+		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0", Subjects: []string{"$O.PH_test_W0.C.>", "$O.PH_test_W0.M.>"}, Discard: jetstream.DiscardNew, MaxBytes: 4 * MinBytes, AllowRollup: true, AllowDirect: true}, with(rollup), open},
+		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0_members", Subjects: []string{"$O.PH_test_W0_members.C.>", "$O.PH_test_W0_members.M.>"}, Discard: jetstream.DiscardNew, MaxBytes: -1, AllowRollup: true, AllowDirect: true}, with(rollup), open},
+	} {
+		for setting, change := range stream.settings {
+			for list := js.StreamNames(t.Context()); ; {
+				name, ok := <-list.Name()
+				if !ok {
+					break
+				}
+				if err := js.DeleteStream(t.Context(), name); err != nil {
+					t.Fatal(err)
+				}
+			}
+			c := stream.config
+			c.Storage = jetstream.FileStorage
+			change(&c)
+			// The server may still remove the files of the last stream.
+			if err := wait.Until(func() error {
+				_, err := js.CreateStream(t.Context(), c)
+				return err
+			}); err != nil {
+				t.Fatalf("%s: %v", setting, err)
+			}
+			if name := objectsPrefix + "PH_test_W0"; c.Name == name { // The slot's stream was not deleted.
+				if _, err := js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: MinBytes}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err := stream.open()
+			if setting != "" {
+				wantText(t, c.Name+" with another "+setting, err, c.Name, " "+setting+" ", "set it to")
+			} else if err != nil {
+				t.Errorf("stream %s that keeps more: got error %v, want none", c.Name, err)
+			}
 		}
 	}
+}
+
+// A process with a larger maximum raises that of the streams. One with a smaller maximum changes nothing.
+func TestMaxBytesAreRaised(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT, JetStreamMaxStore: 15 * MinBytes})
+	js := administer(t, s.ClientURL())
+	c := config(s.ClientURL())
+	before, err := openSlot(t, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	state, err := before.Log.State(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, step := range []struct{ maxBytes, want int64 }{{2 * MinBytes, 2 * MinBytes}, {MinBytes, 2 * MinBytes}} {
+		c.MaxBytes = step.maxBytes
+		remote, err := openSlot(t, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name, want := range map[string]int64{"PH_test_W0": step.want, "OBJ_PH_test_W0": 3 * step.want, "OBJ_PH_test_W0_members": step.want} {
+			stream, err := js.Stream(t.Context(), name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := stream.CachedInfo().Config.MaxBytes; got != want {
+				t.Errorf("max_bytes of %s with %d bytes per stream: got %d, want %d", name, step.maxBytes, got, want)
+			}
+		}
+		if now, err := remote.Log.State(t.Context()); err != nil || now.ID != state.ID {
+			t.Errorf("id of the stream: got %q and error %v, want %q", now.ID, err, state.ID)
+		}
+	}
+	c.MaxBytes = 4 * MinBytes
+	_, err = openSlot(t, c)
+	wantText(t, "more than the server has", err, "PH_test_W0", "raise max_bytes", "max_file_store")
 }
 
 // permissions are those in docs/replicated-log.md. They allow neither the deletion of a stream nor

@@ -34,19 +34,27 @@ type Assignments struct {
 }
 
 // OpenAssignments returns the stream of the directory, and creates it when it is missing. It fails
-// when the stream has other settings.
+// when the stream has settings with which it cannot keep the records.
 func OpenAssignments(ctx context.Context, nc *nats.Conn, c DirectoryConfig) (*Assignments, error) {
-	js, err := jetstream.New(nc)
+	s, err := openAssignments(ctx, nc, c)
 	if err != nil {
 		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
 	}
-	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{
+	return s, nil
+}
+
+func openAssignments(ctx context.Context, nc *nats.Conn, c DirectoryConfig) (*Assignments, error) {
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, err
+	}
+	stream, err := openStream(ctx, js, jetstream.StreamConfig{
 		Name: c.Name, Subjects: []string{c.Subject + ".*"}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
 		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
 		DenyDelete: true, DenyPurge: true,
-	})
+	}, func() error { return nil })
 	if err != nil {
-		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
+		return nil, err
 	}
 	return &Assignments{js, stream, c.Name, c.Subject}, nil
 }

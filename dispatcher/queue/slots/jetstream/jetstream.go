@@ -72,7 +72,7 @@ const (
 )
 
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
-// has other settings.
+// has settings with which it cannot keep the records.
 func Open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 	l, err := open(ctx, nc, c)
 	if err != nil {
@@ -92,22 +92,43 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 		Duplicates: duplicateWindow, DenyDelete: true,
 		Metadata: map[string]string{metadataID: rand.Text()},
 	}
-	stream, err := js.Stream(ctx, c.Name)
+	stream, err := openStream(ctx, js, want, func() error { return c.checkUnused(ctx, js) })
+	if err != nil {
+		return nil, err
+	}
+	return &Log{js, stream, want, c.Name, c.Subject}, nil
+}
+
+// openStream returns a stream. One that is missing is created if mayCreate returns nil. A smaller max_bytes,
+// of an earlier configuration, is raised. Other settings with which the stream cannot keep its messages are
+// an error.
+func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig, mayCreate func() error) (jetstream.Stream, error) {
+	stream, err := js.Stream(ctx, want.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		if err := c.checkUnused(ctx, js); err != nil {
+		if err := mayCreate(); err != nil {
 			return nil, err
 		}
 		if stream, err = js.CreateStream(ctx, want); errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) {
-			stream, err = js.Stream(ctx, c.Name) // Another process has created it meanwhile.
+			stream, err = js.Stream(ctx, want.Name) // Another process has created it meanwhile.
 		}
 	}
 	if err != nil {
 		return nil, err
 	}
-	if err := checkSettings(stream.CachedInfo().Config, want); err != nil {
+	found := stream.CachedInfo().Config
+	before := found.MaxBytes
+	if before > 0 {
+		found.MaxBytes = max(before, want.MaxBytes)
+	}
+	if err := checkSettings(found, want); err != nil {
 		return nil, err
 	}
-	return &Log{js, stream, want, c.Name, c.Subject}, nil
+	if found.MaxBytes > before {
+		if stream, err = js.UpdateStream(ctx, found); err != nil {
+			return nil, fmt.Errorf("raise max_bytes from %d to %d: %w", before, found.MaxBytes, err)
+		}
+	}
+	return stream, nil
 }
 
 // deletedFix is what to do about a deleted stream.
@@ -147,6 +168,8 @@ func checkSettings(found, want jetstream.StreamConfig) error {
 		{found.MaxMsgSize <= 0 || found.MaxMsgSize >= maxPayload, "max_msg_size", found.MaxMsgSize, -1},
 		{found.Duplicates >= want.Duplicates, "duplicate_window", found.Duplicates, want.Duplicates},
 		{found.Mirror == nil && len(found.Sources) == 0, "mirror or sources", "another stream", "none"},
+		{found.AllowRollup || !want.AllowRollup, "allow_rollup_hdrs", found.AllowRollup, true},
+		{!found.DenyPurge || want.DenyPurge, "deny_purge", found.DenyPurge, false},
 		{!found.Sealed && !found.NoAck && found.SubjectTransform == nil, "sealed, no_ack or subject_transform", "set", "not set"},
 	} {
 		if !s.ok {

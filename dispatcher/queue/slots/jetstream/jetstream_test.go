@@ -183,14 +183,6 @@ func TestLog(t *testing.T) {
 	}
 }
 
-func TestOtherSettingsAreRefused(t *testing.T) {
-	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
-	l := openLog(t, s, StreamConfig{Replicas: 1, MaxBytes: 1 << 20})
-	if _, err := Open(t.Context(), l.js.Conn(), StreamConfig{Name: l.name, Subject: l.subject, Replicas: 1, MaxBytes: 2 << 20}); err == nil {
-		t.Error("open with another size: got no error, want one")
-	}
-}
-
 // slotStore is a store on a stream.
 type slotStore struct {
 	*pebblestore.Store

@@ -28,27 +28,40 @@ type ObjectsConfig struct {
 type Objects struct {
 	store  jetstream.ObjectStore
 	stream jetstream.Stream
+	want   jetstream.StreamConfig
 	bucket string
 }
 
-// OpenObjects returns an object store, and creates it when it is missing. It fails when the store
-// has other settings.
+// OpenObjects returns an object store, and creates it when it is missing. It fails when its stream has
+// settings with which it cannot keep the objects.
 func OpenObjects(ctx context.Context, nc *nats.Conn, c ObjectsConfig) (*Objects, error) {
+	o, err := openObjects(ctx, nc, c)
+	if err != nil {
+		return nil, fmt.Errorf("open object store %s, stream %s: %w", c.Bucket, objectsPrefix+c.Bucket, err)
+	}
+	return o, nil
+}
+
+func openObjects(ctx context.Context, nc *nats.Conn, c ObjectsConfig) (*Objects, error) {
 	js, err := jetstream.New(nc)
 	if err != nil {
-		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+		return nil, err
 	}
-	store, err := js.CreateObjectStore(ctx, jetstream.ObjectStoreConfig{
-		Bucket: c.Bucket, Replicas: c.Replicas, MaxBytes: c.MaxBytes, Storage: jetstream.FileStorage,
-	})
+	// These are the settings of an object store that nats.go creates.
+	want := jetstream.StreamConfig{
+		Name: objectsPrefix + c.Bucket, Subjects: []string{fmt.Sprintf("$O.%s.C.>", c.Bucket), fmt.Sprintf("$O.%s.M.>", c.Bucket)},
+		Replicas: c.Replicas, MaxBytes: c.MaxBytes, Storage: jetstream.FileStorage, Discard: jetstream.DiscardNew,
+		AllowRollup: true, AllowDirect: true,
+	}
+	stream, err := openStream(ctx, js, want, func() error { return nil })
 	if err != nil {
-		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+		return nil, err
 	}
-	stream, err := js.Stream(ctx, objectsPrefix+c.Bucket)
+	store, err := js.ObjectStore(ctx, c.Bucket)
 	if err != nil {
-		return nil, fmt.Errorf("open object store %s: %w", c.Bucket, err)
+		return nil, err
 	}
-	return &Objects{store, stream, c.Bucket}, nil
+	return &Objects{store, stream, want, c.Bucket}, nil
 }
 
 // objectsPrefix begins the name of the stream of an object store.

@@ -32,7 +32,7 @@ func connect(t *testing.T, s *server.Server) *nats.Conn {
 	return nc
 }
 
-func openObjects(t *testing.T, nc *nats.Conn, maxBytes int64) *Objects {
+func openTestObjects(t *testing.T, nc *nats.Conn, maxBytes int64) *Objects {
 	t.Helper()
 	o, err := OpenObjects(t.Context(), nc, ObjectsConfig{Bucket: "PH_test_O0", Replicas: 1, MaxBytes: maxBytes})
 	if err != nil {
@@ -73,7 +73,7 @@ func randomBytes(n int) []byte {
 
 // TestObjects compares an object store with the contract of slots.Objects.
 func TestObjects(t *testing.T) {
-	o := openObjects(t, connect(t, startServer(t, server.Options{Port: server.RANDOM_PORT})), 4<<20)
+	o := openTestObjects(t, connect(t, startServer(t, server.Options{Port: server.RANDOM_PORT})), 4<<20)
 	o.wantNames(t)
 	large := randomBytes(1 << 20)
 	for name, data := range map[string][]byte{"a/1.sst": large, "a/2": []byte("small")} {
@@ -134,9 +134,9 @@ func (r *lostReader) Read(p []byte) (int, error) {
 // The rest of an upload whose process was lost is listed, and can be deleted.
 func TestCutUpload(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
-	o := openObjects(t, connect(t, s), -1)
+	o := openTestObjects(t, connect(t, s), -1)
 	nc := connect(t, s)
-	lost := openObjects(t, nc, -1)
+	lost := openTestObjects(t, nc, -1)
 	err := lost.Put(t.Context(), "a", &lostReader{bytes.NewReader(randomBytes(1 << 20)), func() {
 		_ = nc.Flush()
 		nc.Close()
@@ -159,7 +159,7 @@ func TestCutUpload(t *testing.T) {
 // copy ends before the stream begins.
 func TestRestoreFromSnapshot(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
-	log, objects := openLog(t, s, StreamConfig{Replicas: 1, MaxBytes: 1 << 30}), openObjects(t, connect(t, s), -1)
+	log, objects := openLog(t, s, StreamConfig{Replicas: 1, MaxBytes: 1 << 30}), openTestObjects(t, connect(t, s), -1)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	open := func(dir string) (*slotStore, *slots.Snapshotter) {
