@@ -43,7 +43,7 @@ func (l *logFlags) register(cmd *cobra.Command) {
 	f.StringVar(&l.config.CA, "log-ca", "", "PEM file of the certificates that sign those of the NATS servers; empty: the system's")
 	f.StringVar(&l.config.Cert, "log-cert", "", "PEM file of the client certificate for the NATS servers")
 	f.StringVar(&l.config.Key, "log-key", "", "PEM file of the client certificate's key")
-	f.StringVar(&l.config.Monitoring, "log-monitoring", "", "URL of the monitoring port of a NATS server, to check that it syncs each call (sync_interval: always); empty: not checked")
+	f.StringVar(&l.config.Monitoring, "log-monitoring", "", "URLs of the monitoring ports of the NATS servers, separated by commas, to check that each syncs each call (sync_interval: always); empty: not checked")
 	f.BoolVar(&l.config.AllowWeak, "log-allow-weak", false, "accept settings with which the loss of one NATS server loses calls, for tests")
 }
 

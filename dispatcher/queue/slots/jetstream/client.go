@@ -38,8 +38,8 @@ type Config struct {
 	// the servers' certificates, Cert and Key are the files of the client's certificate. All are read
 	// again at each connection; each may be empty.
 	Credentials, CA, Cert, Key string
-	// Monitoring is the URL of the monitoring port of a server, by which sync_interval is checked; empty
-	// for no check.
+	// Monitoring has the URLs of the monitoring ports of the servers, separated by commas, by which
+	// sync_interval is checked; empty for no check.
 	Monitoring string
 	// AllowWeak accepts settings by which the loss of one server loses calls.
 	AllowWeak bool
@@ -111,7 +111,12 @@ func New(c Config, logger *slog.Logger) (*Client, error) {
 				logger.Warn("connection to the log lost; connecting again", "error", err)
 			}
 		}),
-		nats.ReconnectHandler(func(nc *nats.Conn) { logger.Info("connected to the log", "server", nc.ConnectedServerName()) }),
+		nats.ReconnectHandler(func(nc *nats.Conn) {
+			logger.Info("connected to the log", "server", nc.ConnectedServerName())
+			if err := checkServer(nc); err != nil {
+				logger.Error("a server of the log has a setting that Posthorn cannot use", "problem", err)
+			}
+		}),
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
 			logger.Warn("error of the connection to the log", "error", err)
 		}),
@@ -317,12 +322,8 @@ func (c *Client) check(ctx context.Context) error {
 		}
 		return fmt.Errorf("the log at %s %w: %w; %s", redact(c.c.URL), ErrNotConnected, cause, connectFix(cause))
 	}
-	found, err := version.ParseGeneric(c.nc.ConnectedServerVersion())
-	if err != nil || found.LessThan(minVersion) {
-		return fmt.Errorf("the NATS server has version %q; use %s or later", c.nc.ConnectedServerVersion(), minVersion)
-	}
-	if most := c.nc.MaxPayload(); most < maxPayload {
-		return fmt.Errorf("the NATS server accepts messages of %d bytes; set max_payload to %d or more", most, maxPayload)
+	if err := checkServer(c.nc); err != nil {
+		return err
 	}
 	if c.c.Monitoring == "" || c.c.AllowWeak {
 		return nil
@@ -332,6 +333,19 @@ func (c *Client) check(ctx context.Context) error {
 		return err
 	case sync != slots.SyncAlways:
 		return errors.New(weakSync)
+	}
+	return nil
+}
+
+// checkServer checks the server of a connection. The settings of the others are not known before the
+// client connects to them.
+func checkServer(nc *nats.Conn) error {
+	found, err := version.ParseGeneric(nc.ConnectedServerVersion())
+	if err != nil || found.LessThan(minVersion) {
+		return fmt.Errorf("the NATS server %s has version %q; use %s or later", nc.ConnectedAddr(), nc.ConnectedServerVersion(), minVersion)
+	}
+	if most := nc.MaxPayload(); most < maxPayload {
+		return fmt.Errorf("the NATS server %s accepts messages of %d bytes; set max_payload to %d or more", nc.ConnectedAddr(), most, maxPayload)
 	}
 	return nil
 }
@@ -377,6 +391,10 @@ func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durabil
 			d.Weak = append(d.Weak, fmt.Sprintf("stream %s: %v", info.Config.Name, err))
 		}
 	}
+	// The client may have connected to another server. While it connects, the server is not known.
+	if err := checkServer(c.nc); err != nil && c.nc.IsConnected() {
+		d.Weak = append(d.Weak, err.Error())
+	}
 	if c.c.Monitoring == "" {
 		return d, nil
 	}
@@ -418,13 +436,34 @@ func currentCopies(info *jetstream.StreamInfo) int {
 	return n
 }
 
-const weakSync = "the NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }"
+const weakSync = "a NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }"
 
-// readSync asks the monitoring port whether the server syncs each record to its disk.
-func (c *Client) readSync(ctx context.Context) (slots.Sync, error) {
+// readSync asks the monitoring ports whether each server syncs each record to its disk. A server that does
+// not answer is left out, unless none does: it may be stopped.
+func (c *Client) readSync(ctx context.Context) (sync slots.Sync, err error) {
+	var failed []error
+	for url := range strings.SplitSeq(c.c.Monitoring, ",") {
+		answer, err := readServerSync(ctx, url)
+		switch {
+		case err != nil:
+			failed = append(failed, err)
+		case answer == slots.SyncPeriodic:
+			return answer, nil
+		default:
+			sync = answer
+		}
+	}
+	if sync == "" {
+		return "", errors.Join(failed...)
+	}
+	return sync, nil
+}
+
+// readServerSync asks one monitoring port.
+func readServerSync(ctx context.Context, monitoring string) (slots.Sync, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
-	url := strings.TrimSuffix(c.c.Monitoring, "/") + "/jsz?config=true"
+	url := strings.TrimSuffix(monitoring, "/") + "/jsz?config=true"
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return "", fmt.Errorf("check sync_interval: %w", err)

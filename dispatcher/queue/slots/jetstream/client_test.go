@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -209,6 +210,16 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		}
 		client.c.Monitoring = monitor.URL
 		always = true
+		second := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprint(w, `{"config":{"sync_always":false}}`)
+		}))
+		client.c.Monitoring = monitor.URL + "," + second.URL
+		wantText(t, "a second server without sync", client.check(t.Context()), "sync_interval: always")
+		second.Close()
+		if err := client.check(t.Context()); err != nil {
+			t.Errorf("a second server that is stopped: got error %v, want none", err)
+		}
+		client.c.Monitoring = monitor.URL
 		if err := client.check(t.Context()); err != nil {
 			t.Errorf("sync of each record: got error %v, want none", err)
 		}
@@ -336,6 +347,97 @@ func TestClosedConnectionIsReported(t *testing.T) {
 	end()
 	if err := other.Watch(ended); err != nil {
 		t.Errorf("watch at the end of the process: got error %v, want none", err)
+	}
+}
+
+// logText has the text of log messages.
+type logText struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+// Write implements io.Writer.
+func (l *logText) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(line)
+}
+
+// The client checks each server to which it connects, and a server whose settings were changed.
+func TestServersAreCheckedAgain(t *testing.T) {
+	port := freePorts(t, 1)[0]
+	address := fmt.Sprintf("127.0.0.1:%d", port)
+	file := filepath.Join(t.TempDir(), "nats.conf")
+	configure := func(maxPayload int) {
+		t.Helper()
+		text := fmt.Sprintf("listen: %q\nmax_payload: %d\njetstream { store_dir: %q, sync_interval: always }\n", address, maxPayload, filepath.Dir(file))
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	start := func() *server.Server {
+		t.Helper()
+		o, err := server.ProcessConfigFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.NoLog, o.NoSigs = true, true
+		s, err := server.NewServer(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.Start()
+		t.Cleanup(func() {
+			s.Shutdown()
+			s.WaitForShutdown()
+		})
+		if !s.ReadyForConnections(startTimeout) {
+			t.Fatal("the server is not ready")
+		}
+		return s
+	}
+	configure(maxPayload)
+	s := start()
+	logged := &logText{}
+	client, err := New(config("nats://"+address), slog.New(slog.NewTextHandler(logged, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	var remote slots.Remote
+	if err := wait.Until(func() error {
+		remote, err = client.OpenOnlySlot(t.Context())
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	d, err := remote.Durability(t.Context())
+	if err != nil || len(d.Weak) != 3 { // Each stream has one replica.
+		t.Errorf("weak settings of a server with the right ones: got %q and error %v, want three", d.Weak, err)
+	}
+	configure(512 << 10)
+	s.Shutdown()
+	s.WaitForShutdown()
+	start()
+	want := "NATS server " + address + " accepts messages of 524288 bytes; set max_payload to 1048576 or more"
+	if err := wait.Until(func() error {
+		logged.mu.Lock()
+		defer logged.mu.Unlock()
+		if !strings.Contains(logged.text.String(), want) {
+			return fmt.Errorf("the log is %q, want %q", logged.text.String(), want)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := wait.Until(func() error {
+		d, err = remote.Durability(t.Context())
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if text := strings.Join(d.Weak, "\n"); !strings.Contains(text, want) {
+		t.Errorf("weak settings of a server with a small max_payload: got %q, want %q", text, want)
 	}
 }
 
