@@ -325,6 +325,9 @@ func (h *host) canServe() error {
 	if !h.namespaces.isUsable() {
 		return errNoUsableConfig
 	}
+	if err := h.namespaces.directory.Load().Err(); err != nil {
+		return err
+	}
 	return h.newerFormat()
 }
 

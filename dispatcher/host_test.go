@@ -349,6 +349,33 @@ func TestSeveralSlots(t *testing.T) {
 	in.waitDelivered(t, sent)
 }
 
+// A process whose directory was deleted is not ready, and keeps its slots, until the directory is restored.
+func TestDeletedDirectoryIsReported(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	l, _ := in.start(t, "only")
+	waitSlots(t, l, 2)
+	in.call(t, l, "a", "before", false)
+	for _, step := range []struct {
+		isDeleted  bool
+		wantStatus int
+	}{{true, http.StatusServiceUnavailable}, {false, http.StatusOK}} {
+		in.directory.SetDeleted(step.isDeleted)
+		if err := wait.Until(func() error {
+			status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
+			if status != step.wantStatus || strings.Contains(text, slots.ErrNoStream.Error()) != step.isDeleted {
+				return fmt.Errorf("readyz: status %d: %s", status, text)
+			}
+			return nil
+		}); err != nil {
+			t.Errorf("directory is deleted: %t: %v", step.isDeleted, err)
+		}
+	}
+	if owned, _ := slotsOf(t, l); owned != 2 {
+		t.Errorf("slots of the process: got %d, want 2", owned)
+	}
+	in.waitDelivered(t, 1)
+}
+
 // A process that does not receive heartbeats, because of its permissions, knows no other process: it takes
 // no slots, and is not ready.
 func TestHeartbeatsAreRequired(t *testing.T) {

@@ -8,7 +8,10 @@ import (
 	"maps"
 	"regexp"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -23,9 +26,8 @@ type Assignments interface {
 	// Get returns the assignment of a namespace and its sequence, or ErrNoRecord. It may not see the
 	// newest records.
 	Get(ctx context.Context, namespace string) (a Assignment, sequence uint64, err error)
-	// Last returns the sequence of the last record; 0 without records. It may not see the newest
-	// records.
-	Last(ctx context.Context) (uint64, error)
+	// State returns the Last and the ID of the stream, or ErrNoStream. It may not see the newest records.
+	State(ctx context.Context) (State, error)
 	// Tail calls fn for the records from a sequence on, in order, also for those appended later. It
 	// ends with the error of fn or of ctx, or when the stream cannot be read.
 	Tail(ctx context.Context, from uint64, fn func(sequence uint64, a Assignment) error) error
@@ -67,6 +69,10 @@ type Directory struct {
 	log    Assignments
 	slots  int
 	logger *slog.Logger
+	// id is that of the stream at the start.
+	id string
+	// fault is why the stream cannot be used; nil if it can.
+	fault atomic.Pointer[error]
 
 	mu     sync.RWMutex
 	slotOf map[string]int
@@ -85,7 +91,9 @@ func OpenDirectory(ctx context.Context, log Assignments, slots int, logger *slog
 		return nil, fmt.Errorf("%d slots: use 1 to %d", slots, MaxSlots)
 	}
 	d := &Directory{log: log, slots: slots, logger: logger, slotOf: map[string]int{}, namespaces: make([]int, slots)}
-	last, err := log.Last(ctx)
+	state, err := log.State(ctx)
+	last := state.Last
+	d.id = state.ID
 	if err == nil && last > 0 {
 		err = log.Tail(ctx, 1, func(sequence uint64, a Assignment) error {
 			if err := d.follow(sequence, a); err != nil {
@@ -104,13 +112,69 @@ func OpenDirectory(ctx context.Context, log Assignments, slots int, logger *slog
 }
 
 // Run follows the assignments of other processes until ctx ends. It reads again when the stream cannot
-// be read, and returns ErrReplaced when the stream is another one.
+// be read, and returns ErrReplaced when the stream is another one, or lacks records.
 func (d *Directory) Run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return d.readOn(ctx) })
+	group.Go(func() error { return d.check(ctx) })
+	return group.Wait()
+}
+
+const (
+	// directoryInterval is the time between two checks of the stream.
+	directoryInterval = 5 * time.Second
+	// directoryStale is the time for which a server without the newest records may answer.
+	directoryStale = 30 * time.Second
+)
+
+// check compares the stream with the records that were read, until ctx ends.
+func (d *Directory) check(ctx context.Context) error {
+	complete := time.Now()
 	for {
-		d.mu.RLock()
-		from := d.read + 1
-		d.mu.RUnlock()
-		err := d.log.Tail(ctx, from, d.follow)
+		select {
+		case <-time.After(directoryInterval):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		state, err := d.log.State(ctx)
+		_, read := d.Read()
+		switch {
+		case errors.Is(err, ErrNoStream):
+			d.fault.Store(&err)
+			continue
+		case err != nil:
+			continue // Without an answer, nothing is known.
+		case state.ID != d.id:
+			return fmt.Errorf("%w: its id was %s, and is %s", ErrReplaced, d.id, state.ID)
+		case state.Last >= read:
+			complete = time.Now()
+		case time.Since(complete) >= directoryStale:
+			return fmt.Errorf("%w: it had record %d, and ends with record %d", ErrReplaced, read, state.Last)
+		}
+		d.fault.Store(nil)
+	}
+}
+
+// Err returns why the stream cannot be used, with the fix; nil if it can.
+func (d *Directory) Err() error {
+	if fault := d.fault.Load(); fault != nil {
+		return *fault
+	}
+	return nil
+}
+
+// Read returns the id of the stream, and the sequence up to which this process has read it.
+func (d *Directory) Read() (id string, sequence uint64) {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return d.id, d.read
+}
+
+// readOn reads the records of other processes until ctx ends.
+func (d *Directory) readOn(ctx context.Context) error {
+	for {
+		_, read := d.Read()
+		err := d.log.Tail(ctx, read+1, d.follow)
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()

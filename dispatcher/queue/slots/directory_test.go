@@ -202,3 +202,47 @@ func TestDirectoryReplaced(t *testing.T) {
 		}
 	})
 }
+
+// A directory that lacks records after a restore, or was created again, is detected without an assignment.
+// A deleted one is reported until it is restored.
+func TestDirectoryIsChecked(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*slotstest.Assignments)
+		want   error
+	}{
+		"created again":        {(*slotstest.Assignments).Replace, slots.ErrReplaced},
+		"restored with less":   {func(s *slotstest.Assignments) { s.Restore(1) }, slots.ErrReplaced},
+		"restored with all":    {func(s *slotstest.Assignments) { s.Restore(2) }, nil},
+		"deleted and restored": {func(s *slotstest.Assignments) { s.SetDeleted(true) }, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				log := slotstest.NewAssignments(slotstest.Faults{}, nil)
+				d := openDirectory(t, log, 2)
+				assign(t, d, "a", slots.PinNone)
+				assign(t, d, "b", slots.PinNone)
+				ctx, cancel := context.WithCancel(t.Context())
+				followed := make(chan error, 1)
+				go func() { followed <- d.Run(ctx) }()
+				synctest.Wait()
+				c.change(log)
+				time.Sleep(time.Minute)
+				if c.want == nil {
+					if isDeleted := name == "deleted and restored"; errors.Is(d.Err(), slots.ErrNoStream) != isDeleted {
+						t.Errorf("error of the directory: got %v, want %v: %t", d.Err(), slots.ErrNoStream, isDeleted)
+					}
+					log.SetDeleted(false)
+					time.Sleep(time.Minute)
+					if err := d.Err(); err != nil {
+						t.Errorf("error of the restored directory: got %v, want none", err)
+					}
+					c.want = context.Canceled
+				}
+				cancel()
+				if err := <-followed; !errors.Is(err, c.want) {
+					t.Errorf("follow the directory: got error %v, want %v", err, c.want)
+				}
+			})
+		})
+	}
+}

@@ -167,24 +167,37 @@ func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
 		if several {
 			return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
 		}
+		if err := c.checkSecondSlot(ctx); err != nil {
+			return r, err
+		}
 		c.single.Store(true)
 	}
 	return c.openSlot(ctx, 0, c.slotStream(0))
 }
 
-// exists reports whether a stream exists.
+// exists reports whether a stream exists. It asks for a consumer that no stream has: a user has the
+// permission to do so for all streams, but not to read the settings of a slot that its process does not use.
 func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 	js, err := jetstream.New(c.nc)
 	if err != nil {
 		return false, err
 	}
-	switch _, err := js.Stream(ctx, name); {
+	switch _, err := js.Consumer(ctx, name, "posthorn-none"); {
 	case errors.Is(err, jetstream.ErrStreamNotFound):
 		return false, nil
-	case err != nil:
+	case err != nil && !errors.Is(err, jetstream.ErrConsumerNotFound):
 		return false, explain(fmt.Errorf("look up stream %s: %w", name, err))
 	}
 	return true, nil
+}
+
+// checkSecondSlot returns ErrNoStream if a log without directory has a second slot.
+func (c *Client) checkSecondSlot(ctx context.Context) error {
+	second, err := c.exists(ctx, c.slotStream(1))
+	if err == nil && second {
+		err = fmt.Errorf("%w: %s, the directory of the slots, was deleted, but the stream %s exists; "+directoryFix, slots.ErrNoStream, c.directory(), c.slotStream(1))
+	}
+	return err
 }
 
 // directory and slotStream return the names of streams.
@@ -266,6 +279,9 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 		return nil, err
 	}
 	if !several {
+		if err := c.checkSecondSlot(ctx); err != nil {
+			return nil, err
+		}
 		one, err := c.exists(ctx, c.slotStream(0))
 		if err != nil {
 			return nil, err

@@ -902,6 +902,56 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 	wantText(t, "several slots of a log with one", err, "one slot", "--log-slots=1")
 }
 
+// A directory that was deleted is not created again, because its namespaces would get other slots, and a
+// process with one slot does not take the first of several. A running process reports it until it is restored.
+func TestDeletedDirectory(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+	client := connected(t, config(s.ClientURL()))
+	assignments, err := client.OpenDirectory(t.Context(), 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	directory, err := slots.OpenDirectory(t.Context(), assignments, 2, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- directory.Run(ctx) }()
+	js := administer(t, s.ClientURL())
+	stream, err := js.Stream(t.Context(), "PH_test_DIR")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := js.DeleteStream(t.Context(), "PH_test_DIR"); err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"PH_test_DIR", "was deleted", "restore it from a backup", "docs/replicated-log.md"}
+	_, err = client.OpenDirectory(t.Context(), 2)
+	wantText(t, "several slots without the directory", err, append(want, "PH_test_W1")...)
+	_, err = client.OpenOnlySlot(t.Context())
+	wantText(t, "one slot of several without the directory", err, append(want, "PH_test_W1")...)
+	if err := wait.Until(func() error {
+		if directory.Err() == nil {
+			return errors.New("the deletion was not reported")
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	wantText(t, "a running process", directory.Err(), want...)
+	if _, err := js.CreateStream(t.Context(), stream.CachedInfo().Config); err != nil {
+		t.Fatal(err)
+	}
+	if err := wait.Until(directory.Err); err != nil {
+		t.Errorf("with the restored directory: %v", err)
+	}
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("follow the directory: got error %v, want %v", err, context.Canceled)
+	}
+}
+
 // The directory is not opened while a slot has no streams.
 func TestDirectoryNeedsRoomForAllSlots(t *testing.T) {
 	const size = 10 * MinBytes // Two slots need 5 * size for each one.

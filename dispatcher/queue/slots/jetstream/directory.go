@@ -2,6 +2,7 @@ package jetstream
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -49,7 +50,8 @@ func openAssignments(ctx context.Context, nc *nats.Conn, c DirectoryConfig) (*As
 		return nil, err
 	}
 	stream, err := openStream(ctx, js, jetstream.StreamConfig{
-		Name: c.Name, Subjects: []string{c.Subject + ".*"}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
+		Metadata: map[string]string{metadataID: rand.Text()},
+		Name:     c.Name, Subjects: []string{c.Subject + ".*"}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
 		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
 		DenyDelete: true, DenyPurge: true,
 	}, func() error { return nil })
@@ -103,13 +105,19 @@ func (s *Assignments) decode(subject string, data []byte) (a slots.Assignment, e
 	return a, err
 }
 
-// Last implements slots.Assignments.
-func (s *Assignments) Last(ctx context.Context) (uint64, error) {
+// directoryFix is what to do about a deleted directory.
+const directoryFix = "restore it from a backup, or create it without records, as docs/replicated-log.md describes; the owners of the slots then assign the namespaces again whose messages they have"
+
+// State implements slots.Assignments.
+func (s *Assignments) State(ctx context.Context) (slots.State, error) {
 	info, err := s.stream.Info(ctx)
-	if err != nil {
-		return 0, err
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return slots.State{}, fmt.Errorf("%w: %s, the directory of the slots, was deleted; "+directoryFix, slots.ErrNoStream, s.name)
 	}
-	return info.State.LastSeq, nil
+	if err != nil {
+		return slots.State{}, err
+	}
+	return slots.State{Last: info.State.LastSeq, ID: idOf(info)}, nil
 }
 
 // Tail implements slots.Assignments.

@@ -43,8 +43,8 @@ func TestAssignments(t *testing.T) {
 	s := openTestAssignments(t, single, 1, 1<<20)
 	ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
 	defer cancel()
-	if last, err := s.Last(ctx); last != 0 || err != nil {
-		t.Errorf("last record of an empty stream: got %d and error %v, want 0 and none", last, err)
+	if state, err := s.State(ctx); state.Last != 0 || err != nil {
+		t.Errorf("last record of an empty stream: got %d and error %v, want 0 and none", state.Last, err)
 	}
 	_, _, err := s.Get(ctx, "shop")
 	wantError(t, "get of an empty stream", err, slots.ErrNoRecord)
@@ -63,8 +63,8 @@ func TestAssignments(t *testing.T) {
 	if _, err := s.Create(ctx, slots.Assignment{Namespace: "shop.>"}); err == nil {
 		t.Error("create a record of a name that is no DNS name: got no error")
 	}
-	if last, err := s.Last(ctx); last != 3 || err != nil {
-		t.Errorf("last record: got %d and error %v, want 3 and none", last, err)
+	if state, err := s.State(ctx); state.Last != 3 || err != nil {
+		t.Errorf("last record: got %d and error %v, want 3 and none", state.Last, err)
 	}
 	var got []slots.Assignment
 	err = s.Tail(ctx, 2, func(_ uint64, a slots.Assignment) error {
@@ -151,7 +151,7 @@ func TestDirectoriesAgree(t *testing.T) {
 			t.Errorf("process %d: got %d namespaces, want %d", i, len(results[i]), namespaces)
 		}
 	}
-	if last, err := s.Last(ctx); last != namespaces || err != nil {
-		t.Errorf("records: got %d and error %v, want %d and none", last, err, namespaces)
+	if state, err := s.State(ctx); state.Last != namespaces || err != nil {
+		t.Errorf("records: got %d and error %v, want %d and none", state.Last, err, namespaces)
 	}
 }

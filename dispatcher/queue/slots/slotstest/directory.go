@@ -3,6 +3,7 @@ package slotstest
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"sync"
 
@@ -14,7 +15,9 @@ import (
 type Assignments struct {
 	mu       sync.Mutex
 	records  []slots.Assignment // Of the sequences from 1 on.
+	number   int                // Of the stream, which changes when it is created again.
 	noLeader bool
+	deleted  bool
 	faults   Faults
 	rng      *rand.Rand
 	appended chan struct{} // Closed at the next record.
@@ -39,6 +42,21 @@ func (s *Assignments) Replace() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.records = nil
+	s.number++
+}
+
+// Restore simulates that the stream was deleted and restored from a backup with n records.
+func (s *Assignments) Restore(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.records = s.records[:n]
+}
+
+// SetDeleted simulates that the stream was deleted.
+func (s *Assignments) SetDeleted(isDeleted bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.deleted = isDeleted
 }
 
 // Records returns the number of records.
@@ -55,8 +73,11 @@ func (s *Assignments) happens(probability float64) bool {
 
 // err is the error of each request. The caller holds mu.
 func (s *Assignments) err(ctx context.Context) error {
-	if s.noLeader {
+	switch {
+	case s.noLeader:
 		return ErrNoLeader
+	case s.deleted:
+		return slots.ErrNoStream
 	}
 	return ctx.Err()
 }
@@ -112,11 +133,11 @@ func (s *Assignments) Get(ctx context.Context, namespace string) (slots.Assignme
 	return s.records[sequence-1], sequence, s.err(ctx)
 }
 
-// Last implements slots.Assignments.
-func (s *Assignments) Last(ctx context.Context) (uint64, error) {
+// State implements slots.Assignments.
+func (s *Assignments) State(ctx context.Context) (slots.State, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return uint64(len(s.seen())), s.err(ctx)
+	return slots.State{Last: uint64(len(s.seen())), ID: fmt.Sprint("directory ", s.number)}, s.err(ctx)
 }
 
 // Tail implements slots.Assignments.
