@@ -45,11 +45,11 @@ func (w *durability) note(d slots.Durability, logger *slog.Logger) {
 	w.last.Store(&d)
 	for _, problem := range d.Weak {
 		if !slices.Contains(before.Weak, problem) {
-			logger.Error("a setting of the NATS servers can lose calls", "problem", problem)
+			logger.Error("a setting of the log can lose calls", "problem", problem)
 		}
 	}
 	if len(d.Weak) == 0 && len(before.Weak) > 0 {
-		logger.Info("the settings of the NATS servers are safe again")
+		logger.Info("the settings of the log are safe again")
 	}
 	switch {
 	case d.Current < d.Replicas && before.Current != d.Current:

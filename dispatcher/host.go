@@ -244,7 +244,7 @@ func (h *host) followDirectory(ctx context.Context) error {
 		connected := time.Now()
 		isAssigner := func() bool { return time.Since(connected) >= settleTime && h.isFirst() }
 		group.Go(func() error {
-			h.namespaces.assign(following, directory, h.s.Pins, isAssigner)
+			h.namespaces.assign(following, directory, h.s.Pins, isAssigner, h.uncompared)
 			return nil
 		})
 		group.Go(func() error { return directory.Run(following) })
@@ -492,7 +492,11 @@ func (h *host) heartbeat() slots.Heartbeat {
 func (h *host) owned() (list []slots.OwnedSlot) {
 	for _, s := range h.slots {
 		if t := s.term.Load(); t != nil && !t.hasEnded() && t.writer.MaySend() {
-			list = append(list, slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()})
+			owned := slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()}
+			if c := s.compared.Load(); c != nil {
+				owned.Directory, owned.Assignments = c.directory, c.assignments
+			}
+			list = append(list, owned)
 		}
 	}
 	return list
@@ -599,6 +603,9 @@ type hosted struct {
 	standby atomic.Pointer[standby]
 	term    atomic.Pointer[term]
 	ending  ending
+	// compared is nil while this process does not own the slot, and until its store is compared with the
+	// directory.
+	compared atomic.Pointer[compared]
 
 	mu sync.Mutex
 	// end ends the following of the slot; nil while the process does not follow it. ended is closed
@@ -734,6 +741,7 @@ func (s *hosted) follow(ctx context.Context) {
 		s.host.signal()
 		err := t.run(ctx, d, s.runTerm)
 		s.host.quiet.end(s.slot)
+		s.compared.Store(nil)
 		s.term.Store(nil)
 		s.host.signal()
 		if err != nil {
@@ -750,7 +758,9 @@ func (s *hosted) follow(ctx context.Context) {
 func (s *hosted) runTerm(ctx context.Context, d *Dispatcher) error {
 	return s.ending.run(ctx, func(ctx context.Context) error {
 		feeding, stop := context.WithCancel(ctx)
+		stored := d.storedNamespaces()
 		var fed sync.WaitGroup
+		fed.Go(func() { s.assignStored(feeding, stored) })
 		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })
 		defer fed.Wait()
 		defer stop()

@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -23,6 +24,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 	"github.com/posthorn/posthorn/test/wait"
@@ -374,6 +376,117 @@ func TestDeletedDirectoryIsReported(t *testing.T) {
 		t.Errorf("slots of the process: got %d, want 2", owned)
 	}
 	in.waitDelivered(t, 1)
+}
+
+// slotInDirectory returns the slot of a namespace; ok is false while it has none.
+func (in *installation) slotInDirectory(t *testing.T, namespace string) (slot int, ok bool) {
+	t.Helper()
+	a, _, err := in.directory.Get(t.Context(), namespace)
+	if err != nil && !errors.Is(err, slots.ErrNoRecord) {
+		t.Fatal(err)
+	}
+	return a.Slot, err == nil
+}
+
+// When the directory lacks the namespaces of a slot, they get this slot again, before other namespaces get
+// theirs: the directory was restored from an older backup, or created again.
+func TestDirectoryWithoutRecords(t *testing.T) {
+	in := newInstallation(t, 2, "a", "b")
+	later := in.configs["a"]
+	delete(in.configs, "a")
+	duplicates := func(o *Options) { o.Queue.DuplicateWindow = pebblestore.DefaultDuplicateWindow }
+	first, stop := in.start(t, "first", duplicates)
+	waitSlots(t, first, 2)
+	in.call(t, first, "b", "b-1", false)
+	in.waitDelivered(t, 1)
+	if slot, ok := in.slotInDirectory(t, "b"); slot != 0 || !ok {
+		t.Fatalf("slot of namespace b: got %d, %t, want 0", slot, ok)
+	}
+	stop()
+	in.directory.Replace()
+	in.configs["a"] = later // In order of the names, it would get slot 0.
+	second, _ := in.start(t, "second", duplicates)
+	in.call(t, second, "b", "b-1", false)
+	in.call(t, second, "a", "a-1", false)
+	for namespace, want := range map[string]int{"a": 1, "b": 0} {
+		if slot, ok := in.slotInDirectory(t, namespace); slot != want || !ok {
+			t.Errorf("slot of namespace %s: got %d, %t, want %d", namespace, slot, ok, want)
+		}
+	}
+	in.waitDelivered(t, 2)
+	in.calls.mu.Lock()
+	defer in.calls.mu.Unlock()
+	if n := in.calls.ids["b-1"]; n != 1 {
+		t.Errorf("deliveries of a repeated call: got %d, want 1", n)
+	}
+}
+
+// A namespace gets no slot while a slot has no owner that has compared its store with the directory.
+func TestUncomparedSlots(t *testing.T) {
+	in := newInstallation(t, 2)
+	directory, err := slots.OpenDirectory(t.Context(), in.directory, 2, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, _ := directory.Read()
+	for name, c := range map[string]struct {
+		owned []slots.OwnedSlot
+		want  string
+	}{
+		"without an owner":           {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}}, "slot 1 has no owner"},
+		"not compared":               {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1}}, "the owner of slot 1 has not yet compared"},
+		"compared with another one":  {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: "other"}, {Slot: 1, Epoch: 1, Directory: id}}, "the owner of slot 0 has not yet compared"},
+		"compared with more records": {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1, Directory: id, Assignments: 1}}, "the owner of slot 1 has not yet compared"},
+		"compared":                   {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1, Directory: id}}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := &host{namespaces: newNamespaces(slog.New(slog.DiscardHandler)), members: slots.NewMembers(nil)}
+			h.namespaces.directory.Store(directory)
+			h.members.Hear(slots.Heartbeat{Member: "other", Owned: c.owned})
+			if got := h.uncompared(); got == "" != (c.want == "") || !strings.HasPrefix(got, c.want) {
+				t.Errorf("reason: got %q, want %q", got, c.want)
+			}
+		})
+	}
+}
+
+// Messages of a namespace that the directory assigns to another slot are reported.
+func TestMisplacedNamespace(t *testing.T) {
+	in := newInstallation(t, 2, "b")
+	live, err := in.configs["b"].Decode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	live.Config.Destinations[0].Endpoints[0].URL = liveconfig.NewSecret("http://127.0.0.1:1/")
+	in.configs["b"] = numbered(t, 2, live.Config)
+	for i := range in.remotes {
+		in.remotes[i].Durability = func(context.Context) (slots.Durability, error) { return slots.Durability{}, nil }
+	}
+	first, stop := in.start(t, "first")
+	waitSlots(t, first, 2)
+	in.call(t, first, "b", "b-1", false)
+	stop()
+	in.directory.Replace()
+	if _, err := in.directory.Create(t.Context(), slots.Assignment{Namespace: "b", Slot: 1}); err != nil {
+		t.Fatal(err)
+	}
+	second, _ := in.start(t, "second")
+	want := []string{"slot 0 has 1 pending messages and 0 dead letters of namespace b, which the directory assigns to slot 1, so they are not delivered; restore the stream of the directory from a backup that assigns it to slot 0"}
+	if err := wait.Until(func() error {
+		_, text := fetchText(t, "http://"+second.AdminAddr().String()+"/slots")
+		var states []adminapi.LogState
+		if err := json.Unmarshal([]byte(text), &states); err != nil {
+			return err
+		}
+		for _, s := range states {
+			if s.Owner && s.Slot == 0 && slices.Equal(s.Weak, want) {
+				return nil
+			}
+		}
+		return fmt.Errorf("states %s", text)
+	}); err != nil {
+		t.Errorf("problems of slot 0: want %q: %v", want, err)
+	}
 }
 
 // A process that does not receive heartbeats, because of its permissions, knows no other process: it takes

@@ -164,12 +164,16 @@ const (
 	// assignTurn the time after which it does not wait for the other one any longer.
 	turnInterval = 100 * time.Millisecond
 	assignTurn   = 5 * time.Second
+	// assignWarning is the time after which it is logged that a namespace has no slot, because a slot has no
+	// owner. A takeover takes less.
+	assignWarning = 20 * time.Second
 )
 
 // assign gives a slot to each namespace with a live config until ctx is done. pins are slots by
 // namespace. isAssigner reports whether this process is the one that gives the slots: several at the same
-// time would not know how many namespaces each slot has.
-func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int, isAssigner func() bool) {
+// time would not know how many namespaces each slot has. uncompared returns why a namespace without a slot
+// can have messages in one; it gets none meanwhile.
+func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int, isAssigner func() bool, uncompared func() string) {
 	n.mu.Lock()
 	n.directory.Store(directory)
 	for namespace := range n.stored {
@@ -177,7 +181,7 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 	}
 	n.sync()
 	n.mu.Unlock()
-	begin := time.Now()
+	begin, warned := time.Now(), map[string]bool{}
 	for {
 		n.mu.Lock()
 		unassigned := maps.Clone(n.unassigned)
@@ -185,9 +189,17 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 		var err error
 		var again <-chan time.Time
 		for _, namespace := range slices.Sorted(maps.Keys(unassigned)) {
-			if _, known := directory.Slot(namespace); !known && !isAssigner() && min(time.Since(unassigned[namespace]), time.Since(begin)) < assignTurn {
-				again = time.After(turnInterval)
-				continue
+			if _, known := directory.Slot(namespace); !known {
+				waiting := min(time.Since(unassigned[namespace]), time.Since(begin))
+				reason := uncompared()
+				if reason != "" && waiting >= assignWarning && !warned[namespace] {
+					warned[namespace] = true
+					n.log.Warn("a namespace has no slot yet, because another slot can have its messages; its calls are answered 503", "namespace", namespace, "reason", reason)
+				}
+				if reason != "" || !isAssigner() && waiting < assignTurn {
+					again = time.After(turnInterval)
+					continue
+				}
 			}
 			pin, pinned := pins[namespace]
 			if !pinned {
@@ -197,10 +209,8 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 				n.log.Warn("a namespace has no slot yet; its calls are answered 503", "namespace", namespace, "error", err)
 				break
 			}
-			n.mu.Lock()
-			delete(n.unassigned, namespace)
-			n.changed(namespace)
-			n.mu.Unlock()
+			delete(warned, namespace)
+			n.assigned(namespace)
 		}
 		if err != nil {
 			again = time.After(assignRetry)
@@ -212,6 +222,14 @@ func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pin
 			return
 		}
 	}
+}
+
+// assigned passes the config of a namespace that has got a slot to the Dispatcher of the slot.
+func (n *namespaces) assigned(namespace string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.unassigned, namespace)
+	n.changed(namespace)
 }
 
 // feed passes the live configs of a slot to its Dispatcher until ctx is done.

@@ -16,6 +16,9 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
+// nothing is the reason of owners that have compared their stores with the directory.
+func nothing() string { return "" }
+
 // recordingSink records the calls of a Dispatcher's configs.
 type recordingSink struct{ calls chan string }
 
@@ -59,7 +62,7 @@ func TestConfigsOfASlot(t *testing.T) {
 		t.Errorf("got %q before the directory was read, want nothing", call)
 	default:
 	}
-	running.Go(func() { n.assign(ctx, directory, nil, func() bool { return true }) })
+	running.Go(func() { n.assign(ctx, directory, nil, func() bool { return true }, nothing) })
 	got := []string{<-sink.calls, <-sink.calls}
 	n.Delete("b")
 	n.Delete("a")
@@ -113,7 +116,7 @@ func TestNamespacesAreSpread(t *testing.T) {
 		directories = append(directories, directory)
 		n := newNamespaces(slog.New(slog.DiscardHandler))
 		n.Set(string(rune('a'+i)), liveconfig.Stored{})
-		running.Go(func() { n.assign(ctx, directory, nil, isAssigner) })
+		running.Go(func() { n.assign(ctx, directory, nil, isAssigner, nothing) })
 	}
 	waitSlot := func(namespace string, want int) {
 		t.Helper()

@@ -533,7 +533,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		case <-running.Done():
 		}
 	}()
-	go t.durability.watch(running, t.remote.Durability, t.logger)
+	go t.durability.watch(running, d.durability(t.remote.Durability), t.logger)
 	go t.clock.Watch(running, t.slot, t.remote.Clocks)
 	taken := make(chan struct{})
 	go func() {

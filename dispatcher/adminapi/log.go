@@ -46,7 +46,8 @@ type LogState struct {
 	// number of those that have all records; 0 before the first check.
 	Replicas        int `json:"replicas,omitempty"`
 	CurrentReplicas int `json:"currentReplicas,omitempty"`
-	// Weak are the settings of the servers with which a loss of servers can lose calls, with their fixes.
+	// Weak are the settings of the servers with which a loss of servers can lose calls, and the namespaces
+	// that the directory assigns to another slot than that of their messages, with their fixes.
 	Weak []string `json:"weak,omitempty"`
 }
 

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -311,6 +312,13 @@ type ConfigState struct {
 	Parked  []adminapi.ParkedObject
 	// Reserved are the reserved write keys, and those of parked Sources.
 	Reserved []adminapi.ReservedKey
+}
+
+// Namespaces returns the namespaces of which the store has the history of a live config.
+func (c *Configs) Namespaces() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Collect(maps.Keys(c.histories))
 }
 
 // States returns the state of the live config of each namespace that has a number, or whose config

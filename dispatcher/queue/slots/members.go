@@ -44,6 +44,10 @@ type OwnedSlot struct {
 	Epoch uint64 `json:"epoch"`
 	// Unlisted is true while the process can know write keys of the slot that no live config has.
 	Unlisted bool `json:"unlisted,omitempty"`
+	// Directory is the id of the directory in which the namespaces of the store have a slot, and Assignments
+	// the number of its records at that time; empty before.
+	Directory   string `json:"directory,omitempty"`
+	Assignments uint64 `json:"assignments,omitempty"`
 }
 
 // SlotCopied is a slot that the process follows.

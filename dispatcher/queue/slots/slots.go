@@ -102,7 +102,8 @@ type Durability struct {
 	// Replicas is the number of servers that should have a copy, and Current the number of those
 	// that have all records; the smallest of the stream and the object stores.
 	Replicas, Current int
-	// Weak are the settings with which a loss of servers can lose calls, each with its fix.
+	// Weak are the settings with which a loss of servers can lose calls, and the namespaces that the
+	// directory assigns to another slot than that of their messages, each with its fix.
 	Weak []string
 }
 
