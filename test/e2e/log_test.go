@@ -180,36 +180,10 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		const slots = 6
 		startNATS()
 		installReplicated("--set", fmt.Sprint("log.jetStream.slots=", slots), "--set", "dispatcher.replicas=3")
-		type user struct {
-			t     namespace
-			s     sink
-			calls load
-		}
-		var users []user
-		for n := range 3 {
-			t, s := running(fmt.Sprint("slots-", n))
-			users = append(users, user{t, s, t.load(5)})
-		}
-		// shared waits until a number of pods own all slots, each with a standby.
+		users := startUsers("slots", 3, 5)
 		shared := func(pods int) {
 			GinkgoHelper()
-			Eventually(func() (err error) {
-				// It also reports problems of the servers, which do not matter here.
-				out, _ := command("", "kubectl", "posthorn", "slots")
-				owners, owned, copies := map[string]bool{}, map[string]bool{}, 0
-				for _, line := range strings.Split(out, "\n") {
-					switch f := strings.Fields(line); {
-					case len(f) > 3 && f[2] == "owner":
-						owners[f[1]], owned[f[0]] = true, true
-					case len(f) > 3 && f[2] == "standby":
-						copies++
-					}
-				}
-				if len(owners) != pods || len(owned) != slots || copies != slots {
-					return fmt.Errorf("got %d slots with an owner, %d owners and %d standbys, want %d, %d and %d:\n%s", len(owned), len(owners), copies, slots, pods, slots, out)
-				}
-				return nil
-			}).Should(Succeed())
+			sharedBy(pods, slots)
 		}
 		shared(3)
 
@@ -240,17 +214,160 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		shared(3)
 
 		for _, u := range users {
-			u.calls.arrived(u.s)
-			u.t.waitReady("psrc/web", "whd/crm")
-			unique := map[string]bool{}
-			for _, r := range u.s.received() {
-				unique[r.Body.MessageID] = true
-			}
-			Eventually(func() string {
-				return u.t.field("whd/crm", "{.status.delivery.delivered} {.status.delivery.pending} {.status.delivery.deadLettered}")
-			}).Should(Equal(fmt.Sprint(len(unique), " 0 0")), "delivered, pending and dead-lettered messages in the status")
-			u.t.eventually("whd/crm", "Delivering", "True/Delivering")
+			u.arrived()
 			Expect(kubectl("posthorn", "status", "-n", u.t.name)).To(MatchRegexp(`Destinations +1;`))
 		}
 	})
+
+	It("gets pods from a HorizontalPodAutoscaler while it is busy, and loses no call when they are removed", Label(long), func() {
+		const slots = 6
+		startNATS()
+		startAdapter()
+		installReplicated("--set", fmt.Sprint("log.jetStream.slots=", slots), "--set", "dispatcher.autoscaling.enabled=true",
+			"--set", "dispatcher.autoscaling.minReplicas=2", "--set", "dispatcher.autoscaling.maxReplicas=3",
+			"--set", "dispatcher.autoscaling.cpu=", "--set-string", "dispatcher.autoscaling.firstAttemptAge=1")
+		steady := startUsers("steady", 2, 2)
+		sharedBy(2, slots)
+		const autoscaler = "hpa/posthorn-dispatcher"
+		pods := func() string {
+			return kubectl("-n", system, "get", autoscaler, "-o", "jsonpath={.status.currentReplicas} {.status.desiredReplicas}")
+		}
+		Eventually(func() string {
+			return kubectl("-n", system, "get", autoscaler, "-o", "jsonpath={.status.currentMetrics[*].pods.current.averageValue}")
+		}, 3*time.Minute).Should(Equal("0"), "metric that the HorizontalPodAutoscaler reads")
+
+		By("sending more than two pods should deliver")
+		// All pods share the CPU with the receivers here, so messages wait less than a second, and not all the time.
+		kubectl("-n", system, "patch", autoscaler, "--type=json", "-p", `[{"op": "replace", "path": "/spec/metrics/0/pods/target/averageValue", "value": "20m"}]`)
+		kubectl("-n", system, "patch", autoscaler, "--type=merge", "-p", `{"spec": {"behavior": {"scaleUp": {"stabilizationWindowSeconds": 0}}}}`)
+		const copies = 20
+		busy := startUsers("busy", 4, 150)
+		for _, u := range busy {
+			u.t.serve("copies", posthornImage(), "sink", "--listen=:9000", "--output=none")
+			u.t.secret("copies", "secret", "s3cret")
+			for n := range copies {
+				u.t.apply(fmt.Sprintf(`{apiVersion: posthorn.dev/v1alpha1, kind: WebhookDestination, metadata: {name: copy-%d}, spec: {sourceRefs: [{name: web}], `+
+					`signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: copies, key: secret}}]}, endpoints: [{name: primary, url: "http://copies.%s.svc.cluster.local/in"}]}}`, n, u.t.name))
+			}
+		}
+		Eventually(pods, 5*time.Minute).Should(Equal("3 3"))
+		By(kubectl("-n", system, "get", autoscaler))
+		sharedBy(3, slots)
+
+		By("ending the busy senders")
+		for _, u := range busy {
+			u.t.kubectl("delete", "whd", "--field-selector=metadata.name!=crm", "--wait=false")
+			u.arrived()
+		}
+		// The chart waits ten minutes before it removes pods.
+		kubectl("-n", system, "patch", autoscaler, "--type=merge", "-p", `{"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 15}]}}}}`)
+		Eventually(pods, 5*time.Minute).Should(Equal("2 2"))
+		sharedBy(2, slots)
+		for _, u := range steady {
+			u.arrived()
+		}
+	})
 })
+
+// user is a namespace whose sender runs.
+type user struct {
+	t     namespace
+	s     sink
+	calls load
+}
+
+// startUsers starts a number of namespaces whose senders have a rate per second.
+func startUsers(prefix string, number, rate int) (users []user) {
+	GinkgoHelper()
+	for n := range number {
+		t, s := running(fmt.Sprint(prefix, "-", n))
+		users = append(users, user{t, s, t.load(rate)})
+	}
+	return users
+}
+
+// arrived ends the sender, and requires that each call was delivered and is in the status once.
+func (u user) arrived() {
+	GinkgoHelper()
+	u.calls.arrived(u.s)
+	u.t.waitReady("psrc/web", "whd/crm")
+	unique := map[string]bool{}
+	for _, r := range u.s.received() {
+		unique[r.Body.MessageID] = true
+	}
+	Eventually(func() string {
+		return u.t.field("whd/crm", "{.status.delivery.delivered} {.status.delivery.pending} {.status.delivery.deadLettered}")
+	}).Should(Equal(fmt.Sprint(len(unique), " 0 0")), "delivered, pending and dead-lettered messages in the status")
+	u.t.eventually("whd/crm", "Delivering", "True/Delivering")
+}
+
+// sharedBy waits until a number of pods own all slots, each with a standby.
+func sharedBy(pods, slots int) {
+	GinkgoHelper()
+	Eventually(func() (err error) {
+		// It also reports problems of the servers, which do not matter here.
+		out, _ := command("", "kubectl", "posthorn", "slots")
+		owners, owned, copies := map[string]bool{}, map[string]bool{}, 0
+		for _, line := range strings.Split(out, "\n") {
+			switch f := strings.Fields(line); {
+			case len(f) > 3 && f[2] == "owner":
+				owners[f[1]], owned[f[0]] = true, true
+			case len(f) > 3 && f[2] == "standby":
+				copies++
+			}
+		}
+		if len(owners) != pods || len(owned) != slots || copies != slots {
+			return fmt.Errorf("got %d slots with an owner, %d owners and %d standbys, want %d, %d and %d:\n%s", len(owned), len(owners), copies, slots, pods, slots, out)
+		}
+		return nil
+	}).Should(Succeed())
+}
+
+// adapter is the manifest of a server of the pods' metrics.
+const adapter = `
+apiVersion: v1
+kind: Service
+metadata: {name: adapter, namespace: test-metrics}
+spec: {selector: {app: adapter}, ports: [{port: 443, targetPort: 6443}]}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: adapter, namespace: test-metrics}
+spec:
+  selector: {matchLabels: {app: adapter}}
+  template:
+    metadata: {labels: {app: adapter}}
+    spec:
+      volumes: [{name: certs, emptyDir: {}}]
+      containers:
+      - name: adapter
+        image: %s
+        args: [--secure-port=6443, --cert-dir=/certs]
+        readinessProbe: {httpGet: {path: /readyz, port: 6443, scheme: HTTPS}, periodSeconds: 2}
+        volumeMounts: [{name: certs, mountPath: /certs}]
+---
+apiVersion: apiregistration.k8s.io/v1
+kind: APIService
+metadata: {name: v1beta2.custom.metrics.k8s.io}
+spec:
+  group: custom.metrics.k8s.io
+  version: v1beta2
+  service: {namespace: test-metrics, name: adapter}
+  insecureSkipTLSVerify: true
+  groupPriorityMinimum: 100
+  versionPriority: 100
+`
+
+// startAdapter serves the metric that the HorizontalPodAutoscaler reads.
+func startAdapter() {
+	GinkgoHelper()
+	By("starting the adapter of metrics")
+	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: test-metrics}}`)
+	kubectl("create", "clusterrolebinding", "test-metrics", "--clusterrole=cluster-admin", "--serviceaccount=test-metrics:default")
+	DeferCleanup(func() {
+		kubectl("delete", "apiservice/v1beta2.custom.metrics.k8s.io", "clusterrolebinding/test-metrics", "namespace/test-metrics", "--timeout=2m")
+	})
+	apply("", fmt.Sprintf(adapter, env("E2E_ADAPTER")))
+	kubectl("-n", "test-metrics", "rollout", "status", "deployment/adapter", "--timeout=3m")
+	kubectl("wait", "--for=condition=Available", "--timeout=2m", "apiservice/v1beta2.custom.metrics.k8s.io")
+}

@@ -53,6 +53,9 @@ var _ = SynchronizedBeforeSuite(func() {
 // cleanStart is the label of specs that first remove the release.
 const cleanStart = "clean-start"
 
+// long is the label of specs that run by E2E_LONG=1 only.
+const long = "long"
+
 var _ = BeforeEach(func() {
 	if !installed && !slices.Contains(CurrentSpecReport().Labels(), cleanStart) {
 		uninstall() // The previous spec may have left any version and settings.
