@@ -253,8 +253,8 @@ func New(o Options) (*Dispatcher, error) {
 	d.warnOfOpenAccess()
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
-		Changes: d.changes,
-		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
+		Changes: d.changes, Listed: o.hosted.listedKeys(),
+		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
 	})
 	if err := d.gate.RecoverCounters(d.store); err != nil {
 		return nil, errors.Join(err, d.Close())

@@ -55,6 +55,9 @@ type Options struct {
 	Now        func() time.Time
 	Logger     *slog.Logger
 	Registerer prometheus.Registerer
+	// Listed reports whether a live config that the process has, but that is not in effect in this Gate yet,
+	// has a write key; nil for none.
+	Listed func(key string) bool
 	// Changes is marked when the report of a Source changes; nil marks nothing.
 	Changes *changes.Log
 }

@@ -46,7 +46,7 @@ func (g *Gate) Authenticate(view *liveconfig.View, key string) (ref liveconfig.S
 	if view.ParkedKey(key) {
 		return ref, g.Unidentified, Retry(retrySoon, CodeNotReady, "the config of this Source is missing; send the request again")
 	}
-	if !view.Complete() {
+	if !view.Complete() || g.Listed != nil && g.Listed(key) {
 		return ref, g.Unidentified, Retry(retrySoon, CodeNotReady, "some Sources are not loaded yet; send the request again")
 	}
 	return ref, g.Unidentified, Refuse(http.StatusUnauthorized, CodeUnknownKey, "no accepted Source has this write key; compare it with the Source's Secret")

@@ -247,3 +247,13 @@ func statesOf(c *control) map[string]ConfigState {
 	states, _ := c.States()
 	return states
 }
+
+// A write key of a live config that is not in effect yet is not refused as unknown.
+func TestListedKeys(t *testing.T) {
+	gate := New(Options{Listed: func(key string) bool { return key == "listed" }})
+	for key, want := range map[string]string{"listed": CodeNotReady, "unknown": CodeUnknownKey} {
+		if _, _, bad := gate.Authenticate(liveconfig.NewView(nil), key); bad == nil || bad.Code != want {
+			t.Errorf("refusal of the %s key: got %+v, want the code %s", key, bad, want)
+		}
+	}
+}
