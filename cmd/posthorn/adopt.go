@@ -180,8 +180,5 @@ func (a adopter) try(ctx context.Context, fn func() error) (err error) {
 			return ctx.Err()
 		}
 	}
-	if errors.Is(err, syscall.EAGAIN) {
-		err = fmt.Errorf("%w; stop the process that uses the data directory", err)
-	}
 	return err
 }

@@ -323,7 +323,7 @@ func (s *Store) explain(err error) error {
 	case err == nil || errors.As(err, &corrupt):
 		return err
 	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
-		return errors.New("another process has it open; stop that process, or use another directory")
+		return inUseError{}
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("its files must belong to the user who runs Posthorn; run it as their owner, or change that with chown --recursive: %w", err)
 	case strings.Contains(err.Error(), "key=value syntax") || strings.Contains(err.Error(), "name from file"):
@@ -336,6 +336,16 @@ func (s *Store) explain(err error) error {
 	}
 	return err
 }
+
+// inUseError reports that another process has the lock of the store. It is syscall.EAGAIN, so that a caller
+// can try again.
+type inUseError struct{}
+
+func (inUseError) Error() string {
+	return "another process has it open; stop that process, or use another directory"
+}
+
+func (inUseError) Is(target error) bool { return target == syscall.EAGAIN }
 
 // CorruptError reports that a file of the store is missing, damaged or shorter than it was. The
 // store is not changed. Repair makes a sound store from the readable rest.
