@@ -58,7 +58,8 @@ var raiseFormats = map[string]struct {
 			if err != nil {
 				return "", err
 			}
-			return string(v), errors.Join(closer.Close(), db.Close())
+			format := string(v) // Before Close, which ends the validity of v.
+			return format, errors.Join(closer.Close(), db.Close())
 		},
 	},
 	"Pebble": {
