@@ -77,17 +77,14 @@ func (s *hosted) assignStored(ctx context.Context, stored []string) {
 	s.host.signal()
 }
 
-// listedKeys reports whether a live config of the process has a write key: a namespace has its slot a moment
-// before its config is in effect in the Dispatcher of the slot, and its calls must not be refused as unknown
-// then. The result is nil in a process with one slot.
+// listedKeys reports whether a Source in a live config of the process has a write key: a namespace has its slot
+// a moment before its config is in effect in the Dispatcher of the slot, and its calls must not be refused as
+// unknown then. The result is nil in a process with one slot.
 func (s *hosted) listedKeys() func(key string) bool {
 	if s == nil {
 		return nil
 	}
-	return func(key string) bool {
-		_, ok := s.host.namespaces.index.Namespace(key)
-		return ok
-	}
+	return s.host.namespaces.index.Knows
 }
 
 // misplaced returns the namespaces with messages in the store of this slot that the directory assigns to

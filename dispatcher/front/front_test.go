@@ -66,8 +66,14 @@ func TestIndex(t *testing.T) {
 		t.Error("an invalid config: got no error")
 	}
 	want("old", "b")
+	if !x.Knows("old") {
+		t.Error("the key of a Source: got unknown, want known")
+	}
 	x.Delete("b")
 	want("old", "a")
+	if x.Knows("old") { // A removed key becomes unknown after its grace period.
+		t.Error("a reserved key: got known, want unknown")
+	}
 	// A key moves to another namespace, whose config arrives first.
 	for _, c := range []struct{ namespace, key string }{{"d", "moved"}, {"c", "moved"}, {"e", "moved"}, {"d", "key-d"}} {
 		if err := x.Set(c.namespace, stored(t, c.namespace, c.key, "")); err != nil {

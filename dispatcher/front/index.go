@@ -148,6 +148,13 @@ func (x *Index) Namespace(key string) (namespace string, ok bool) {
 	return "", false
 }
 
+// Knows reports whether a Source has a write key. Reserved keys do not count.
+func (x *Index) Knows(key string) bool {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	return len(x.known[writekey.HashOf(key)]) > 0
+}
+
 // Allowing returns a namespace with a Source that allows pages of an origin.
 func (x *Index) Allowing(origin string) (namespace string, ok bool) {
 	x.mu.RLock()
