@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"context"
 	"fmt"
 	"io"
 	"net"
@@ -102,16 +101,8 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 	}
 	waitReady(t, next)
 	all := &sender{pods: pods}
-	ctx, cancel := context.WithCancel(t.Context())
-	sent := make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "hole")
-	}()
-	defer func() {
-		cancel()
-		<-sent
-	}()
+	stop := all.start(t, "hole")
+	defer stop()
 	acknowledge(t, all, 200)
 
 	holes[before].Lock()
@@ -148,8 +139,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 		t.Error("the former owner owns the slot again, want a standby")
 	}
 	acknowledge(t, all, 200)
-	cancel()
-	<-sent
+	stop()
 	repeated := checkDelivered(t, all.acknowledged, r)
 	t.Logf("%d acknowledged calls, %d repeated deliveries; longest time without an acknowledged call %v", len(all.acknowledged), repeated, all.gap.Round(10*time.Millisecond))
 	if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {

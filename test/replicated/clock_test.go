@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"context"
 	"fmt"
 	"net/http"
 	"strings"
@@ -61,16 +60,8 @@ func TestClockOfTheOwner(t *testing.T) {
 	}
 	waitReady(t, next)
 	all := &sender{pods: pods}
-	ctx, cancel := context.WithCancel(t.Context())
-	sent := make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "clock")
-	}()
-	defer func() {
-		cancel()
-		<-sent
-	}()
+	stop := all.start(t, "clock")
+	defer stop()
 	acknowledge(t, all, 200)
 	fails.Store(true)
 	acknowledge(t, all, 200)
@@ -95,8 +86,7 @@ func TestClockOfTheOwner(t *testing.T) {
 	wantClock(t, before, "")
 	acknowledge(t, all, 200)
 	next.start()
-	cancel()
-	<-sent
+	stop()
 	repeated := checkDelivered(t, all.acknowledged, r)
 	t.Logf("%d acknowledged calls, %d repeated deliveries; longest time without an acknowledged call %v", len(all.acknowledged), repeated, all.gap.Round(10*time.Millisecond))
 	if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {

@@ -260,6 +260,21 @@ const (
 	clients = 4
 )
 
+// start sends calls in the background, until stop is called.
+func (s *sender) start(t *testing.T, prefix string) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	sent := make(chan struct{})
+	go func() {
+		defer close(sent)
+		s.run(ctx, prefix)
+	}()
+	return func() {
+		cancel()
+		<-sent
+	}
+}
+
 // run sends until ctx is done. Each client repeats its batch until it is acknowledged.
 func (s *sender) run(ctx context.Context, prefix string) {
 	s.last = time.Now()
