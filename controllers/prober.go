@@ -173,9 +173,9 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 	}
 }
 
-// expire marks old reports as outdated, finds the stores without owner, and ends the grace of pods that started. It reports
-// whether a report is outdated now: the objects that wait for a pod that starts are rechecked
-// anyway, and for the others its grace changes nothing. The mutex is held.
+// expire marks old reports as outdated, finds the stores without owner, and ends the grace of pods that
+// started. It reports whether one of the first two has changed: the objects that wait for a pod that starts
+// are rechecked anyway, and for the others its grace changes nothing. The mutex is held.
 func (p *prober) expire(now time.Time) (changed bool) {
 	for name, last := range p.last {
 		if !last.outdated && now.Sub(last.answered) > outdatedAfter {
