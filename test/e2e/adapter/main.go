@@ -98,7 +98,7 @@ func (p *pods) GetMetricBySelector(ctx context.Context, namespace string, select
 
 // read returns the largest value of a gauge of a pod.
 func (p *pods) read(ctx context.Context, pod *corev1.Pod, metric string) (*custom_metrics.MetricValue, error) {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+net.JoinHostPort(pod.Status.PodIP, p.port)+"/metrics", http.NoBody)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+net.JoinHostPort(pod.Status.PodIP, p.port)+"/metrics", nil)
 	if err != nil {
 		return nil, err
 	}
