@@ -86,8 +86,9 @@ const (
 // own moves only. It is a pure function, so members with the same view expect the same moves; with
 // different views two members may claim a slot, and the stream accepts one of them.
 //
-//   - A member has at most ceil(slots/members) slots. One that has more, or leaves, hands over one at
-//     a time, and only to a member that follows the slot and is ready.
+//   - A member has slots/members slots, rounded up or down, so two members differ by at most one slot. One
+//     that has too many, or leaves, hands over one at a time, and only to a member that follows the slot and
+//     is ready. As few slots as possible are moved.
 //   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
 //     slots. A member with its full share takes it only when the others have not for takeTurn.
 //   - A member that failed to open the store of a slot takes it after all others, gets no hand-over of it,
@@ -149,9 +150,10 @@ func ProgressOf(member string, members []Member, slots []Placed, standbys int) (
 type placement struct {
 	slots    []Placed
 	standbys int
-	// names are the members that take slots, in order, share the most that each may have.
-	names []string
-	share int
+	// names are the members that take slots, in order, share the most that each may have, and least the
+	// fewest that each should have.
+	names        []string
+	share, least int
 	// owned, follows and restoring are the numbers of slots of each member, with the moves.
 	owned, follows, restoring map[string]int
 	moves                     []Move
@@ -186,7 +188,7 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		p.names = young // There is no other member.
 	}
 	slices.Sort(p.names)
-	p.share = ceilDiv(len(slots), max(len(p.names), 1))
+	p.share, p.least = ceilDiv(len(slots), max(len(p.names), 1)), len(slots)/max(len(p.names), 1)
 	for _, s := range slots {
 		p.owned[s.Owner]++
 		for _, f := range s.Followers {
@@ -270,14 +272,22 @@ func (p *placement) handOver() {
 		}
 		slotsOf[s.Owner] = append(slotsOf[s.Owner], i)
 	}
+	level := p.levelling()
 	for _, owner := range slices.Sorted(maps.Keys(slotsOf)) {
 		allowed, ok := p.allowed(owner)
+		below := p.share
+		if level > 0 && allowed == p.share && len(slotsOf[owner]) == p.share {
+			allowed, below = p.least, p.least
+		}
 		if !ok || len(slotsOf[owner]) <= allowed {
 			continue
 		}
-		slot, target := p.nextHandOver(owner, slotsOf[owner])
+		slot, target := p.nextHandOver(owner, slotsOf[owner], below)
 		if target == "" {
 			continue
+		}
+		if below == p.least {
+			level--
 		}
 		p.owned[target]++
 		p.targets[slot] = target
@@ -288,6 +298,18 @@ func (p *placement) handOver() {
 			p.restore(target, slot)
 		}
 	}
+}
+
+// levelling returns how many members with their full share hand over a slot, because the slots that others
+// hand over do not give each member the fewest that it should have. Slots of lost and young members are
+// among the latter.
+func (p *placement) levelling() int {
+	missing, kept := 0, 0
+	for _, name := range p.names {
+		missing += max(0, p.least-p.owned[name])
+		kept += min(p.owned[name], p.share)
+	}
+	return missing - (len(p.slots) - kept)
 }
 
 // allowed returns the slots that an owner may keep; ok is false for one that is lost or does not
@@ -301,16 +323,17 @@ func (p *placement) allowed(owner string) (n int, ok bool) {
 }
 
 // nextHandOver returns the slot of an owner that can be handed over first, and the member that gets
-// it; none when all have their share.
-func (p *placement) nextHandOver(owner string, owned []int) (slot int, target string) {
+// it: one with fewer slots than below, at first one with too few slots. It returns none when there is none.
+func (p *placement) nextHandOver(owner string, owned []int, below int) (slot int, target string) {
 	best := 0
+	missing := func(name string) int { return min(max(0, p.least-p.owned[name]), 1) }
 	for _, i := range owned {
 		for _, name := range p.names {
 			ready := p.slots[i].ready(name)
-			if name == owner || p.fullShare(name) == 1 || ready == failed {
+			if name == owner || p.owned[name] >= below || ready == failed {
 				continue
 			}
-			if target == "" || cmp.Or(cmp.Compare(ready, best), p.byOwned(name, target)) < 0 {
+			if target == "" || cmp.Or(cmp.Compare(missing(target), missing(name)), cmp.Compare(ready, best), p.byOwned(name, target)) < 0 {
 				slot, target, best = i, name, ready
 			}
 		}
@@ -331,19 +354,41 @@ func (p *placement) follow() {
 	members := len(p.names)
 	follows, common := map[string]int{}, map[[2]string]int{}
 	most := ceilDiv(len(p.slots)*p.standbys, members) + 1
-	// shareLeft is the number of slots that a member may still take when an owner is lost.
-	shareLeft := func(owner, name string) int {
-		others := members
-		if _, ok := slices.BinarySearch(p.names, owner); ok {
-			others--
+	others := func(owner string) int {
+		if _, ok := slices.BinarySearch(p.names, owner); ok && members > 1 {
+			return members - 1
 		}
-		return ceilDiv(len(p.slots), max(others, 1)) - p.owned[name] - common[[2]string{owner, name}]
+		return members
+	}
+	// above is the number of slots, for each owner, by which members exceed the rounded-down share after its loss.
+	above := map[string]int{}
+	for _, s := range p.slots {
+		if _, known := above[s.Owner]; known || s.Owner == "" {
+			continue
+		}
+		above[s.Owner] = 0
+		for _, name := range p.names {
+			if name != s.Owner {
+				above[s.Owner] += max(0, p.owned[name]-len(p.slots)/others(s.Owner))
+			}
+		}
+	}
+	// mayTake reports whether a member can take one more slot when an owner is lost, and two members then
+	// differ by at most one.
+	mayTake := func(owner, name string) bool {
+		n := others(owner)
+		takes := p.owned[name] + common[[2]string{owner, name}]
+		return takes < len(p.slots)/n || takes == len(p.slots)/n && above[owner] < len(p.slots)%n
 	}
 	wanted := make([][]string, len(p.slots))
 	want := func(i int, name string) {
+		owner := p.slots[i].Owner
 		wanted[i] = append(wanted[i], name)
 		follows[name]++
-		common[[2]string{p.slots[i].Owner, name}]++
+		common[[2]string{owner, name}]++
+		if p.owned[name]+common[[2]string{owner, name}] > len(p.slots)/others(owner) {
+			above[owner]++
+		}
 	}
 	for i, s := range p.slots {
 		if s.Owner == "" {
@@ -354,7 +399,7 @@ func (p *placement) follow() {
 			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
 		})
 		for _, f := range kept {
-			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && shareLeft(s.Owner, f.Name) > 0 {
+			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && mayTake(s.Owner, f.Name) {
 				want(i, f.Name)
 			}
 		}
@@ -371,7 +416,7 @@ func (p *placement) follow() {
 					continue
 				}
 				if best == "" || cmp.Or(
-					cmp.Compare(min(shareLeft(s.Owner, best), 1), min(shareLeft(s.Owner, name), 1)),
+					compareBool(mayTake(s.Owner, name), mayTake(s.Owner, best)),
 					cmp.Compare(follows[name], follows[best]),
 					cmp.Compare(p.owned[name], p.owned[best]),
 				) < 0 {
@@ -388,6 +433,17 @@ func (p *placement) follow() {
 		}
 		p.stopFollowing(i, wanted[i])
 	}
+}
+
+// compareBool orders true before false.
+func compareBool(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return -1
+	}
+	return 1
 }
 
 // stopFollowing removes the copies that are not wanted, as soon as those that are wanted are ready.
