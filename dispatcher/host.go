@@ -41,6 +41,9 @@ type Slots struct {
 	OpenDirectory func(ctx context.Context, slots int) (slots.Assignments, error)
 	// Bus carries the heartbeats of the processes.
 	Bus slots.Bus
+	// ConfigDelay is how long this process may lack a live config that another one has, before it hands over
+	// its slots; 30 s if it is zero.
+	ConfigDelay time.Duration
 	// Watch sends the live configs of all namespaces to a sink until ctx is done.
 	Watch func(ctx context.Context, to liveconfig.Sink) error
 }
@@ -124,6 +127,8 @@ type host struct {
 	wake chan struct{}
 	// fault is why the directory is not read.
 	fault atomic.Pointer[string]
+	// oldConfig is a problem of compareConfigs; empty for none.
+	oldConfig atomic.Pointer[string]
 	// heardAt is when the process received a heartbeat of its own, and namesakeAt when it received one of
 	// the first process with its name, in nanoseconds since started; 0 before.
 	heardAt, namesakeAt atomic.Int64
@@ -146,6 +151,7 @@ func newHost(o Options, s Slots) *host {
 	}
 	connecting := connecting
 	h.fault.Store(&connecting)
+	h.oldConfig.Store(new(string))
 	for slot := range s.Number {
 		h.slots = append(h.slots, newHosted(h, slot))
 	}
@@ -319,6 +325,9 @@ func (h *host) canServe() error {
 	if !h.o.clock.isRight() && len(h.owned()) == 0 {
 		return errors.New(h.o.clock.problem())
 	}
+	if problem := *h.oldConfig.Load(); problem != "" && len(h.owned()) == 0 {
+		return errors.New(problem)
+	}
 	if err := h.canRoute(); err != nil {
 		return err
 	}
@@ -367,7 +376,7 @@ func (h *host) isFirst() bool {
 		return false
 	}
 	members := h.members.List()
-	i := slices.IndexFunc(members, func(m slots.Member) bool { return !m.Leaving })
+	i := slices.IndexFunc(members, func(m slots.Member) bool { return !m.Leaving && !m.OldConfig })
 	return i >= 0 && members[i].Name == h.name
 }
 
@@ -391,6 +400,7 @@ func (h *host) place(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		h.o.clock.log(h.log)
+		h.compareConfigs()
 		h.beat()
 		h.announceOwners()
 		switch {
@@ -407,6 +417,17 @@ func (h *host) place(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		}
+	}
+}
+
+// compareConfigs compares the live configs with those of the other processes.
+func (h *host) compareConfigs() {
+	problem := h.namespaces.compareConfigs(h.members.Configs(h.name), cmp.Or(h.s.ConfigDelay, configDelay))
+	switch before := *h.oldConfig.Swap(&problem); {
+	case before == "" && problem != "":
+		h.log.Error("the live configs are old", "problem", problem)
+	case before != "" && problem == "":
+		h.log.Info("the live configs are up to date again")
 	}
 }
 
@@ -476,6 +497,7 @@ func (h *host) heartbeat() slots.Heartbeat {
 	own := slots.Heartbeat{
 		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
 		Starting: !h.start.open.Load(), ClockSkew: h.o.clock.milliseconds(), Formats: slots.ReadableFormats(), Owned: h.owned(),
+		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {
 		if s.term.Load() != nil {
@@ -810,8 +832,9 @@ func (h *host) listDoubtful() (list []int) {
 	if directory == nil {
 		return nil
 	}
+	lacksConfigs := h.namespaces.lacksConfigs()
 	for slot := range directory.Slots() {
-		if directory.HasNamespaces(slot) && (slot >= len(h.slots) || !h.slots[slot].listed.Load() || h.namespaces.changedLately(slot)) {
+		if directory.HasNamespaces(slot) && (lacksConfigs || slot >= len(h.slots) || !h.slots[slot].listed.Load() || h.namespaces.changedLately(slot)) {
 			list = append(list, slot)
 		}
 	}

@@ -80,6 +80,8 @@ type installation struct {
 	held map[string]map[int]chan struct{}
 	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
 	ahead map[string]*atomic.Int64
+	// configDelay is Slots.ConfigDelay.
+	configDelay time.Duration
 
 	mu    sync.Mutex
 	sinks []liveconfig.Sink // of the processes
@@ -185,7 +187,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	ended := make(chan error, 1)
 	go func() {
 		ended <- RunSlots(ctx, o, Slots{
-			Number: in.number, Standbys: 1, Bus: &in.bus,
+			Number: in.number, Standbys: 1, Bus: &in.bus, ConfigDelay: in.configDelay,
 			Open: func(ctx context.Context, slot int) (slots.Remote, error) {
 				if held := in.held[name][slot]; held != nil {
 					select {

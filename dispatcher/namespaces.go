@@ -35,6 +35,7 @@ type namespaces struct {
 	// value when there are some.
 	unassigned map[string]time.Time
 	wake       chan struct{}
+	versions   configVersions
 	// changedAt is when a config was replaced or deleted, by slot.
 	changedAt map[int]time.Time
 }
@@ -42,7 +43,7 @@ type namespaces struct {
 func newNamespaces(log *slog.Logger) *namespaces {
 	return &namespaces{
 		log: log, stored: map[string]liveconfig.Stored{}, invalid: map[string]bool{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
-		changedAt: map[int]time.Time{},
+		versions: newConfigVersions(), changedAt: map[int]time.Time{},
 	}
 }
 
@@ -55,6 +56,9 @@ func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.setInvalid(namespace, err != nil && !stored.Incomplete())
+	if err == nil {
+		n.versions.set(namespace, stored)
+	}
 	n.noteChange(namespace)
 	n.stored[namespace] = stored
 	n.changed(namespace)
@@ -67,6 +71,7 @@ func (n *namespaces) Delete(namespace string) {
 	defer n.mu.Unlock()
 	n.noteChange(namespace)
 	delete(n.stored, namespace)
+	n.versions.remove(namespace)
 	n.setInvalid(namespace, false)
 	n.changed(namespace)
 }
@@ -122,6 +127,30 @@ func (n *namespaces) changed(namespace string) {
 	if f := n.feeders[slot]; f != nil {
 		f.add(namespace)
 	}
+}
+
+// newestConfigs returns the newest live configs, for a heartbeat.
+func (n *namespaces) newestConfigs() []slots.ConfigNumber {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.versions.newest()
+}
+
+// compareConfigs takes the numbers of the live configs that the other processes announce. It returns a problem
+// with configs that this process has lacked for longer than a delay; empty for none.
+func (n *namespaces) compareConfigs(announced map[string]int64, delay time.Duration) (problem string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	now := time.Now()
+	n.versions.compare(now, announced)
+	return n.versions.problem(now, delay)
+}
+
+// lacksConfigs reports whether another process has a live config that this one lacks.
+func (n *namespaces) lacksConfigs() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return len(n.versions.lacking) > 0
 }
 
 // SlotOf returns the slot of a namespace; ok is false while it has none.

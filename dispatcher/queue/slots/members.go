@@ -30,12 +30,22 @@ type Heartbeat struct {
 	Starting bool `json:"starting,omitempty"`
 	// ClockSkew is that of Member, in milliseconds.
 	ClockSkew int64 `json:"clockSkew,omitempty"`
+	// OldConfig is that of Member.
+	OldConfig bool `json:"oldConfig,omitempty"`
+	// Configs are the newest live configs that the process has.
+	Configs []ConfigNumber `json:"configs,omitempty"`
 	// Formats are those that the process reads; nil in a release that did not name them.
 	Formats *Formats `json:"formats,omitempty"`
 	// Announcement is how other processes reach this one. It is another one for each start of a process.
 	Announcement []byte       `json:"announcement,omitempty"`
 	Owned        []OwnedSlot  `json:"owned,omitempty"`
 	Copies       []SlotCopied `json:"copies,omitempty"`
+}
+
+// ConfigNumber is the number of a namespace's live config, which grows with each change.
+type ConfigNumber struct {
+	Namespace string `json:"namespace"`
+	Number    int64  `json:"number"`
 }
 
 // OwnedSlot is a slot whose log has acknowledged a record of the process lately.
@@ -149,12 +159,12 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 		}
 	}
 	m.heard[h.Member] = heard{h, now}
-	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
+	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || before.OldConfig != h.OldConfig || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
 }
 
 // member returns what Place uses of a heartbeat.
 func (h Heartbeat) member() Member {
-	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, Starting: h.Starting, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond}
+	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, Starting: h.Starting, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond, OldConfig: h.OldConfig}
 }
 
 // List returns the members.
@@ -165,6 +175,22 @@ func (m *Members) List() (members []Member) {
 		members = append(members, h.member())
 	}
 	return members
+}
+
+// Configs returns the highest numbers of live configs that members other than the named one have announced.
+func (m *Members) Configs(except string) map[string]int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	numbers := map[string]int64{}
+	for _, h := range m.alive(m.now()) {
+		if h.Member == except {
+			continue
+		}
+		for _, c := range h.Configs {
+			numbers[c.Namespace] = max(numbers[c.Namespace], c.Number)
+		}
+	}
+	return numbers
 }
 
 // HasSuccessor reports whether a member with a right clock has a complete copy of a slot.

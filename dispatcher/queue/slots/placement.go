@@ -19,6 +19,8 @@ type Member struct {
 	Starting bool
 	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log.
 	ClockSkew time.Duration
+	// OldConfig is true while it lacks a live config that another member has had for a while.
+	OldConfig bool
 }
 
 // HasRightClock reports whether the clock of one of the members is right: it agrees with a server of the
@@ -97,6 +99,7 @@ const (
 //     take its slots after its loss do not exceed their shares.
 //   - A member restores one copy at a time for the standbys and hand-overs.
 //   - A member with a wrong clock takes no slots. It hands over those that it has, and keeps its copies.
+//     The same applies to a member with an old config, unless there is no other one.
 func Place(members []Member, slots []Placed, standbys int) []Move {
 	p := newPlacement(members, slots, standbys)
 	if len(p.names) == 0 {
@@ -111,7 +114,7 @@ func Place(members []Member, slots []Placed, standbys int) []Move {
 // Serves reports whether a member other than the named one is ready for calls.
 func Serves(members []Member, except string) bool {
 	return slices.ContainsFunc(members, func(m Member) bool {
-		return m.Name != except && !m.Leaving && !m.Starting && m.HasRightClock(members)
+		return m.Name != except && !m.Leaving && !m.Starting && !m.OldConfig && m.HasRightClock(members)
 	})
 }
 
@@ -159,25 +162,27 @@ type placement struct {
 	moves                     []Move
 	// targets are the members to which slots are to be handed over.
 	targets map[int]string
-	// leaving are the members that hand over their slots: they end, or their clock is wrong.
+	// leaving are the members that hand over their slots: they end, or are unfit.
 	leaving map[string]bool
-	// wrongClock are those with a wrong clock.
-	wrongClock map[string]bool
+	// unfit are those with a wrong clock or an old config.
+	unfit map[string]bool
 }
 
 func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 	p := &placement{
 		slots: slots, standbys: standbys,
 		owned: map[string]int{}, follows: map[string]int{}, restoring: map[string]int{},
-		targets: map[int]string{}, leaving: map[string]bool{}, wrongClock: map[string]bool{},
+		targets: map[int]string{}, leaving: map[string]bool{}, unfit: map[string]bool{},
 	}
-	var young []string
+	var young, outdated []string
 	for _, m := range members {
 		switch {
 		case !m.HasRightClock(members):
-			p.leaving[m.Name], p.wrongClock[m.Name] = true, true
+			p.leaving[m.Name], p.unfit[m.Name] = true, true
 		case m.Leaving:
 			p.leaving[m.Name] = true
+		case m.OldConfig:
+			outdated = append(outdated, m.Name)
 		case m.Age < countedAge:
 			young = append(young, m.Name)
 		default:
@@ -186,6 +191,12 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 	}
 	if len(p.names) == 0 {
 		p.names = young // There is no other member.
+	}
+	if len(p.names) == 0 {
+		p.names, outdated = outdated, nil
+	}
+	for _, name := range outdated {
+		p.leaving[name], p.unfit[name] = true, true
 	}
 	slices.Sort(p.names)
 	p.share, p.least = ceilDiv(len(slots), max(len(p.names), 1)), len(slots)/max(len(p.names), 1)
@@ -453,7 +464,7 @@ func (p *placement) stopFollowing(slot int, wanted []string) {
 		return
 	}
 	for _, f := range s.Followers {
-		if f.Name != p.targets[slot] && !f.Failed && !slices.Contains(wanted, f.Name) && !p.wrongClock[f.Name] {
+		if f.Name != p.targets[slot] && !f.Failed && !slices.Contains(wanted, f.Name) && !p.unfit[f.Name] {
 			p.add(f.Name, StopFollowing, slot)
 		}
 	}

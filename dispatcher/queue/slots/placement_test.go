@@ -27,6 +27,7 @@ func TestPlace(t *testing.T) {
 	}
 	failedCopy := func(name string) []Follower { return []Follower{{Name: name, Failed: true}} }
 	leaving := Member{Name: "a", Age: time.Hour, Leaving: true}
+	outdated := Member{Name: "a", Age: time.Hour, OldConfig: true}
 	skewed := func(name string, skew time.Duration) Member {
 		return Member{Name: name, Age: time.Hour, ClockSkew: skew}
 	}
@@ -81,6 +82,14 @@ func TestPlace(t *testing.T) {
 		{"not before it is ready", append(old("b"), skewed("a", time.Hour)), []Placed{{Owner: "a"}}, 1,
 			[]Move{{"b", StartFollowing, 0}}},
 		{"it keeps its copy", append(old("b", "c"), skewed("a", time.Hour)), []Placed{{Owner: "b", Followers: ready("a", "c")}}, 1, nil},
+		{"an old config hands over to a newer one", append(old("b"), outdated), []Placed{{Owner: "a", Followers: ready("b")}, {Owner: "b", Followers: ready("a")}}, 1,
+			[]Move{{"a", HandOver, 0}}},
+		{"it takes no slot", append(old("b"), outdated), []Placed{{}, {}}, 0,
+			[]Move{{"b", Take, 0}, {"b", Take, 1}}},
+		{"it keeps its slot beside one that leaves", []Member{outdated, {Name: "b", Age: time.Hour, Leaving: true}}, []Placed{{Owner: "a", Followers: ready("b")}}, 0,
+			[]Move{{"b", StopFollowing, 0}}},
+		{"and takes that of the latter", []Member{outdated, {Name: "b", Age: time.Hour, Leaving: true}}, []Placed{{Owner: "b", Followers: ready("a")}}, 0,
+			[]Move{{"b", HandOver, 0}}},
 		{"members that agree with each other are right", []Member{skewed("a", time.Hour), skewed("b", time.Hour+30*time.Second)}, []Placed{{}, {}}, 0,
 			[]Move{{"a", Take, 0}, {"b", Take, 1}}},
 		{"a standby follows", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b", Followers: ready("a")}}, 1,
@@ -149,6 +158,7 @@ func TestServes(t *testing.T) {
 		{"starting", Member{Name: "a", Starting: true}, false},
 		{"leaving", Member{Name: "a", Leaving: true}, false},
 		{"with a wrong clock", Member{Name: "a", ClockSkew: time.Hour}, false},
+		{"with an old config", Member{Name: "a", OldConfig: true}, false},
 		{"the same", Member{Name: "b"}, false},
 	} {
 		wantEqual(t, "a member that is "+c.name, Serves([]Member{c.other, {Name: "b", Starting: true}}, "b"), c.want)
