@@ -19,12 +19,14 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/front"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/peer"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
 
@@ -135,7 +137,10 @@ type host struct {
 	stopping            atomic.Bool
 	start               startGate
 	running             sync.WaitGroup
-	quiet               quietness
+	// shared and uploads bound what all slots use together.
+	shared  *pebblestore.Shared
+	uploads *rate.Limiter
+	quiet   quietness
 }
 
 func newHost(o Options, s Slots) *host {
@@ -145,9 +150,22 @@ func newHost(o Options, s Slots) *host {
 		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
 		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
 	}
+	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
+	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, plan.cache)), slots.NewUploadLimiter()
+	h.quiet.report = func(quiet bool) {
+		if quiet {
+			h.shared.Release()
+		}
+	}
 	if o.Memory != 0 {
-		planMemory(o.Memory).bound()
-		h.quiet.report = onQuiet()
+		plan.bound()
+		returnMemory := onQuiet()
+		h.quiet.report = func(quiet bool) {
+			if quiet {
+				h.shared.Release()
+			}
+			returnMemory(quiet)
+		}
 	}
 	connecting := connecting
 	h.fault.Store(&connecting)
@@ -179,6 +197,7 @@ func (h *host) run(ctx context.Context) error {
 	})
 	err := group.Wait()
 	h.running.Wait()
+	h.shared.Close()
 	if err == nil || errors.Is(err, context.Canceled) {
 		h.log.Info("stopped; pending messages are stored in the log")
 		return nil
@@ -574,7 +593,7 @@ func (h *host) move(ctx context.Context) {
 
 // quietness reports whether all stores of a process are idle.
 type quietness struct {
-	report func(quiet bool) // may be nil
+	report func(quiet bool)
 
 	mu   sync.Mutex
 	busy map[int]bool
@@ -600,9 +619,7 @@ func (q *quietness) set(slot int, quiet bool) {
 
 // end removes the state of a slot's store that was closed.
 func (q *quietness) end(slot int) {
-	if q.report != nil {
-		q.set(slot, true)
-	}
+	q.set(slot, true)
 }
 
 // hosted is a slot, as a process with several slots has it.
@@ -644,9 +661,10 @@ func newHosted(h *host, slot int) *hosted {
 	o.Logger, o.DataDir, o.Listeners = s.log, slotFolder(h.o.DataDir, slot), &Listeners{}
 	o.ShutdownDelay = 0
 	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
-	if h.quiet.report != nil {
-		o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
-	}
+	o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
+	o.Queue.Shared = h.shared
+	// Copies have the same write buffers as stores.
+	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, planMemory(cmp.Or(o.Memory, DefaultMemory)).share(s.share()).memTable)
 	s.o = o
 	return s
 }
@@ -680,7 +698,15 @@ func (s *hosted) share() int {
 	if s == nil {
 		return 1
 	}
-	return (len(s.host.slots) + 1) / 2
+	return (s.host.s.Number + 1) / 2
+}
+
+// uploads is the bound of the uploads of the process; nil in one with one slot.
+func (s *hosted) uploads() *rate.Limiter {
+	if s == nil {
+		return nil
+	}
+	return s.host.uploads
 }
 
 // changed makes the next heartbeat due. It does nothing in a process with one slot.

@@ -17,6 +17,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -247,7 +248,7 @@ func (s *standby) upToDate() {
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*term, error) {
-	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock}
+	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.hosted.uploads()}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
@@ -516,6 +517,8 @@ type term struct {
 	dir      string
 	logger   *slog.Logger
 	clock    *clockCheck
+	// uploads is that of the process; nil for one with one slot.
+	uploads *rate.Limiter
 	// snapshots is set when the store is open.
 	snapshots  atomic.Pointer[slots.Snapshotter]
 	durability durability
@@ -660,7 +663,7 @@ func (r untilClosed) Close() error {
 func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 	s := &slots.Snapshotter{
 		Log: t.remote.Log, Objects: t.remote.Snapshots, Writer: t.writer, Store: store,
-		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger,
+		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.uploads,
 	}
 	t.snapshots.Store(s)
 	s.Run(ctx)

@@ -61,6 +61,9 @@ type Options struct {
 	MemTableBytes int64
 	// CacheBytes is the size of the block cache; 32 MiB when 0.
 	CacheBytes int64
+	// Shared are the block cache, the open tables and the compactions of several stores; nil for a store that
+	// shares none. CacheBytes is not used with it.
+	Shared *Shared
 
 	// FlushInterval is how long an acknowledgement may be in memory only; 50 ms when 0.
 	FlushInterval time.Duration

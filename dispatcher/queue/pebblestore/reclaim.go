@@ -126,8 +126,10 @@ func (s *Store) reclaim(ctx context.Context) error {
 			return err
 		}
 	}
-	// A reservation of the whole cache evicts all of it.
-	s.cache.Reserve(int(s.o.CacheBytes))()
+	if s.cache != nil {
+		// A reservation of the whole cache evicts all of it.
+		s.cache.Reserve(int(s.o.CacheBytes))()
+	}
 	return nil
 }
 

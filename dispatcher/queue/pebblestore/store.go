@@ -47,7 +47,7 @@ type Store struct {
 	// commitLog applies all writes to db. withoutWAL: the engine writes no log of its own.
 	commitLog  commitLog
 	withoutWAL bool
-	// cache is the block cache of db and has the same lifetime.
+	// cache is the block cache of db and has the same lifetime; nil with Options.Shared.
 	cache *pebble.Cache
 	// lock excludes other processes from before the files are checked until after they are
 	// closed.
@@ -294,12 +294,9 @@ func (s *Store) openDB() error {
 	memTable := s.disk.memTableBytes()
 	s.disk.trimBytes = memTable / 8
 	set(&s.o.MinFreeBytes, 4*memTable)
-	s.cache = pebble.NewCache(s.o.CacheBytes)
-	defer s.cache.Unref()
 	opts := &pebble.Options{
 		FS:                          s.fs,
 		Lock:                        s.lock,
-		Cache:                       s.cache,
 		Logger:                      engineLogger{s},
 		EventListener:               s.events(),
 		FormatMajorVersion:          codec.PebbleFormat,
@@ -308,8 +305,15 @@ func (s *Store) openDB() error {
 		MemTableStopWritesThreshold: stopWrites,
 		L0CompactionThreshold:       8,
 		L0StopWritesThreshold:       100,
-		MaxOpenFiles:                1000,
-		CompactionConcurrencyRange:  func() (int, int) { return 1, 2 },
+		MaxOpenFiles:                maxOpenFiles,
+		CompactionConcurrencyRange:  func() (int, int) { return 1, maxCompactions },
+	}
+	if s.o.Shared != nil {
+		s.o.Shared.use(opts)
+	} else {
+		s.cache = pebble.NewCache(s.o.CacheBytes)
+		defer s.cache.Unref()
+		opts.Cache = s.cache
 	}
 	var err error
 	s.db, err = pebble.Open(s.dir, opts)

@@ -165,8 +165,10 @@ func TestServes(t *testing.T) {
 	}
 }
 
-// placementSim is a release whose members act on views that may be old. A tick is a second.
+// placementSim is a release. A tick is a second.
 type placementSim struct {
+	// exact members are never slow and have no old views.
+	exact bool
 	t     *testing.T
 	rng   *rand.Rand
 	slots []Placed
@@ -194,7 +196,7 @@ func cloneSlots(all []Placed) []Placed {
 // plan returns the moves by what a member sees: its own slots as they are, the others as they are or
 // were.
 func (s *placementSim) plan(name string) []Move {
-	if s.rng.IntN(3) > 0 {
+	if s.exact || s.rng.IntN(3) > 0 {
 		if s.fresh == nil {
 			s.fresh = append([]Move{}, Place(s.list(), s.slots, 1)...)
 		}
@@ -214,7 +216,7 @@ func (s *placementSim) tick() {
 	now := cloneSlots(s.slots)
 	s.fresh = nil
 	for _, name := range slices.Sorted(maps.Keys(s.members)) {
-		if s.rng.IntN(10) < 3 {
+		if !s.exact && s.rng.IntN(10) < 3 {
 			continue // It is slow.
 		}
 		started := 0
@@ -360,9 +362,8 @@ func (s *placementSim) isStable() bool {
 	return len(Place(s.list(), s.slots, 1)) == 0
 }
 
-// settle runs until the release is stable, and compares the moved slots with the least number. Members
-// that are lost at the same time are a change each.
-func (s *placementSim) settle(step string, changes, least int) {
+// settle runs until the release is stable, and compares the moved slots with the least number.
+func (s *placementSim) settle(step string, least, more int) {
 	const most = 2000
 	s.moved = 0
 	for ticks := 0; !s.isStable(); ticks++ {
@@ -371,8 +372,8 @@ func (s *placementSim) settle(step string, changes, least int) {
 		}
 		s.tick()
 	}
-	if s.moved > least+changes {
-		s.t.Errorf("%s: got %d moved slots, want at most %d", step, s.moved, least+changes)
+	if s.moved > least+more {
+		s.t.Errorf("%s: got %d moved slots, want at most %d", step, s.moved, least+more)
 	}
 	moved := s.moved
 	s.steps, s.excess = s.steps+1, max(s.excess, moved-least)
@@ -398,6 +399,15 @@ func (s *placementSim) leastMoves(added int) int {
 	return max(excess, missing)
 }
 
+// tolerance is how many slots more than the least number a step may move: one, unless several members
+// change at the same time and some of them have old views.
+func (s *placementSim) tolerance(changes int) int {
+	if s.exact {
+		return 1
+	}
+	return changes
+}
+
 // TestPlacementSimulation scales a release of 64 slots up to 50 members and down, and loses
 // members. POSTHORN_MODEL_SEEDS sets the number of seeds.
 func TestPlacementSimulation(t *testing.T) {
@@ -408,9 +418,9 @@ func TestPlacementSimulation(t *testing.T) {
 	for seed := range seeds {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(uint64(seed), 0))
-			s := &placementSim{t: t, rng: rng, slots: make([]Placed, 64), left: map[string]map[int]int{}, members: map[string]*Member{}}
+			s := &placementSim{t: t, rng: rng, slots: make([]Placed, 64), left: map[string]map[int]int{}, members: map[string]*Member{}, exact: seed%2 == 0}
 			s.join(1 + rng.IntN(50))
-			s.settle("start", 1, 64)
+			s.settle("start", 64, 0)
 			for range 6 {
 				count := len(s.members)
 				some := func(n int) []string {
@@ -423,20 +433,21 @@ func TestPlacementSimulation(t *testing.T) {
 					n := 1 + rng.IntN(50-count)
 					least := s.leastMoves(n)
 					s.join(n)
-					s.settle(fmt.Sprintf("scale out from %d to %d members", count, count+n), 1, least)
+					s.settle(fmt.Sprintf("scale out from %d to %d members", count, count+n), least, s.tolerance(n))
 				case kind == 1:
 					n, least := 1+rng.IntN(count-1), 0
 					for _, name := range some(n) {
 						least += s.owned()[name]
 						s.members[name].Leaving = true
 					}
-					s.settle(fmt.Sprintf("scale in from %d to %d members", count, count-n), 1, least)
+					s.settle(fmt.Sprintf("scale in from %d to %d members", count, count-n), least, s.tolerance(n))
 				default:
 					n, least := 1+rng.IntN(min(3, count-1)), 0
 					for _, name := range some(n) {
 						least += s.remove(name)
 					}
-					s.settle(fmt.Sprintf("lose %d of %d members", n, count), n, least)
+					// The standbys of several lost members can be the same one.
+					s.settle(fmt.Sprintf("lose %d of %d members", n, count), least, max(s.tolerance(n), 2*n-1))
 				}
 			}
 			steps, excess = steps+s.steps, max(excess, s.excess)

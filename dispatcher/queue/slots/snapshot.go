@@ -65,12 +65,13 @@ type Snapshotter struct {
 	Dir string
 	// Logger is the destination of log messages.
 	Logger *slog.Logger
+	// Limiter bounds the uploads of all slots of a process; NewUploadLimiter when nil.
+	Limiter *rate.Limiter
 
 	// kept are the last two snapshots, the older one first.
 	kept []manifest
 	// uploaded are the tables that this session has uploaded, by object.
 	uploaded map[string]file
-	limiter  *rate.Limiter
 
 	// taken is the time of the last snapshot of this session in Unix milliseconds; 0 for none.
 	taken atomic.Int64
@@ -151,10 +152,15 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 	return nil
 }
 
+// NewUploadLimiter returns the bound of the bytes that a process uploads in a second.
+func NewUploadLimiter() *rate.Limiter { return rate.NewLimiter(uploadRate, uploadBurst) }
+
 // begin reads the last two snapshots of the slot, and deletes the objects that they do not need: the
 // rests of uploads that were cut off.
 func (s *Snapshotter) begin(ctx context.Context) error {
-	s.limiter = rate.NewLimiter(uploadRate, uploadBurst)
+	if s.Limiter == nil {
+		s.Limiter = NewUploadLimiter()
+	}
 	s.kept = nil
 	isComplete := true
 	for sequence := s.Writer.progress().snapshot; sequence > 0 && len(s.kept) < 2; {
@@ -257,7 +263,7 @@ func (s *Snapshotter) putFile(ctx context.Context, name, object string, unlimite
 	defer func() { err = errors.Join(err, opened.Close()) }()
 	r := &limitedReader{ctx: ctx, from: opened}
 	if !unlimited {
-		r.limiter = s.limiter
+		r.limiter = s.Limiter
 	}
 	info, err := opened.Stat()
 	if err != nil || info.Size() == 0 {
