@@ -42,7 +42,7 @@ func TestConfigVersions(t *testing.T) {
 	v.set("b", config("b", 1))
 	v.remove("b")
 	problem("a config that was deleted here", &v, 200, map[string]int64{"b": 1}, false)
-	problem("it stays deleted", &v, 300, map[string]int64{"b": 1}, false)
+	problem("it is still deleted", &v, 300, map[string]int64{"b": 1}, false)
 	v.set("a", config("a", 2))
 	for n := range announcedConfigs {
 		v.set(fmt.Sprint("n", n), config(fmt.Sprint("n", n), int64(n)+1))
