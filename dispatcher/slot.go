@@ -302,7 +302,7 @@ type handlers struct {
 func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drain func() time.Duration) error {
 	calls := listen.New(ingest.NewServer(h.calls), maxConns, o.Logger)
 	requests := listen.New(admin.NewStandbyServer(h.admin), maxAdminConns, o.Logger)
-	peers := listen.New(newPeerServer(o.identity, h.peers), maxConns, o.Logger)
+	peers := listen.New(newPeerServer(o.identity, h.peers, o.Logger), maxConns, o.Logger)
 	probes := listen.New(admin.NewProbeServer(h.ready), maxAdminConns, o.Logger)
 	group, ctx := errgroup.WithContext(ctx)
 	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
@@ -467,8 +467,10 @@ func (s *standby) refuseAdmin(w http.ResponseWriter, _ *http.Request) {
 
 // newPeerServer makes the server for the calls that standbys forward. identity may be nil if it does
 // not serve.
-func newPeerServer(identity *peer.Identity, next http.Handler) *http.Server {
-	s := ingest.NewServer(identity.Handler(next))
+func newPeerServer(identity *peer.Identity, next http.Handler, log *slog.Logger) *http.Server {
+	h := identity.Handler(next, log)
+	s := ingest.NewServer(h)
+	s.RegisterOnShutdown(h.Stop)
 	s.MaxHeaderBytes += peer.HeaderBytes
 	return s
 }

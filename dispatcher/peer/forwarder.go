@@ -94,6 +94,9 @@ type connections struct {
 	users int
 	// forwards is the number of requests in progress.
 	forwards atomic.Int64
+
+	mu      sync.Mutex
+	current *stream
 }
 
 // use returns the connections to the owner with an announcement. Each call is followed by one of release.
@@ -126,6 +129,7 @@ func (c *Connections) release(announcement []byte) {
 	to := c.to[string(announcement)]
 	if to.users--; to.users == 0 {
 		delete(c.to, string(announcement))
+		to.endStream()
 		to.transport.CloseIdleConnections()
 	}
 }
@@ -236,10 +240,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				}
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
-			p.Out.Header.Set(clientHeader, p.In.RemoteAddr)
-			if f.Slot != "" {
-				p.Out.Header.Set(slotHeader, f.Slot)
-			}
+			f.mark(p.Out, p.In)
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {
@@ -272,15 +273,24 @@ func (l proxyLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// ServeHTTP sends a call to the owner, and its answer to the client.
-func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) { f.serve(w, r, CallLimit) }
-
-// Limited returns a handler that sends requests to the owner with a time limit other than CallLimit.
-func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, limit) })
+// mark adds the client of a request in, and the slot, to the request that is sent.
+func (f *Forwarder) mark(out, in *http.Request) {
+	out.Header.Set(clientHeader, in.RemoteAddr)
+	if f.Slot != "" {
+		out.Header.Set(slotHeader, f.Slot)
+	}
 }
 
-func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Duration) {
+// ServeHTTP sends a call to the owner, and its answer to the client.
+func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) { f.serve(w, r, CallLimit, streamed(r)) }
+
+// Limited returns a handler that sends requests to the owner with a time limit other than CallLimit, and
+// their answers to the clients as they arrive.
+func (f *Forwarder) Limited(limit time.Duration) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, limit, false) })
+}
+
+func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Duration, inStream bool) {
 	o := f.owner.Load()
 	if o == nil {
 		f.refuse(w, ErrNoOwner)
@@ -300,6 +310,10 @@ func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Dur
 	r = r.WithContext(ctx)
 	if r.Body != http.NoBody {
 		r.Body = body{r.Body, l}
+	}
+	if inStream {
+		f.sendStreamed(w, r, o)
+		return
 	}
 	o.proxy.ServeHTTP(w, r)
 }

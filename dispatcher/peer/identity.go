@@ -1,6 +1,6 @@
 // Package peer sends the requests that a standby gets to the owner of the slot.
 //
-//	client -> standby: Forwarder -> TLS -> Identity.Handler: owner -> the handler of calls
+//	client -> standby: Forwarder -> TLS -> Handler: owner -> the handler of calls
 //
 // Each process makes a certificate and a token at its start. The owner announces them with its address
 // in the log, so a process that can read the log, and with it all messages, can send requests to
@@ -13,7 +13,6 @@ import (
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/sha256"
-	"crypto/subtle"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
@@ -125,18 +124,9 @@ func TakeSlot(r *http.Request) string {
 	return slot
 }
 
-// Handler admits the requests of other processes to next, as if the client had sent them here.
-func (i *Identity) Handler(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if subtle.ConstantTimeCompare([]byte(r.Header.Get(tokenHeader)), []byte(i.announcement.Token)) != 1 {
-			http.Error(w, "this address is for the other processes of the same log", http.StatusForbidden)
-			return
-		}
-		r.RemoteAddr = r.Header.Get(clientHeader)
-		r.Header.Del(tokenHeader)
-		r.Header.Del(clientHeader)
-		next.ServeHTTP(w, r)
-	})
+// Handler returns a handler of the requests of other processes.
+func (i *Identity) Handler(next http.Handler, log *slog.Logger) *Handler {
+	return &Handler{identity: i, next: next, log: log, stopping: make(chan struct{})}
 }
 
 // decode returns the announcement in a record of the log.

@@ -31,7 +31,7 @@ func serveOwner(t *testing.T, next http.HandlerFunc) *Identity {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &http.Server{Handler: i.Handler(next), TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)} //nolint:gosec // a test
+	s := &http.Server{Handler: i.Handler(next, slog.New(slog.DiscardHandler)), TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)} //nolint:gosec // a test
 	go func() { _ = s.ServeTLS(l, "", "") }()
 	t.Cleanup(func() { _ = s.Close() })
 	return i

@@ -240,8 +240,9 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		// All pods share the CPU with the receivers here, so messages wait less than a second, and not all the time.
 		kubectl("-n", system, "patch", autoscaler, "--type=json", "-p", `[{"op": "replace", "path": "/spec/metrics/0/pods/target/averageValue", "value": "20m"}]`)
 		kubectl("-n", system, "patch", autoscaler, "--type=merge", "-p", `{"spec": {"behavior": {"scaleUp": {"stabilizationWindowSeconds": 0}}}}`)
+		// The senders are fast enough for the target, and slower than what the CPU of one node can deliver.
 		const copies = 20
-		busy := startUsers("busy", 4, 150)
+		busy := startUsers("busy", 4, 30)
 		for _, u := range busy {
 			u.t.serve("copies", posthornImage(), "sink", "--listen=:9000", "--output=none")
 			u.t.secret("copies", "secret", "s3cret")

@@ -1,0 +1,327 @@
+package peer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// streamOwner is an owner whose connections are counted.
+type streamOwner struct {
+	*Identity
+	server      *http.Server
+	connections atomic.Int64
+}
+
+func serveStreams(t *testing.T, next http.HandlerFunc) *streamOwner {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	i, err := NewIdentity("dispatcher-0", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := i.Handler(next, slog.New(slog.DiscardHandler))
+	o := &streamOwner{Identity: i}
+	o.server = &http.Server{ //nolint:gosec // a test
+		Handler: h, TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0), WriteTimeout: 100 * time.Millisecond,
+		ConnState: func(_ net.Conn, s http.ConnState) {
+			if s == http.StateNew {
+				o.connections.Add(1)
+			}
+		},
+	}
+	o.server.RegisterOnShutdown(h.Stop)
+	go func() { _ = o.server.ServeTLS(l, "", "") }()
+	t.Cleanup(func() { _ = o.server.Close() })
+	return o
+}
+
+// echo answers with the body of the request.
+func echo(w http.ResponseWriter, r *http.Request) {
+	w.Header().Set("X-Client", r.RemoteAddr)
+	_, _ = io.Copy(w, r.Body)
+}
+
+// Requests that are sent at the same time share one connection, and each gets its own answer.
+func TestRequestsShareAStream(t *testing.T) {
+	o := serveStreams(t, echo)
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	var group sync.WaitGroup
+	for n := range 200 {
+		group.Go(func() {
+			w := httptest.NewRecorder()
+			body := strings.Repeat(fmt.Sprint(n, " "), n)
+			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", strings.NewReader(body))
+			r.RemoteAddr = fmt.Sprint("192.0.2.1:", n)
+			f.ServeHTTP(w, r)
+			if w.Code != http.StatusOK || w.Body.String() != body || w.Header().Get("X-Client") != r.RemoteAddr || len(w.Header()[numberHeader]) != 0 {
+				t.Errorf("request %d: got %d, %d bytes and %v", n, w.Code, w.Body.Len(), w.Header())
+			}
+		})
+	}
+	group.Wait()
+	if got := o.connections.Load(); got != 1 {
+		t.Errorf("got %d connections, want 1", got)
+	}
+	time.Sleep(150 * time.Millisecond) // Longer than the WriteTimeout of the server.
+	if w := send(f, "later"); w.Body.String() != "later" || o.connections.Load() != 1 {
+		t.Errorf("after the time limit for an answer: got %q and %d connections", w.Body, o.connections.Load())
+	}
+	f.SetOwner(nil)
+	if w := send(f, "none"); w.Code != http.StatusServiceUnavailable {
+		t.Errorf("without an owner: got %d", w.Code)
+	}
+}
+
+// send sends a call with a body.
+func send(f *Forwarder, body string) *httptest.ResponseRecorder {
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/track", strings.NewReader(body))) //nolint:noctx // without an end
+	return w
+}
+
+// Large requests, and those without a length, are HTTP requests of their own.
+func TestLargeRequestsAreNotInTheStream(t *testing.T) {
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		n, _ := io.Copy(io.Discard, r.Body)
+		_, streamed := w.(*answer)
+		fmt.Fprint(w, n, " ", streamed)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	for size, want := range map[int]string{0: "0 true", streamedBytes: "16384 true", streamedBytes + 1: "16385 false"} {
+		if w := send(f, strings.Repeat("a", size)); w.Body.String() != want {
+			t.Errorf("%d bytes: got %q, want %q", size, w.Body, want)
+		}
+	}
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", struct{ io.Reader }{strings.NewReader("abc")}))
+	if want := "3 false"; w.Body.String() != want {
+		t.Errorf("without a length: got %q, want %q", w.Body, want)
+	}
+}
+
+// A request that the owner does not answer delays no other one. At its limit only it ends, because the
+// owner answers others.
+func TestSlowRequestDelaysNoOther(t *testing.T) {
+	begun := make(chan struct{})
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/slow" {
+			close(begun)
+			<-r.Context().Done()
+		}
+		echo(w, r)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	slow, limit := make(chan string), newManualLimit(t)
+	go func() {
+		w := httptest.NewRecorder()
+		f.ServeHTTP(w, httptest.NewRequestWithContext(limit, http.MethodPost, "/slow", http.NoBody))
+		slow <- w.Body.String()
+	}()
+	<-begun
+	for range 10 {
+		if w := send(f, "fast"); w.Body.String() != "fast" {
+			t.Errorf("beside the slow one: got %d %q", w.Code, w.Body)
+		}
+	}
+	limit.exceed()
+	if got := <-slow; !strings.Contains(got, ErrTimeout.Error()) {
+		t.Errorf("slow request: got %q, want %q", got, ErrTimeout)
+	}
+	if w := send(f, "afterwards"); w.Body.String() != "afterwards" || o.connections.Load() != 1 {
+		t.Errorf("afterwards: got %q on %d connections, want 1", w.Body, o.connections.Load())
+	}
+}
+
+// manualLimit is the context of a request whose time limit is exceeded by a test.
+type manualLimit struct {
+	context.Context
+	exceed func()
+}
+
+func newManualLimit(t *testing.T) *manualLimit {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	return &manualLimit{ctx, func() { cancel(ErrTimeout) }}
+}
+
+// A stream on which nothing arrives is replaced after the limit of one request.
+func TestSilentStreamIsReplaced(t *testing.T) {
+	var silent atomic.Bool
+	silent.Store(true)
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		if silent.Load() {
+			<-r.Context().Done()
+		}
+		echo(w, r)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	w := httptest.NewRecorder()
+	f.serve(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody), 50*time.Millisecond, true)
+	if !strings.Contains(w.Body.String(), ErrTimeout.Error()) {
+		t.Errorf("silent stream: got %q, want %q", w.Body, ErrTimeout)
+	}
+	silent.Store(false)
+	if w := send(f, "again"); w.Body.String() != "again" || o.connections.Load() != 2 {
+		t.Errorf("afterwards: got %q on %d connections, want 2", w.Body, o.connections.Load())
+	}
+}
+
+// An owner that stops answers what it has read.
+func TestStreamEndsInOrder(t *testing.T) {
+	begun, finish := make(chan struct{}), make(chan struct{})
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		close(begun)
+		<-finish
+		echo(w, r)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	last := make(chan string)
+	go func() { last <- send(f, "last").Body.String() }()
+	<-begun
+	stopped := make(chan error)
+	go func() { stopped <- o.server.Shutdown(t.Context()) }()
+	if err := wait.Until(func() error {
+		c, err := net.Dial("tcp", o.announcement.Address) //nolint:noctx // a test
+		if err == nil {
+			_ = c.Close()
+			return errors.New("the owner accepts connections")
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	close(finish)
+	if got := <-last; got != "last" {
+		t.Errorf("request in progress: got %q, want its answer", got)
+	}
+	if err := <-stopped; err != nil {
+		t.Errorf("end of the server: %v", err)
+	}
+	if w := send(f, "late"); w.Code != http.StatusServiceUnavailable {
+		t.Errorf("request after the end: got %d %q, want 503", w.Code, w.Body)
+	}
+}
+
+// A connection that is lost ends the requests that wait, and the next one gets another connection.
+func TestLostConnection(t *testing.T) {
+	var lose atomic.Bool
+	lose.Store(true)
+	var o *streamOwner
+	o = serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		if lose.Load() {
+			<-r.Context().Done()
+			return
+		}
+		echo(w, r)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	lost := make(chan *httptest.ResponseRecorder)
+	go func() { lost <- send(f, "body") }()
+	if err := wait.Until(func() error {
+		if o.connections.Load() == 0 {
+			return errors.New("no connection")
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	to := f.owner.Load().connections
+	to.mu.Lock()
+	to.current.end() // As a lost connection.
+	to.mu.Unlock()
+	if w := <-lost; w.Code != http.StatusServiceUnavailable {
+		t.Errorf("request on the lost connection: got %d %q, want 503", w.Code, w.Body)
+	}
+	lose.Store(false)
+	if err := wait.Until(func() error {
+		if w := send(f, "again"); w.Body.String() != "again" {
+			return fmt.Errorf("got %d %q", w.Code, w.Body)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("request after it: %v", err)
+	}
+}
+
+// A panic ends the request that caused it, and no other one.
+func TestPanicEndsItsRequest(t *testing.T) {
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.ContentLength == 0 {
+			panic("a defect")
+		}
+		echo(w, r)
+	})
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	if w := send(f, ""); w.Code != http.StatusInternalServerError {
+		t.Errorf("request with the panic: got %d, want 500", w.Code)
+	}
+	if w := send(f, "next"); w.Body.String() != "next" || o.connections.Load() != 1 {
+		t.Errorf("next request: got %q on %d connections, want 1", w.Body, o.connections.Load())
+	}
+}
+
+// Messages that are added while the outbox writes are written together, in their order.
+func TestOutbox(t *testing.T) {
+	o, done := newOutbox(), make(chan struct{})
+	writes, proceed := make(chan string), make(chan struct{})
+	ended := make(chan error)
+	go func() {
+		ended <- o.run(done, func(p []byte) error {
+			writes <- string(p)
+			<-proceed
+			return nil
+		})
+	}()
+	add := func(text string) {
+		if err := o.add(func(b *bytes.Buffer) error { b.WriteString(text); return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	add("a")
+	if got := <-writes; got != "a" {
+		t.Errorf("first write: got %q", got)
+	}
+	add("b")
+	failure := errors.New("a defect")
+	if err := o.add(func(b *bytes.Buffer) error { b.WriteString("x"); return failure }); !errors.Is(err, failure) {
+		t.Errorf("encoding that fails: got %v", err)
+	}
+	add("c")
+	proceed <- struct{}{}
+	if got := <-writes; got != "bc" {
+		t.Errorf("second write: got %q, want both messages and no part of the one that failed", got)
+	}
+	add("d")
+	close(done)
+	proceed <- struct{}{}
+	if got := <-writes; got != "d" {
+		t.Errorf("last write: got %q", got)
+	}
+	proceed <- struct{}{}
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
