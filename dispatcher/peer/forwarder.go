@@ -21,9 +21,9 @@ import (
 const (
 	// dialTimeout bounds the connection to the owner.
 	dialTimeout = 2 * time.Second
-	// maxForwards bounds the requests to one owner in progress, each with a connection and about 100 KB. It
-	// is a quarter of the connections of a server: an owner that does not answer leaves the others for the
-	// requests to other owners.
+	// maxForwards bounds the requests to one owner in progress, each with a connection and about 100 KB, or
+	// with a body in the stream. It is a quarter of the connections of a server: an owner that does not answer
+	// leaves the others for the requests to other owners.
 	maxForwards = 1024
 	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long.
 	maxIdle     = 256
