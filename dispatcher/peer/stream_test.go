@@ -186,7 +186,7 @@ func TestSilentStreamIsReplaced(t *testing.T) {
 	}
 }
 
-// An owner that stops answers what it has read.
+// An owner that stops answers the requests that it has read.
 func TestStreamEndsInOrder(t *testing.T) {
 	begun, finish := make(chan struct{}), make(chan struct{})
 	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
