@@ -282,7 +282,9 @@ func (f *Forwarder) mark(out, in *http.Request) {
 }
 
 // ServeHTTP sends a call to the owner, and its answer to the client.
-func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) { f.serve(w, r, CallLimit, streamed(r)) }
+func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	f.serve(w, r, CallLimit, streamed(r))
+}
 
 // Limited returns a handler that sends requests to the owner with a time limit other than CallLimit, and
 // their answers to the clients as they arrive.

@@ -156,7 +156,7 @@ func (s *stream) receive(transport http.RoundTripper, q *http.Request) error {
 	in := bufio.NewReaderSize(resp.Body, streamBuffer)
 	request := &http.Request{Method: http.MethodPost}
 	for {
-		one, err := http.ReadResponse(in, request)
+		one, err := http.ReadResponse(in, request) //nolint:bodyclose // It is read to its end.
 		if err != nil {
 			return errors.Join(errStreamEnded, err)
 		}

@@ -227,8 +227,7 @@ func TestStreamEndsInOrder(t *testing.T) {
 func TestLostConnection(t *testing.T) {
 	var lose atomic.Bool
 	lose.Store(true)
-	var o *streamOwner
-	o = serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
 		if lose.Load() {
 			<-r.Context().Done()
 			return
