@@ -306,7 +306,7 @@ type Handler struct {
 	stop     sync.Once
 }
 
-// Stop ends the streams: requests in progress are answered, and no more are read.
+// Stop ends the streams: requests in progress are answered, and later ones are refused.
 func (h *Handler) Stop() { h.stop.Do(func() { close(h.stopping) }) }
 
 // ServeHTTP implements http.Handler.
@@ -357,14 +357,20 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 	defer writer.Wait()
 	defer close(answered)
 	defer requests.Wait()
+	room := make(chan struct{}, maxForwards)
 	go func() {
-		select {
-		case <-h.stopping:
-		case <-ctx.Done():
+		if h.drain(ctx, room) {
+			_ = control.SetReadDeadline(time.Now()) // It also ends the context of r, and with it of all requests.
 		}
-		_ = control.SetReadDeadline(time.Now())
 	}()
-	in, room := bufio.NewReaderSize(r.Body, streamBuffer), make(chan struct{}, maxForwards)
+	respond := func(q *http.Request, serve func(*answer, *http.Request)) {
+		var a answer
+		number := q.Header.Get(numberHeader)
+		delete(q.Header, numberHeader)
+		serve(&a, q.WithContext(ctx))
+		_ = out.add(func(b *bytes.Buffer) error { return a.encode(b, number) })
+	}
+	in := bufio.NewReaderSize(r.Body, streamBuffer)
 	for {
 		q, err := readStreamed(in)
 		if err != nil {
@@ -375,18 +381,32 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 		}
 		select {
 		case room <- struct{}{}:
-		case <-ctx.Done():
-			return
+			requests.Go(func() {
+				defer func() { <-room }()
+				respond(q, h.serveRecovered)
+			})
+		default: // The process ends, or too many requests are in progress.
+			respond(q, func(a *answer, q *http.Request) { Misdirected(a, q) })
 		}
-		requests.Go(func() {
-			defer func() { <-room }()
-			var a answer
-			number := q.Header.Get(numberHeader)
-			delete(q.Header, numberHeader)
-			h.serveRecovered(&a, q.WithContext(ctx))
-			_ = out.add(func(b *bytes.Buffer) error { return a.encode(b, number) })
-		})
 	}
+}
+
+// drain waits until the streams end and no request is in progress; it then has all the room. It returns false
+// if ctx ends before.
+func (h *Handler) drain(ctx context.Context, room chan<- struct{}) bool {
+	select {
+	case <-h.stopping:
+	case <-ctx.Done():
+		return false
+	}
+	for range cap(room) {
+		select {
+		case room <- struct{}{}:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
 }
 
 // serveRecovered limits a panic to its request, as net/http does.

@@ -191,8 +191,11 @@ func TestStreamEndsInOrder(t *testing.T) {
 	begun, finish := make(chan struct{}), make(chan struct{})
 	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
 		close(begun)
-		<-finish
-		echo(w, r)
+		select {
+		case <-finish:
+			echo(w, r)
+		case <-r.Context().Done():
+		}
 	})
 	f, _ := newForwarder(t)
 	f.SetOwner(o.Announce())
@@ -322,5 +325,45 @@ func TestOutbox(t *testing.T) {
 	proceed <- struct{}{}
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// The requests of a lost connection end, as those of a connection of their own do.
+func TestLostConnectionEndsItsRequests(t *testing.T) {
+	for _, stopped := range []bool{false, true} {
+		begun, ended := make(chan struct{}), make(chan struct{})
+		o := serveStreams(t, func(_ http.ResponseWriter, r *http.Request) {
+			close(begun)
+			<-r.Context().Done()
+			close(ended)
+		})
+		f, _ := newForwarder(t)
+		f.SetOwner(o.Announce())
+		answered := make(chan *httptest.ResponseRecorder)
+		go func() { answered <- send(f, "body") }()
+		<-begun
+		if stopped { // As an owner whose time to end in order is over.
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			if err := o.server.Shutdown(ctx); err == nil {
+				t.Error("end in order: got no error with a request in progress")
+			}
+			cancel()
+		}
+		if err := o.server.Close(); err != nil {
+			t.Error(err)
+		}
+		if w := <-answered; w.Code != http.StatusServiceUnavailable {
+			t.Errorf("stopped %v: got %d %q, want 503", stopped, w.Code, w.Body)
+		}
+		if err := wait.Until(func() error {
+			select {
+			case <-ended:
+				return nil
+			default:
+				return errors.New("it is in progress")
+			}
+		}); err != nil {
+			t.Errorf("stopped %v: request at the owner: %v", stopped, err)
+		}
 	}
 }
