@@ -8,12 +8,13 @@ package front
 
 import (
 	"bytes"
-	"errors"
 	"io"
+	"maps"
 	"net/http"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/answer"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 )
@@ -175,54 +176,15 @@ func (r replayed) Close() error { return r.rest.Close() }
 // is at least one, until one knows the key.
 func (f *Front) ask(w http.ResponseWriter, r *http.Request, body []byte, doubtful []int) {
 	for i, slot := range doubtful {
-		var a answer
+		var a answer.Writer
 		asked := r.Clone(r.Context())
 		asked.Body = io.NopCloser(bytes.NewReader(body))
 		f.Slot(slot).ServeHTTP(&a, asked)
-		if a.status != http.StatusUnauthorized || i == len(doubtful)-1 {
-			a.write(w)
+		if a.Status() != http.StatusUnauthorized || i == len(doubtful)-1 {
+			maps.Copy(w.Header(), a.Header())
+			w.WriteHeader(a.Status())
+			_, _ = w.Write(a.Body())
 			return
 		}
 	}
-}
-
-// answer keeps an answer.
-type answer struct {
-	header http.Header
-	status int
-	body   bytes.Buffer
-}
-
-// maxAnswer bounds an answer; those to calls have less than 1 KB.
-const maxAnswer = 1 << 20
-
-var errAnswer = errors.New("the answer is too large")
-
-func (a *answer) Header() http.Header {
-	if a.header == nil {
-		a.header = http.Header{}
-	}
-	return a.header
-}
-
-func (a *answer) WriteHeader(status int) {
-	if a.status == 0 && status >= http.StatusOK {
-		a.status = status
-	}
-}
-
-func (a *answer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	if a.body.Len()+len(p) > maxAnswer {
-		return 0, errAnswer
-	}
-	return a.body.Write(p)
-}
-
-func (a *answer) write(w http.ResponseWriter) {
-	for name, values := range a.header {
-		w.Header()[name] = values
-	}
-	w.WriteHeader(max(a.status, http.StatusOK))
-	_, _ = w.Write(a.body.Bytes())
 }

@@ -20,8 +20,15 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
+// testOwner is an owner whose connections are counted.
+type testOwner struct {
+	*Identity
+	server      *http.Server
+	connections atomic.Int64
+}
+
 // serveOwner starts an owner on a free port until the test ends.
-func serveOwner(t *testing.T, next http.HandlerFunc) *Identity {
+func serveOwner(t *testing.T, next http.HandlerFunc, change ...func(*http.Server)) *testOwner {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -31,10 +38,23 @@ func serveOwner(t *testing.T, next http.HandlerFunc) *Identity {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &http.Server{Handler: i.Handler(next, slog.New(slog.DiscardHandler)), TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)} //nolint:gosec // a test
-	go func() { _ = s.ServeTLS(l, "", "") }()
-	t.Cleanup(func() { _ = s.Close() })
-	return i
+	h := i.Handler(next, slog.New(slog.DiscardHandler))
+	o := &testOwner{Identity: i}
+	o.server = &http.Server{ //nolint:gosec // a test
+		Handler: h, TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
+		ConnState: func(_ net.Conn, s http.ConnState) {
+			if s == http.StateNew {
+				o.connections.Add(1)
+			}
+		},
+	}
+	o.server.RegisterOnShutdown(h.Stop)
+	for _, f := range change {
+		f(o.server)
+	}
+	go func() { _ = o.server.ServeTLS(l, "", "") }()
+	t.Cleanup(func() { _ = o.server.Close() })
+	return o
 }
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
@@ -217,7 +237,7 @@ func TestSilentOwnerLeavesRequestsToOthers(t *testing.T) {
 	shared := &Connections{}
 	var forwarders []*Forwarder
 	var servers []*httptest.Server
-	for _, i := range []*Identity{silent, silent, other} {
+	for _, i := range []*testOwner{silent, silent, other} {
 		f, s := newForwarder(t)
 		f.Connections = shared
 		f.SetOwner(i.Announce())
@@ -284,11 +304,11 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 	hang := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 	for _, c := range []struct {
 		name  string
-		owner *Identity
+		owner *testOwner
 		body  io.Reader
 		cut   bool // The answer has begun.
 	}{
-		{"connection without a TLS handshake", neverServed, http.NoBody, false},
+		{"connection without a TLS handshake", &testOwner{Identity: neverServed}, http.NoBody, false},
 		{"request without an answer", serveOwner(t, hang), strings.NewReader("body"), false},
 		{"request without a body, without an answer", serveOwner(t, hang), http.NoBody, false},
 		{"unread body", serveOwner(t, hang), &endless{}, false},

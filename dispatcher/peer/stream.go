@@ -18,6 +18,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/answer"
 )
 
 // A stream is one HTTP request to the owner that does not end. Its body is a sequence of small HTTP/1.1
@@ -32,8 +34,6 @@ const (
 	// streamedBytes bounds the body of a request in a stream, which is in memory. A larger one is a request
 	// of its own.
 	streamedBytes = 16 << 10
-	// maxStreamedAnswer bounds the body of an answer in a stream; those to calls have less than 1 KB.
-	maxStreamedAnswer = 1 << 20
 	// streamBuffer is the size of the buffers for reading a stream.
 	streamBuffer = 16 << 10
 )
@@ -88,7 +88,7 @@ func (o *outbox) run(done <-chan struct{}, write func([]byte) error) error {
 		if ended {
 			return nil
 		}
-		if spare.Reset(); spare.Cap() > maxStreamedAnswer {
+		if spare.Reset(); spare.Cap() > answer.MaxBytes {
 			spare = bytes.Buffer{}
 		}
 	}
@@ -161,7 +161,7 @@ func (s *stream) receive(transport http.RoundTripper, q *http.Request) error {
 			return errors.Join(errStreamEnded, err)
 		}
 		number, err := strconv.ParseUint(one.Header.Get(numberHeader), 10, 64)
-		if err != nil || one.ContentLength < 0 || one.ContentLength > maxStreamedAnswer {
+		if err != nil || one.ContentLength < 0 || one.ContentLength > answer.MaxBytes {
 			return errors.Join(errStreamEnded, errors.New("the stream has an answer without a number or with a wrong length"))
 		}
 		a := &streamedAnswer{status: one.StatusCode, header: one.Header, body: make([]byte, one.ContentLength)}
@@ -363,12 +363,12 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 			_ = control.SetReadDeadline(time.Now()) // It also ends the context of r, and with it of all requests.
 		}
 	}()
-	respond := func(q *http.Request, serve func(*answer, *http.Request)) {
-		var a answer
+	respond := func(q *http.Request, serve func(*answer.Writer, *http.Request)) {
+		var a answer.Writer
 		number := q.Header.Get(numberHeader)
 		delete(q.Header, numberHeader)
 		serve(&a, q.WithContext(ctx))
-		_ = out.add(func(b *bytes.Buffer) error { return a.encode(b, number) })
+		_ = out.add(func(b *bytes.Buffer) error { return encode(b, &a, number) })
 	}
 	in := bufio.NewReaderSize(r.Body, streamBuffer)
 	for {
@@ -386,7 +386,7 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 				respond(q, h.serveRecovered)
 			})
 		default: // The process ends, or too many requests are in progress.
-			respond(q, func(a *answer, q *http.Request) { Misdirected(a, q) })
+			respond(q, func(a *answer.Writer, q *http.Request) { Misdirected(a, q) })
 		}
 	}
 }
@@ -410,11 +410,12 @@ func (h *Handler) drain(ctx context.Context, room chan<- struct{}) bool {
 }
 
 // serveRecovered limits a panic to its request, as net/http does.
-func (h *Handler) serveRecovered(a *answer, q *http.Request) {
+func (h *Handler) serveRecovered(a *answer.Writer, q *http.Request) {
 	defer func() {
 		if fault := recover(); fault != nil {
 			h.log.Error("a panic ended a request of another process", "panic", fault, "stack", string(debug.Stack()))
-			*a = answer{status: http.StatusInternalServerError}
+			*a = answer.Writer{}
+			a.WriteHeader(http.StatusInternalServerError)
 		}
 	}()
 	h.serve(a, q)
@@ -439,40 +440,11 @@ func readStreamed(in *bufio.Reader) (*http.Request, error) {
 	return q, nil
 }
 
-// answer is the ResponseWriter of a request in a stream.
-type answer struct {
-	header http.Header
-	status int
-	body   bytes.Buffer
-}
-
-// Header implements http.ResponseWriter.
-func (a *answer) Header() http.Header {
-	if a.header == nil {
-		a.header = http.Header{}
-	}
-	return a.header
-}
-
-// WriteHeader implements http.ResponseWriter. Informational answers are dropped.
-func (a *answer) WriteHeader(status int) {
-	if a.status == 0 && status >= http.StatusOK {
-		a.status = status
-	}
-}
-
-// Write implements http.ResponseWriter.
-func (a *answer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	return a.body.Write(p)
-}
-
 // encode appends the answer to the request with a number.
-func (a *answer) encode(b *bytes.Buffer, number string) error {
-	a.WriteHeader(http.StatusOK)
+func encode(b *bytes.Buffer, a *answer.Writer, number string) error {
 	a.Header()[numberHeader] = []string{number}
 	return (&http.Response{
-		ProtoMajor: 1, ProtoMinor: 1, StatusCode: a.status, Header: a.header,
-		ContentLength: int64(a.body.Len()), Body: io.NopCloser(&a.body),
+		ProtoMajor: 1, ProtoMinor: 1, StatusCode: a.Status(), Header: a.Header(),
+		ContentLength: int64(len(a.Body())), Body: io.NopCloser(bytes.NewReader(a.Body())),
 	}).Write(b)
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -16,41 +15,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/answer"
 	"github.com/posthorn/posthorn/test/wait"
 )
-
-// streamOwner is an owner whose connections are counted.
-type streamOwner struct {
-	*Identity
-	server      *http.Server
-	connections atomic.Int64
-}
-
-func serveStreams(t *testing.T, next http.HandlerFunc) *streamOwner {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	i, err := NewIdentity("dispatcher-0", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	h := i.Handler(next, slog.New(slog.DiscardHandler))
-	o := &streamOwner{Identity: i}
-	o.server = &http.Server{ //nolint:gosec // a test
-		Handler: h, TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0), WriteTimeout: 100 * time.Millisecond,
-		ConnState: func(_ net.Conn, s http.ConnState) {
-			if s == http.StateNew {
-				o.connections.Add(1)
-			}
-		},
-	}
-	o.server.RegisterOnShutdown(h.Stop)
-	go func() { _ = o.server.ServeTLS(l, "", "") }()
-	t.Cleanup(func() { _ = o.server.Close() })
-	return o
-}
 
 // echo answers with the body of the request.
 func echo(w http.ResponseWriter, r *http.Request) {
@@ -60,7 +27,8 @@ func echo(w http.ResponseWriter, r *http.Request) {
 
 // Requests that are sent at the same time share one connection, and each gets its own answer.
 func TestRequestsShareAStream(t *testing.T) {
-	o := serveStreams(t, echo)
+	const limit = 100 * time.Millisecond // It does not apply to a stream.
+	o := serveOwner(t, echo, func(s *http.Server) { s.WriteTimeout = limit })
 	f, _ := newForwarder(t)
 	f.SetOwner(o.Announce())
 	var group sync.WaitGroup
@@ -80,7 +48,7 @@ func TestRequestsShareAStream(t *testing.T) {
 	if got := o.connections.Load(); got != 1 {
 		t.Errorf("got %d connections, want 1", got)
 	}
-	time.Sleep(150 * time.Millisecond) // Longer than the WriteTimeout of the server.
+	time.Sleep(limit)
 	if w := send(f, "later"); w.Body.String() != "later" || o.connections.Load() != 1 {
 		t.Errorf("after the time limit for an answer: got %q and %d connections", w.Body, o.connections.Load())
 	}
@@ -99,9 +67,9 @@ func send(f *Forwarder, body string) *httptest.ResponseRecorder {
 
 // Large requests, and those without a length, are HTTP requests of their own.
 func TestLargeRequestsAreNotInTheStream(t *testing.T) {
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		n, _ := io.Copy(io.Discard, r.Body)
-		_, streamed := w.(*answer)
+		_, streamed := w.(*answer.Writer)
 		fmt.Fprint(w, n, " ", streamed)
 	})
 	f, _ := newForwarder(t)
@@ -122,7 +90,7 @@ func TestLargeRequestsAreNotInTheStream(t *testing.T) {
 // owner answers others.
 func TestSlowRequestDelaysNoOther(t *testing.T) {
 	begun := make(chan struct{})
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/slow" {
 			close(begun)
 			<-r.Context().Done()
@@ -167,7 +135,7 @@ func newManualLimit(t *testing.T) *manualLimit {
 func TestSilentStreamIsReplaced(t *testing.T) {
 	var silent atomic.Bool
 	silent.Store(true)
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		if silent.Load() {
 			<-r.Context().Done()
 		}
@@ -189,7 +157,7 @@ func TestSilentStreamIsReplaced(t *testing.T) {
 // An owner that stops answers the requests that it has read.
 func TestStreamEndsInOrder(t *testing.T) {
 	begun, finish := make(chan struct{}), make(chan struct{})
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		close(begun)
 		select {
 		case <-finish:
@@ -230,9 +198,10 @@ func TestStreamEndsInOrder(t *testing.T) {
 func TestLostConnection(t *testing.T) {
 	var lose atomic.Bool
 	lose.Store(true)
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		if lose.Load() {
 			<-r.Context().Done()
+			w.WriteHeader(http.StatusServiceUnavailable) // It can arrive before the end of the connection.
 			return
 		}
 		echo(w, r)
@@ -269,7 +238,7 @@ func TestLostConnection(t *testing.T) {
 
 // A panic ends the request that caused it, and no other one.
 func TestPanicEndsItsRequest(t *testing.T) {
-	o := serveStreams(t, func(w http.ResponseWriter, r *http.Request) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		if r.ContentLength == 0 {
 			panic("a defect")
 		}
@@ -332,9 +301,10 @@ func TestOutbox(t *testing.T) {
 func TestLostConnectionEndsItsRequests(t *testing.T) {
 	for _, stopped := range []bool{false, true} {
 		begun, ended := make(chan struct{}), make(chan struct{})
-		o := serveStreams(t, func(_ http.ResponseWriter, r *http.Request) {
+		o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 			close(begun)
 			<-r.Context().Done()
+			w.WriteHeader(http.StatusServiceUnavailable)
 			close(ended)
 		})
 		f, _ := newForwarder(t)
