@@ -137,7 +137,8 @@ type host struct {
 	stopping            atomic.Bool
 	start               startGate
 	running             sync.WaitGroup
-	// shared and uploads bound what all slots use together.
+	// memory is the plan of the process; shared and uploads bound what all slots use together.
+	memory  memoryPlan
 	shared  *pebblestore.Shared
 	uploads *rate.Limiter
 	quiet   quietness
@@ -150,22 +151,18 @@ func newHost(o Options, s Slots) *host {
 		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
 		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
 	}
-	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
-	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, plan.cache)), slots.NewUploadLimiter()
+	h.memory = planMemory(cmp.Or(o.Memory, DefaultMemory))
+	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.cache)), slots.NewUploadLimiter()
+	returnMemory := func(bool) {}
+	if o.Memory != 0 {
+		h.memory.bound()
+		returnMemory = onQuiet()
+	}
 	h.quiet.report = func(quiet bool) {
 		if quiet {
 			h.shared.Release()
 		}
-	}
-	if o.Memory != 0 {
-		plan.bound()
-		returnMemory := onQuiet()
-		h.quiet.report = func(quiet bool) {
-			if quiet {
-				h.shared.Release()
-			}
-			returnMemory(quiet)
-		}
+		returnMemory(quiet)
 	}
 	connecting := connecting
 	h.fault.Store(&connecting)
@@ -664,7 +661,7 @@ func newHosted(h *host, slot int) *hosted {
 	o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
 	o.Queue.Shared = h.shared
 	// Copies have the same write buffers as stores.
-	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, planMemory(cmp.Or(o.Memory, DefaultMemory)).share(s.share()).memTable)
+	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, h.memory.share(s.share()).memTable)
 	s.o = o
 	return s
 }

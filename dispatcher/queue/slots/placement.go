@@ -384,12 +384,15 @@ func (p *placement) follow() {
 			}
 		}
 	}
-	// mayTake reports whether a member can take one more slot when an owner is lost, and two members then
-	// differ by at most one.
-	mayTake := func(owner, name string) bool {
+	// room is 1 if a member can take one more slot when an owner is lost, so that two members then differ by at
+	// most one, and 0 otherwise.
+	room := func(owner, name string) int {
 		n := others(owner)
 		takes := p.owned[name] + common[[2]string{owner, name}]
-		return takes < len(p.slots)/n || takes == len(p.slots)/n && above[owner] < len(p.slots)%n
+		if takes < len(p.slots)/n || takes == len(p.slots)/n && above[owner] < len(p.slots)%n {
+			return 1
+		}
+		return 0
 	}
 	wanted := make([][]string, len(p.slots))
 	want := func(i int, name string) {
@@ -410,7 +413,7 @@ func (p *placement) follow() {
 			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
 		})
 		for _, f := range kept {
-			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && mayTake(s.Owner, f.Name) {
+			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && room(s.Owner, f.Name) > 0 {
 				want(i, f.Name)
 			}
 		}
@@ -427,7 +430,7 @@ func (p *placement) follow() {
 					continue
 				}
 				if best == "" || cmp.Or(
-					compareBool(mayTake(s.Owner, name), mayTake(s.Owner, best)),
+					cmp.Compare(room(s.Owner, best), room(s.Owner, name)),
 					cmp.Compare(follows[name], follows[best]),
 					cmp.Compare(p.owned[name], p.owned[best]),
 				) < 0 {
@@ -444,17 +447,6 @@ func (p *placement) follow() {
 		}
 		p.stopFollowing(i, wanted[i])
 	}
-}
-
-// compareBool orders true before false.
-func compareBool(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case a:
-		return -1
-	}
-	return 1
 }
 
 // stopFollowing removes the copies that are not wanted, as soon as those that are wanted are ready.
