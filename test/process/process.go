@@ -80,11 +80,18 @@ func run(cmd *exec.Cmd) (string, error) {
 	return string(out), nil
 }
 
-// FreeAddr returns an unused address of the loopback interface. Its port is outside of the
-// kernel's range for automatic ports, so it remains free until it is used.
+// given are the ports that FreeAddr has returned.
+var given sync.Map
+
+// FreeAddr returns an unused address of the loopback interface, another one in each call. Its port is outside of
+// the kernel's range for automatic ports, so it remains free until it is used.
 func FreeAddr() string {
 	for {
-		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", 10000+rand.IntN(20000)))
+		port := 10000 + rand.IntN(20000)
+		if _, before := given.LoadOrStore(port, true); before {
+			continue
+		}
+		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 		if errors.Is(err, syscall.EADDRINUSE) {
 			continue
 		}
