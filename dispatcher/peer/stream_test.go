@@ -312,7 +312,7 @@ func TestLostConnectionEndsItsRequests(t *testing.T) {
 		answered := make(chan *httptest.ResponseRecorder)
 		go func() { answered <- send(f, "body") }()
 		<-begun
-		if stopped { // As an owner whose time to end in order is over.
+		if stopped { // As an owner that exceeds the time to end in order.
 			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 			if err := o.server.Shutdown(ctx); err == nil {
 				t.Error("end in order: got no error with a request in progress")
