@@ -1,7 +1,11 @@
 package controllers
 
 import (
+	"cmp"
 	"context"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -12,39 +16,81 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
-// discardAnnouncer announces the discards ahead by one Event each; package health announces them in the
+// fewDiscards is the largest number of new discards of a namespace with an Event each. More of them have one
+// Event together, so that the deletion of a Source with many destinations does not write one for each.
+const fewDiscards = 3
+
+// discardAnnouncer announces the discards ahead by Events; package health announces them in the
 // condition Ready. Only one goroutine may use it.
 type discardAnnouncer struct {
 	reader client.Reader
 	events events.EventRecorder
-	// announced are the discards that the pods report and that have an Event.
+	// announced are the discards that the pods report and that an Event announces.
 	announced map[discardKey]bool
 }
 
 type discardKey struct{ namespace, source, destination string }
 
-// announce sends an Event for each new discard of the pods' reports. The object of the Event is the
+func (k discardKey) compare(other discardKey) int {
+	return cmp.Or(strings.Compare(k.namespace, other.namespace), strings.Compare(k.source, other.source), strings.Compare(k.destination, other.destination))
+}
+
+// announce sends Events for the new discards of the pods' reports. The object of the Event is the
 // Source or the destination whose ledger will count the messages, or the namespace if neither exists.
 func (a *discardAnnouncer) announce(ctx context.Context, pods []health.Pod) {
 	ahead := discardsAhead(pods)
-	for key := range a.announced {
-		if _, still := ahead[key]; !still {
-			delete(a.announced, key)
+	maps.DeleteFunc(a.announced, func(key discardKey, _ bool) bool {
+		_, still := ahead[key]
+		return !still
+	})
+	added := map[string][]discardKey{} // by namespace
+	for _, key := range slices.SortedFunc(maps.Keys(ahead), discardKey.compare) {
+		if !a.announced[key] {
+			a.announced[key] = true
+			added[key.namespace] = append(added[key.namespace], key)
 		}
 	}
-	for key, d := range ahead {
-		if a.announced[key] {
+	for _, namespace := range slices.Sorted(maps.Keys(added)) {
+		keys := added[namespace]
+		if len(keys) > fewDiscards {
+			a.announceTogether(ctx, keys, ahead)
 			continue
 		}
-		a.announced[key] = true
-		a.events.Eventf(a.object(ctx, key), nil, corev1.EventTypeWarning, v1alpha1.ReasonDiscardAhead, "Discard",
-			"%s of Source %q for WebhookDestination %q will be discarded at %s, because one of them, their connection or an endpoint was deleted; create it again to keep them",
-			plural.Count(d.Messages, "pending message"), key.source, key.destination, d.At.UTC().Format(time.RFC3339))
+		for _, key := range keys {
+			d := ahead[key]
+			a.event(a.object(ctx, key), "%s of Source %q for WebhookDestination %q will be discarded at %s, because one of them, their connection or an endpoint was deleted; create it again to keep them",
+				plural.Count(d.Messages, "pending message"), key.source, key.destination, d.At.UTC().Format(time.RFC3339))
+		}
 	}
+}
+
+// announceTogether sends one Event for discards of a namespace. Its object is that of the first discard with an
+// object that exists.
+func (a *discardAnnouncer) announceTogether(ctx context.Context, keys []discardKey, ahead map[discardKey]adminapi.Discard) {
+	var sum adminapi.Discard
+	for _, key := range keys {
+		sum.Messages += ahead[key].Messages
+		sum.At = observed.Earlier(sum.At, ahead[key].At)
+	}
+	var object client.Object
+	for _, key := range keys {
+		object = a.object(ctx, key)
+		if _, isNamespace := object.(*corev1.Namespace); !isNamespace {
+			break
+		}
+	}
+	// An Event has at most 1,024 bytes.
+	a.event(object, "%s will be discarded, the first at %s: those of Source %q for WebhookDestination %q and of %s, because one of each pair, their connection or an endpoint was deleted; create it again to keep them; the condition Ready of the objects that exist has each time",
+		plural.Count(sum.Messages, "pending message"), sum.At.UTC().Format(time.RFC3339), keys[0].source, keys[0].destination, plural.Count(len(keys)-1, "other pair"))
+}
+
+func (a *discardAnnouncer) event(object client.Object, note string, args ...any) {
+	a.events.Eventf(object, nil, corev1.EventTypeWarning, v1alpha1.ReasonDiscardAhead, "Discard", note, args...)
 }
 
 // discardsAhead sums the discards with messages over the pods that are present, each with its earliest

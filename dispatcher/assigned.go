@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
 
@@ -85,6 +86,14 @@ func (s *hosted) listedKeys() func(key string) bool {
 		return nil
 	}
 	return s.host.namespaces.index.Knows
+}
+
+// decoder returns the decoder that the slots of a process share; nil in a process with one slot.
+func (s *hosted) decoder() *liveconfig.Decoder {
+	if s == nil {
+		return nil
+	}
+	return &s.host.namespaces.decoder
 }
 
 // misplaced returns the namespaces with messages in the store of this slot that the directory assigns to

@@ -147,13 +147,22 @@ const (
 	oldDeletions = "deletions"
 )
 
-// BackupStopped writes an archive of the data directory of a stopped dispatcher.
-func BackupStopped(ctx context.Context, dataDir, version string, w io.Writer) error {
+// CheckUpgraded returns an error if a data directory has files of release 0.2.0 outside of the store and of
+// the folder of members.
+func CheckUpgraded(dataDir string) error {
 	for _, folder := range []string{oldAudiences, oldDeletions} {
 		path := filepath.Join(dataDir, folder)
 		if _, err := os.Stat(path); err == nil {
-			return fmt.Errorf("%s has files of an older release, which this backup would lack; start this release once, then try again", path)
+			return fmt.Errorf("%s has files of an older release, which would be missing; start this release once with this data directory and without --log, then try again", path)
 		}
+	}
+	return nil
+}
+
+// BackupStopped writes an archive of the data directory of a stopped dispatcher.
+func BackupStopped(ctx context.Context, dataDir, version string, w io.Writer) error {
+	if err := CheckUpgraded(dataDir); err != nil {
+		return err
 	}
 	store, err := openClosed(dataDir)
 	if err != nil {

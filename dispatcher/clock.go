@@ -26,13 +26,19 @@ func newClockCheck(wall func() time.Time, members *slots.Members) *clockCheck {
 
 // isRight reports whether this process may take slots.
 func (c *clockCheck) isRight() bool {
-	return c == nil || slots.Member{ClockSkew: c.Skew()}.HasRightClock(c.members.List())
+	return c == nil || slots.Member{ClockSkew: c.Skew(), Clock: c.Now()}.HasRightClock(c.members.List())
+}
+
+// isTrusted reports whether the clock agrees with those of the servers or of the other processes. Otherwise no
+// retry window and no retention ends.
+func (c *clockCheck) isTrusted() bool {
+	return c == nil || c.Skew().Abs() <= slots.MaxClockSkew || c.isRight()
 }
 
 // mustHandOver reports whether the clock is wrong, and another process is ready to take a slot: this one sends
 // no more, so that no time of its clock is stored.
 func (c *clockCheck) mustHandOver(slot int) bool {
-	return c != nil && c.Skew().Abs() > slots.MaxClockSkew && !c.isRight() && c.members.HasSuccessor(slot)
+	return !c.isTrusted() && c.members.HasSuccessor(slot)
 }
 
 // problem describes a wrong clock with its fix; empty for none.
@@ -52,7 +58,7 @@ func (c *clockCheck) problem() string {
 	if c.isRight() {
 		return "the clocks of all processes are " + difference + ": correct the clocks of the servers by NTP"
 	}
-	return "the clock of this process is " + difference + ", so it takes no slot, and hands over its slots to processes with a right clock: correct the clock of this machine by NTP, or those of the servers"
+	return "the clock of this process is " + difference + ", so it takes no slot, hands over its slots to processes with a right clock, and ends no retry window or retention: correct the clock of this machine by NTP, or those of the servers"
 }
 
 // log logs a change of the problem. It is called by one goroutine.
@@ -76,5 +82,7 @@ func (c *clockCheck) metric() prometheus.Collector {
 	}, func() float64 { return c.Skew().Seconds() })
 }
 
-// milliseconds is the ClockSkew of a heartbeat.
-func (c *clockCheck) milliseconds() int64 { return c.Skew().Milliseconds() }
+// milliseconds are the ClockSkew and the Clock of a heartbeat.
+func (c *clockCheck) milliseconds() (skew, clock int64) {
+	return c.Skew().Milliseconds(), c.Now().UnixMilli()
+}

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 )
 
@@ -40,11 +39,9 @@ func newConfigVersions() configVersions {
 	return configVersions{numbers: map[string]int64{}, deleted: map[string]int64{}, lacking: map[string]lackingConfig{}}
 }
 
-// set takes a valid config. A config with a lower number than before does not take effect.
-func (v *configVersions) set(namespace string, stored liveconfig.Stored) {
-	if head, err := liveconfig.DecodeHead(stored.Head); err == nil {
-		v.numbers[namespace] = max(v.numbers[namespace], head.Number)
-	}
+// set takes the number of a valid config. A config with a lower number than before does not take effect.
+func (v *configVersions) set(namespace string, number int64) {
+	v.numbers[namespace] = max(v.numbers[namespace], number)
 }
 
 func (v *configVersions) remove(namespace string) {

@@ -9,15 +9,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
 func TestConfigVersions(t *testing.T) {
-	config := func(namespace string, number int64) liveconfig.Stored {
-		return numbered(t, number, liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace})
-	}
 	start := time.Now()
 	problem := func(name string, v *configVersions, seconds int, announced map[string]int64, want bool) {
 		t.Helper()
@@ -28,24 +24,24 @@ func TestConfigVersions(t *testing.T) {
 		}
 	}
 	v := newConfigVersions()
-	v.set("a", config("a", 5))
+	v.set("a", 5)
 	problem("the same number", &v, 0, map[string]int64{"a": 5}, false)
 	problem("a higher number", &v, 1, map[string]int64{"a": 6}, false)
 	problem("for less than the delay", &v, 30, map[string]int64{"a": 7}, false)
 	problem("for the delay", &v, 31, map[string]int64{"a": 7}, true)
-	v.set("a", config("a", 6))
+	v.set("a", 6)
 	problem("each change within the delay", &v, 32, map[string]int64{"a": 8}, false)
 	problem("and for the delay", &v, 62, map[string]int64{"a": 8}, true)
 	problem("a config that no process has any more", &v, 63, nil, false)
 	problem("an unknown namespace", &v, 64, map[string]int64{"b": 1}, false)
 	problem("an unknown namespace for the delay", &v, 94, map[string]int64{"b": 1}, true)
-	v.set("b", config("b", 1))
+	v.set("b", 1)
 	v.remove("b")
 	problem("a config that was deleted here", &v, 200, map[string]int64{"b": 1}, false)
 	problem("it is still deleted", &v, 300, map[string]int64{"b": 1}, false)
-	v.set("a", config("a", 2))
+	v.set("a", 2)
 	for n := range announcedConfigs {
-		v.set(fmt.Sprint("n", n), config(fmt.Sprint("n", n), int64(n)+1))
+		v.set(fmt.Sprint("n", n), int64(n)+1)
 	}
 	var want []slots.ConfigNumber
 	for n := announcedConfigs; n > 1; n-- {

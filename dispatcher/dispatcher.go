@@ -253,7 +253,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.warnOfOpenAccess()
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
-		Changes: d.changes, Listed: o.hosted.listedKeys(),
+		Changes: d.changes, Listed: o.hosted.listedKeys(), Decoder: o.hosted.decoder(),
 		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
 	})
 	if err := d.gate.RecoverCounters(d.store); err != nil {
@@ -265,7 +265,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
-		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(),
+		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(), MayExpire: o.term.mayExpire(),
 		Changes: d.changes,
 	})
 	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {

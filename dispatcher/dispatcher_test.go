@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -605,5 +606,47 @@ func TestCountersSurviveARestart(t *testing.T) {
 			t.Errorf("run %d: got %+v, want %d accepted, rejected and duplicate calls", run, before, n)
 		}
 		stop()
+	}
+}
+
+// After a restart, the attempts have the last failed one with the receiver's answer; the report, the metrics and
+// the log do not have the answer.
+func TestAnswerSurvivesARestart(t *testing.T) {
+	const answer = "the customer is unknown here"
+	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, answer, http.StatusForbidden) }))
+	t.Cleanup(receiver.Close)
+	var log bytes.Buffer
+	dir, config := t.TempDir(), encoded(t, testConfig(receiver.URL))
+	run := func() (*Dispatcher, func()) {
+		d, stop := started(t, dir, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+		d.Set("shop", config)
+		d.Synced()
+		return d, stop
+	}
+	d, stop := run()
+	if status, body := send(t, d, "m1"); status != http.StatusOK {
+		t.Fatalf("call: got %d %s, want 200", status, body)
+	}
+	eventually(t, "the dead letter", func() bool { return destinationReport(d).DeadLettersStored == 1 })
+	stop()
+	d, stop = run()
+	read := func(path string) string {
+		text, err := io.ReadAll(get(t, "http://"+d.AdminAddr().String()+path).Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	var attempt adminapi.Attempt
+	if text := read("/attempts?destination=shop/crm"); json.Unmarshal([]byte(text), &attempt) != nil || attempt.MessageID != "m1" || attempt.StatusCode != http.StatusForbidden || attempt.Response != answer+"\n" {
+		t.Errorf("attempts: got %s, want that of m1 with the answer", text)
+	}
+	texts := map[string]string{"report": read("/report"), "metrics": read("/metrics")}
+	stop()
+	texts["log"] = log.String()
+	for name, text := range texts {
+		if text == "" || strings.Contains(text, answer) {
+			t.Errorf("%s: got %q, want a text without the receiver's answer", name, text)
+		}
 	}
 }

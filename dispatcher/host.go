@@ -335,6 +335,10 @@ func (h *host) canServe() error {
 	if h.stopping.Load() {
 		return errors.New("stopping")
 	}
+	// First: a process of another installation can have the same name, too.
+	if fault := h.fault.Load(); fault != nil {
+		return errors.New(*fault)
+	}
 	if h.isRecent(&h.namesakeAt) {
 		return errors.New(h.namesake())
 	}
@@ -447,9 +451,10 @@ func (h *host) compareConfigs() {
 	}
 }
 
-// beat sends a heartbeat, unless the process with the name of this one sends them.
+// beat sends a heartbeat, unless the process with the name of this one sends them. Before the directory was
+// opened, the log may be that of another installation, whose processes must not count this one.
 func (h *host) beat() {
-	if h.isRecent(&h.namesakeAt) {
+	if h.fault.Load() != nil || h.isRecent(&h.namesakeAt) {
 		return
 	}
 	own := h.heartbeat()
@@ -470,7 +475,7 @@ func (h *host) park() {
 
 // namesake is why a process with the name of another one is not ready.
 func (h *host) namesake() string {
-	return fmt.Sprintf("another process of this log has the name %s, and started before this one, which takes no slots: set --pod-name to another name in one of them", h.name)
+	return fmt.Sprintf("another process that uses this log has the name %s, and started before this one, which takes no slots: if both belong to one installation, set another --pod-name in one of them; if they belong to two, set another --log-name (log.jetStream.name in the chart) in one of them", h.name)
 }
 
 // hear takes a heartbeat from the bus.
@@ -510,9 +515,10 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 // heartbeat describes this process. Without usable live configs it would accept no calls of its slots, so
 // it takes none.
 func (h *host) heartbeat() slots.Heartbeat {
+	skew, clock := h.o.clock.milliseconds()
 	own := slots.Heartbeat{
 		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
-		Starting: !h.start.open.Load(), ClockSkew: h.o.clock.milliseconds(), Formats: slots.ReadableFormats(), Owned: h.owned(),
+		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Formats: slots.ReadableFormats(), Owned: h.owned(),
 		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {
@@ -644,10 +650,10 @@ type hosted struct {
 	compared atomic.Pointer[compared]
 
 	mu sync.Mutex
-	// end ends the following of the slot; nil while the process does not follow it. ended is closed
-	// after that.
-	end   context.CancelFunc
-	ended chan struct{}
+	// end ends the following of the slot; nil while the process does not follow it. removing is true from its
+	// call by remove until the copy is removed.
+	end      context.CancelFunc
+	removing bool
 }
 
 func newHosted(h *host, slot int) *hosted {
@@ -727,13 +733,22 @@ func (s *hosted) start(ctx context.Context) {
 		return
 	}
 	following, end := context.WithCancel(ctx)
-	s.end, s.ended = end, make(chan struct{})
-	s.host.running.Add(1)
-	go func() {
-		defer s.host.running.Done()
-		defer close(s.ended)
+	s.end = end
+	s.host.running.Go(func() {
 		s.follow(following)
-	}()
+		s.mu.Lock()
+		removing := s.removing
+		s.mu.Unlock()
+		if !removing {
+			return
+		}
+		if err := os.RemoveAll(s.o.DataDir); err != nil {
+			s.log.Warn("removing the copy of a slot failed", "error", err)
+		}
+		s.mu.Lock()
+		s.end, s.removing = nil, false
+		s.mu.Unlock()
+	})
 }
 
 // stop ends the following and the ownership of the slot, without waiting.
@@ -745,23 +760,17 @@ func (s *hosted) stop() {
 	}
 }
 
-// remove ends the following of the slot, and removes the copy.
+// remove ends the following of the slot, and removes the copy. It does not wait for them: the heartbeats of the
+// process would wait, too, and the others would take it for lost.
 func (s *hosted) remove() {
 	s.mu.Lock()
-	end, ended := s.end, s.ended
-	s.mu.Unlock()
-	if end == nil || s.term.Load() != nil {
+	defer s.mu.Unlock()
+	if s.end == nil || s.removing || s.term.Load() != nil {
 		return
 	}
 	s.log.Info("another process keeps the copy of this slot; removing this one")
-	end()
-	<-ended
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.end = nil
-	if err := os.RemoveAll(s.o.DataDir); err != nil {
-		s.log.Warn("removing the copy of a slot failed", "error", err)
-	}
+	s.removing = true
+	s.end()
 }
 
 // handOver ends the ownership of the slot in order.

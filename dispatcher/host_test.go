@@ -12,6 +12,8 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -80,6 +82,8 @@ type installation struct {
 	held map[string]map[int]chan struct{}
 	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
 	ahead map[string]*atomic.Int64
+	// refusal is the error of OpenDirectory for processes that start later; nil for none.
+	refusal error
 	// configDelay is Slots.ConfigDelay.
 	configDelay time.Duration
 
@@ -185,6 +189,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	o.Listeners = l
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
+	refusal := in.refusal
 	go func() {
 		ended <- RunSlots(ctx, o, Slots{
 			Number: in.number, Standbys: 1, Bus: &in.bus, ConfigDelay: in.configDelay,
@@ -198,7 +203,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 				}
 				return in.remotes[slot], nil
 			},
-			OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
+			OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, refusal },
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range in.configs {
 					to.Set(namespace, stored)
@@ -238,6 +243,17 @@ func slotsOf(t *testing.T, l *Listeners) (owned, followed int) {
 		}
 	}
 	return owned, followed
+}
+
+// slotOf returns the slot of a namespace, as a process knows it.
+func slotOf(t *testing.T, l *Listeners, namespace string) *adminapi.NamespaceSlot {
+	t.Helper()
+	client := adminapi.Client{URL: "http://" + l.AdminAddr().String()}
+	s, err := client.SlotOf(t.Context(), namespace)
+	if err != nil {
+		t.Fatalf("slot of namespace %s: %v", namespace, err)
+	}
+	return s
 }
 
 // waitSlots waits until a process owns a number of slots.
@@ -343,6 +359,19 @@ func TestSeveralSlots(t *testing.T) {
 		if n := strings.Count(text, "# TYPE posthorn_storage_free_bytes "); n != 1 {
 			t.Errorf("the metrics have the family posthorn_storage_free_bytes %d times, want once", n)
 		}
+	}
+	for _, namespace := range namespaces {
+		a, b := slotOf(t, first, namespace), slotOf(t, second, namespace)
+		owner, other := "first (", b
+		if b != nil && b.Owned {
+			owner, other = "second (", a
+		}
+		if a == nil || b == nil || a.Slot != b.Slot || a.Owned == b.Owned || !strings.HasPrefix(other.Owner, owner) {
+			t.Errorf("slot of namespace %s: got %+v and %+v, want the same slot with one owner, which the other process names", namespace, a, b)
+		}
+	}
+	if none := slotOf(t, first, "unknown"); none != nil {
+		t.Errorf("slot of an unknown namespace: got %+v, want none", none)
 	}
 	if _, text := fetchText(t, "http://"+second.AdminAddr().String()+"/metrics"); strings.Count(text, "\nposthorn_log_owner{") != 4 {
 		t.Errorf("the metrics lack the owner of a slot:\n%s", text)
@@ -549,7 +578,7 @@ func wantTwin(t *testing.T, l *Listeners, first bool) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz")
-		if (status == http.StatusOK) != first || !first && !strings.Contains(text, "another process of this log has the name twin") {
+		if (status == http.StatusOK) != first || !first && !strings.Contains(text, "another process that uses this log has the name twin") {
 			return fmt.Errorf("readyz: status %d: %s", status, text)
 		}
 		return nil
@@ -584,6 +613,73 @@ func TestNamesOfProcesses(t *testing.T) {
 	waitSlots(t, second, 1)
 	waitSlots(t, third, 2)
 	in.call(t, second, "a", "last", false)
+}
+
+// A process whose log belongs to another installation names the reason, also if a process of the other one has
+// its name. It forwards no calls, and the other installation does not count it as a process.
+func TestProcessOfAnotherInstallation(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	first, _ := in.start(t, "twin")
+	waitSlots(t, first, 2)
+	waitReady(t, first)
+	in.call(t, first, "a", "before", false)
+	in.refusal = errors.New("the log belongs to another installation")
+	var mu sync.Mutex
+	heard, senders := 0, map[string]bool{}
+	unsubscribe, _ := in.bus.Subscribe(func(text []byte) {
+		var h slots.Heartbeat
+		_ = json.Unmarshal(text, &h)
+		mu.Lock()
+		defer mu.Unlock()
+		heard++
+		senders[string(h.Announcement)] = true
+	})
+	defer unsubscribe()
+	for _, name := range []string{"twin", "other"} {
+		l, stop := in.start(t, name)
+		mu.Lock()
+		before := heard
+		mu.Unlock()
+		if err := wait.Until(func() error {
+			mu.Lock()
+			defer mu.Unlock()
+			if n := heard - before; n < 6 { // Slots are taken at the age of 2 s.
+				return fmt.Errorf("%d heartbeats", n)
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if got := readiness(t, l); !strings.Contains(got, in.refusal.Error()) {
+			t.Errorf("readyz of %s: got %q, want %q", name, got, in.refusal)
+		}
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"event":"e","userId":"u"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.SetBasicAuth("key-a", "")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = resp.Body.Close()
+		if resp.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("a call to %s: got status %d, want 503", name, resp.StatusCode)
+		}
+		if owned, followed := slotsOf(t, l); owned+followed != 0 {
+			t.Errorf("%s: got %d slots owned and %d followed, want none", name, owned, followed)
+		}
+		stop()
+	}
+	mu.Lock()
+	if len(senders) != 1 {
+		t.Errorf("heartbeats: got those of %d processes, want those of the first one alone", len(senders))
+	}
+	mu.Unlock()
+	if reason := readiness(t, first); reason != "" {
+		t.Errorf("the first process: got %q, want a ready one", reason)
+	}
+	in.waitDelivered(t, 1)
 }
 
 // Of two processes with one name that start together, one is ready.
@@ -834,6 +930,49 @@ func (in *installation) startHeld(t *testing.T) (second *Listeners) {
 		t.Errorf("readiness without two copies: got %q, want that it restores copies", reason)
 	}
 	return second
+}
+
+// A copy that another process keeps is removed with its files, and is restored after the end of that process.
+func TestRemovedCopies(t *testing.T) {
+	in := newInstallation(t, 4, "a")
+	folders := map[*Listeners]string{}
+	start := func(name string) (l *Listeners, stop func()) {
+		var dir string
+		l, stop = in.start(t, name, func(o *Options) { dir = filepath.Join(o.DataDir, slotsFolder) })
+		folders[l] = dir
+		return l, stop
+	}
+	want := func(processes ...*Listeners) {
+		t.Helper()
+		if err := wait.Until(func() error {
+			copies := 0
+			for _, l := range processes {
+				owned, followed := slotsOf(t, l)
+				stored, err := os.ReadDir(folders[l])
+				if err != nil {
+					return err
+				}
+				if len(stored) != owned+followed || owned > 2 {
+					return fmt.Errorf("a process owns %d slots, follows %d, and has the files of %d", owned, followed, len(stored))
+				}
+				copies += followed
+			}
+			if copies != in.number {
+				return fmt.Errorf("%d copies", copies)
+			}
+			return nil
+		}); err != nil {
+			t.Fatalf("%d processes with %d slots, want a copy of each: %v", len(processes), in.number, err)
+		}
+	}
+	first, _ := start("first")
+	second, _ := start("second")
+	want(first, second)
+	third, stop := start("third")
+	waitSlots(t, third, 1)
+	want(first, second, third)
+	stop()
+	want(first, second)
 }
 
 // A process that starts beside a ready one is ready when it has the slots and copies that it should have: a

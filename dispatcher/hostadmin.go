@@ -44,6 +44,9 @@ func (h *host) admin() http.Handler {
 		}
 		writeJSON(w, http.StatusOK, states)
 	})
+	guarded.HandleFunc("GET /namespaces/{namespace}/slot", func(w http.ResponseWriter, r *http.Request) {
+		writeJSON(w, http.StatusOK, h.slotOf(r.PathValue("namespace")))
+	})
 	guarded.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "this process has several slots; send the request to /slots/N/ for a slot of GET /slots", http.StatusNotFound)
 	})
@@ -66,6 +69,21 @@ func (h *host) admin() http.Handler {
 		http.StripPrefix("/slots/"+number, handler).ServeHTTP(w, r)
 	})
 	return root
+}
+
+// slotOf returns the slot of a namespace; nil if it has none.
+func (h *host) slotOf(namespace string) *adminapi.NamespaceSlot {
+	slot, ok := h.namespaces.SlotOf(namespace)
+	if !ok {
+		return nil
+	}
+	at := &adminapi.NamespaceSlot{Slot: slot}
+	if s := h.slotNamed(strconv.Itoa(slot)); s != nil {
+		if at.Owned = s.term.Load() != nil; !at.Owned {
+			at.Owner = s.forwarder.Owner()
+		}
+	}
+	return at
 }
 
 // refuseSlot answers a request for a slot that this process does not own.

@@ -17,8 +17,9 @@ import (
 // namespaces has the live configs of a process with several slots. Each Dispatcher gets those of its
 // slot, by a goroutine of its own: one that waits for its disk delays no other.
 type namespaces struct {
-	log   *slog.Logger
-	index front.Index
+	log     *slog.Logger
+	index   front.Index
+	decoder liveconfig.Decoder
 
 	// directory is nil before it was read. synced is true when the configs of all namespaces are stored,
 	// except for the failed ones. Both are read for each call.
@@ -51,13 +52,16 @@ var _ liveconfig.Sink = (*namespaces)(nil)
 
 // Set implements liveconfig.Sink.
 func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
-	// The Dispatcher of the slot reports an invalid config.
-	err := n.index.Set(namespace, stored)
+	// The Dispatcher of the slot reports an invalid config, and the previous one remains in effect.
+	live, err := n.decoder.Decode(namespace, stored)
+	if err == nil {
+		n.index.Set(namespace, live)
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.setInvalid(namespace, err != nil && !stored.Incomplete())
 	if err == nil {
-		n.versions.set(namespace, stored)
+		n.versions.set(namespace, live.Head.Number)
 	}
 	n.noteChange(namespace)
 	n.stored[namespace] = stored
@@ -67,6 +71,7 @@ func (n *namespaces) Set(namespace string, stored liveconfig.Stored) {
 // Delete implements liveconfig.Sink.
 func (n *namespaces) Delete(namespace string) {
 	n.index.Delete(namespace)
+	n.decoder.Forget(namespace)
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.noteChange(namespace)

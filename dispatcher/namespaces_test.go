@@ -79,6 +79,8 @@ func TestConfigsOfASlot(t *testing.T) {
 func TestUsableNamespaces(t *testing.T) {
 	n := newNamespaces(slog.New(slog.DiscardHandler))
 	invalid := liveconfig.Stored{Config: []byte("not a config")}
+	other := testConfig("https://hooks.example")
+	other.Namespace = "other"
 	for _, step := range []struct {
 		name string
 		do   func()
@@ -86,7 +88,7 @@ func TestUsableNamespaces(t *testing.T) {
 	}{
 		{"without configs", func() {}, true},
 		{"with an invalid config", func() { n.Set("shop", invalid) }, false},
-		{"with a config of another namespace", func() { n.Set("other", encoded(t, testConfig("https://hooks.example"))) }, true},
+		{"with a config of another namespace", func() { n.Set("other", encoded(t, other)) }, true},
 		{"after its deletion", func() { n.Delete("other") }, false},
 		{"with a valid config", func() { n.Set("shop", encoded(t, testConfig("https://hooks.example"))) }, true},
 		{"with the previous config in effect", func() { n.Set("shop", invalid) }, true},
@@ -95,6 +97,23 @@ func TestUsableNamespaces(t *testing.T) {
 		if step.do(); n.isUsable() != step.want {
 			t.Errorf("usable %s: got %v, want %v", step.name, !step.want, step.want)
 		}
+	}
+}
+
+// An invalid config changes nothing, because the previous one remains in effect.
+func TestInvalidConfigOfANamespace(t *testing.T) {
+	n := newNamespaces(slog.New(slog.DiscardHandler))
+	n.Set("shop", numbered(t, 7, testConfig("https://hooks.example")))
+	n.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
+	if namespace, ok := n.index.Namespace(testKey); namespace != "shop" || !ok {
+		t.Errorf("namespace of the write key: got %q and %v, want shop", namespace, ok)
+	}
+	if diff := cmp.Diff([]slots.ConfigNumber{{Namespace: "shop", Number: 7}}, n.newestConfigs()); diff != "" {
+		t.Errorf("newest configs (-want +got):\n%s", diff)
+	}
+	n.Delete("shop")
+	if namespace, ok := n.index.Namespace(testKey); ok {
+		t.Errorf("namespace of the write key after the deletion: got %q, want none", namespace)
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"log/slog"
 	"testing"
-	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -48,23 +47,60 @@ func storedAs(b testing.TB, c liveconfig.Config, number int64) liveconfig.Stored
 
 // withManyDestinations makes a dispatcher with 10,000 destinations in 50 namespaces.
 func withManyDestinations(b *testing.B) *Dispatcher {
+	b.Helper()
+	d := startMany(b, b.TempDir(), manyConfigs(b))
+	b.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+// manyConfigs returns the stored configs of the namespaces.
+func manyConfigs(b *testing.B) map[string]liveconfig.Stored {
+	b.Helper()
+	configs := map[string]liveconfig.Stored{}
+	for namespace := range manyNamespaces {
+		c := manyConfig(namespace)
+		configs[c.Namespace] = storedAs(b, c, manyConfigStart)
+	}
+	return configs
+}
+
+// startMany makes a dispatcher to which configs apply.
+func startMany(b *testing.B, dir string, configs map[string]liveconfig.Stored) *Dispatcher {
+	b.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, err := New(Options{DataDir: b.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, Logger: slog.New(slog.DiscardHandler)})
+	d, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}
-	b.Cleanup(func() { _ = d.Close() })
-	begin := time.Now()
-	for namespace := range manyNamespaces {
-		c := manyConfig(namespace)
-		d.Set(c.Namespace, storedAs(b, c, manyConfigStart))
+	for namespace, stored := range configs {
+		d.Set(namespace, stored)
 	}
 	d.Synced()
-	b.ReportMetric(time.Since(begin).Seconds(), "s/start")
 	return d
+}
+
+// BenchmarkStart measures the time until a dispatcher without and with earlier data accepts calls.
+func BenchmarkStart(b *testing.B) {
+	configs := manyConfigs(b)
+	earlier := b.TempDir()
+	if err := startMany(b, earlier, configs).Close(); err != nil {
+		b.Fatal(err)
+	}
+	for name, dir := range map[string]func() string{"first": b.TempDir, "again": func() string { return earlier }} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				d := startMany(b, dir(), configs)
+				b.StopTimer()
+				if err := d.Close(); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+		})
+	}
 }
 
 // BenchmarkEdit measures the time until the edit of one of 10,000 destinations is in effect.

@@ -58,7 +58,8 @@ func (s *single) exchange(ctx context.Context) {
 
 // beat sends a heartbeat, and hands over the slot if it must.
 func (s *single) beat() {
-	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: s.o.clock.milliseconds(), Formats: slots.ReadableFormats()}
+	skew, clock := s.o.clock.milliseconds()
+	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: skew, Clock: clock, Formats: slots.ReadableFormats()}
 	if t := s.term.Load(); t != nil {
 		if t.writer.MaySend() {
 			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}

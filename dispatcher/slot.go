@@ -579,6 +579,14 @@ func (t *term) maySend() func() bool {
 	return func() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
 }
 
+// mayExpire is the condition for the end of retry windows and retentions; nil for none.
+func (t *term) mayExpire() func() bool {
+	if t == nil {
+		return nil
+	}
+	return t.clock.isTrusted
+}
+
 // report returns the part in the log for reports; nil if the disk is the only place of the store.
 func (t *term) report() *adminapi.LogReport {
 	if t == nil {

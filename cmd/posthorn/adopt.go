@@ -24,11 +24,11 @@ import (
 func newLog() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "log",
-		Short: "Repair a replicated log",
+		Short: "Repair a replicated log, or move a store to it and back",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
 	}
-	cmd.AddCommand(newAdopt())
+	cmd.AddCommand(newAdopt(), newLogImport(), newLogExport())
 	return cmd
 }
 
@@ -141,8 +141,8 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		return fmt.Errorf("the data directory has no files of the slot: %w", err)
 	}
 	var adopted slots.Adoption
-	err := a.try(ctx, func() error {
-		remote, err := a.client.OpenAdopted(ctx, slot)
+	err := try(ctx, func() error {
+		remote, err := a.client.OpenAdopted(ctx, a.slots, slot)
 		if err != nil {
 			return err
 		}
@@ -166,12 +166,12 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 	return nil
 }
 
-// try repeats a function while the servers are not connected, or another process has the lock of the
-// files.
-func (a adopter) try(ctx context.Context, fn func() error) (err error) {
+// try repeats a function while the servers are not connected or do not answer, or another process has the lock of
+// the files.
+func try(ctx context.Context, fn func() error) (err error) {
 	for range adoptTries {
 		err = fn()
-		if !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, syscall.EAGAIN) {
+		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, syscall.EAGAIN) {
 			return err
 		}
 		select {
@@ -179,6 +179,9 @@ func (a adopter) try(ctx context.Context, fn func() error) (err error) {
 		case <-ctx.Done():
 			return ctx.Err()
 		}
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = fmt.Errorf("the servers of the log do not answer; check that most of them run, and try again: %w", err)
 	}
 	return err
 }

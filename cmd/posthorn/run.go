@@ -81,7 +81,13 @@ this machine; 'posthorn get' shows the status, too.`,
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
 			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher) error {
-				control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
+				options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys}
+				if data.isReplicated() {
+					options.Records = d.Store()
+				} else if err := standalone.ForgetRecords(d.Store()); err != nil {
+					return err
+				}
+				control := standalone.New(options)
 				status, err := newStatusPage(d.AdminAddr())
 				if err != nil {
 					return err

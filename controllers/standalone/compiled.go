@@ -60,7 +60,7 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored, Objects: len(s.objects)}
 	snapshots := s.snapshots(policy)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compilers.Compile(*snapshots[namespace])
+		config, verdicts := compilers.Compile(snapshots[namespace].Snapshot)
 		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)

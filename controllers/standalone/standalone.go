@@ -52,6 +52,8 @@ type Options struct {
 	// after a restart does not count as deleted. If it is empty, the objects are in memory
 	// only.
 	StateFile string
+	// Records keeps the states of the objects in a replicated log; nil without one.
+	Records Records
 	// SecretValues are Secrets beside those in Dir.
 	SecretValues []SecretValue
 	// Policy applies to every destination.
@@ -84,6 +86,8 @@ type Control struct {
 	// Only Run uses the following fields.
 	verdicts map[string]compile.Verdicts
 	sent     map[string]sentConfig
+	// compiled are the inputs of the namespaces' last compilations; none for a result that depends on more.
+	compiled map[string]inputs
 	// logged are the problems that the log already has.
 	logged map[string]bool
 	// hadSources is true if the objects of the last load had a Source, and before the first load.
@@ -111,7 +115,7 @@ func New(o Options) *Control {
 	c := &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
 		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}),
-		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, compiled: map[string]inputs{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
 		due: map[string]time.Time{},
 	}
 	c.store.secretValues = slices.Clone(o.SecretValues)
@@ -203,6 +207,11 @@ func (c *Control) start() (loaded []mark, err error) {
 			return nil, err
 		}
 		c.store.restoreSecretValues(time.Now())
+		if c.options.Records != nil {
+			if err := c.store.readRecords(c.options.Records); err != nil {
+				return nil, err
+			}
+		}
 		c.restoreHistories(time.Now())
 	}
 	return c.load(marks), nil
@@ -273,6 +282,7 @@ func (c *Control) load(marks []mark) []mark {
 		c.log.Warn("the manifests have no valid Source; every call is answered 401", "dir", c.options.Dir)
 	}
 	c.hadSources = sources
+	c.saveRecords() // Before the dispatcher has the UIDs.
 	c.apply()
 	if c.store.unread {
 		return nil
@@ -280,33 +290,40 @@ func (c *Control) load(marks []mark) []mark {
 	return marks
 }
 
-// apply compiles the objects, passes changed configs to the sink, and saves the state.
+// apply compiles the namespaces whose objects have changed, passes changed configs to the sink, and saves the
+// state.
 func (c *Control) apply() {
 	c.mu.Lock()
 	snapshots := c.store.snapshots(c.options.Policy)
 	c.mu.Unlock()
 	for namespace := range c.sent {
 		if snapshots[namespace] == nil {
-			snapshots[namespace] = &compile.Snapshot{Namespace: namespace}
+			snapshots[namespace] = &snapshot{Snapshot: compile.Snapshot{Namespace: namespace}}
 		}
 	}
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		snapshot := *snapshots[namespace]
-		config, verdicts := compilers.Compile(snapshot)
+		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
+		if last, ok := c.compiled[namespace]; ok && exists && last.equal(snapshot.inputs) {
+			c.compiled[namespace] = snapshot.inputs // Its manifests are those of the objects in the store.
+			continue                                // followReport sends a changed head.
+		}
+		delete(c.compiled, namespace)
+		config, verdicts := compilers.Compile(snapshot.Snapshot)
 		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue
 		}
-		if encoded.Chunks != nil {
-			c.send(namespace, sentConfig{encoded, compilers.Existing(snapshot.Objects), sent.history})
-		}
+		isSent := encoded.Chunks != nil && c.send(namespace, sentConfig{encoded, compilers.Existing(snapshot.Objects), sent.history})
 		if len(snapshot.Objects) == 0 {
 			delete(c.verdicts, namespace)
 			continue
 		}
 		c.verdicts[namespace] = encoded.Verdicts
+		if isSent && !encoded.TooLarge { // The evictions depend on the last config.
+			c.compiled[namespace] = snapshot.inputs
+		}
 		c.mu.Lock()
 		c.store.keepAudienceKeys(namespace, encoded.Verdicts[compile.Audiences.Section])
 		c.mu.Unlock()
@@ -319,7 +336,7 @@ func (c *Control) apply() {
 // manifests were removed in the meantime are deleted.
 func (c *Control) restoreHistories(now time.Time) {
 	for namespace, snapshot := range c.store.snapshots(c.options.Policy) {
-		config, _ := compilers.Compile(*snapshot)
+		config, _ := compilers.Compile(snapshot.Snapshot)
 		history := compile.HistoryOf(liveconfig.Revisioned{Config: config, Head: liveconfig.Head{Number: now.UnixMilli()}})
 		history.Verified = true // The state file is on the volume of the messages.
 		c.sent[namespace] = sentConfig{Encoded: compile.Encoded{Config: config}, history: history}
@@ -327,8 +344,8 @@ func (c *Control) restoreHistories(now time.Time) {
 }
 
 // send passes a live config to the sink if it or its head has changed. It removes the config of a
-// namespace without objects when the dispatcher has removed their data.
-func (c *Control) send(namespace string, next sentConfig) {
+// namespace without objects when the dispatcher has removed their data. It returns false after an error.
+func (c *Control) send(namespace string, next sentConfig) bool {
 	head, changed := next.history.Next(next.Revision, compile.Present{UIDs: next.existing}, c.dispatchers(namespace), time.Now(), compile.TombstoneGrace)
 	switch {
 	case len(next.existing) == 0 && len(head.Tombstones) == 0 && len(next.Config.Deletions)+len(next.Config.Redeliveries) == 0:
@@ -336,19 +353,20 @@ func (c *Control) send(namespace string, next sentConfig) {
 			delete(c.sent, namespace)
 			c.options.Sink.Delete(namespace)
 		}
-		return
+		return true
 	case !changed:
-		return
+		return true
 	}
 	text, err := liveconfig.EncodeHead(head)
 	if err != nil {
 		c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
-		return
+		return false
 	}
 	next.history = compile.HistoryOf(liveconfig.Revisioned{Config: next.Config, Revision: next.Revision, Head: head})
 	next.history.Verified = true
 	c.sent[namespace] = next
 	c.options.Sink.Set(namespace, liveconfig.Stored{Config: next.Chunks.Bytes(), Head: text})
+	return true
 }
 
 // followReport sends the configs again whose heads depend on the dispatcher's report, and those of
@@ -393,11 +411,22 @@ func (c *Control) dispatchers(namespace string) compile.Dispatchers {
 
 // save saves the state.
 func (c *Control) save() {
+	c.saveRecords()
 	if c.options.StateFile == "" {
 		return
 	}
 	if err := c.store.save(c.options.StateFile); err != nil {
 		c.log.Error("saving the state of the manifests failed; after a restart, objects with an invalid manifest are missing", "error", err)
+	}
+}
+
+// saveRecords saves the records. The log has them before what the dispatcher stores later.
+func (c *Control) saveRecords() {
+	if c.options.Records == nil {
+		return
+	}
+	if err := c.store.writeRecords(c.options.Records); err != nil {
+		c.log.Error("saving the records of the manifests failed; after a takeover, runs that failed are repeated", "error", err)
 	}
 }
 

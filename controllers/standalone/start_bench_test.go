@@ -92,3 +92,27 @@ func BenchmarkStart(b *testing.B) {
 		}
 	})
 }
+
+// BenchmarkEdit measures the edit of one of 10,000 destinations, without a dispatcher and a state file.
+func BenchmarkEdit(b *testing.B) {
+	dir := b.TempDir()
+	manyDestinations(b, dir, 50, 200)
+	c := New(Options{Dir: dir, Sink: discard{}, Changes: func(string) *adminapi.Report { return nil }, Logger: slog.New(slog.DiscardHandler)})
+	if _, err := c.start(); err != nil {
+		b.Fatal(err)
+	}
+	file := filepath.Join(dir, "n007.yaml")
+	text, err := readFile(file)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.ReportAllocs()
+	for edits := 0; b.Loop(); edits++ {
+		put(b, dir, "n007.yaml", strings.Replace(string(text), "/n7/0\"", fmt.Sprintf("/n7/edited-%d\"", edits), 1))
+		marks, err := c.marks()
+		if err != nil {
+			b.Fatal(err)
+		}
+		c.load(marks)
+	}
+}

@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"cmp"
 	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -38,6 +40,11 @@ type store struct {
 	problems     []manifest.Problem
 	ignored      []manifest.Problem
 	secretValues []SecretValue
+	// records are those of the objects that were not loaded yet, and written are the values of all, by name.
+	// completeAt is the time of the first load without problems.
+	records    map[string]record
+	written    map[string][]byte
+	completeAt time.Time
 	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
@@ -71,6 +78,9 @@ func newStore() *store {
 // load replaces the objects by those in the present manifests. It keeps the objects of a
 // file that is unreadable now, and the last valid form of an object that is invalid now.
 func (s *store) load(marks []mark, now time.Time) {
+	if !s.completeAt.IsZero() && now.Sub(s.completeAt) >= recordsWait {
+		s.records = nil
+	}
 	s.problems, s.ignored, s.unread = nil, nil, false
 	next := map[id]*stored{}
 	before := s.byFile()
@@ -130,7 +140,14 @@ func (s *store) load(marks []mark, now time.Time) {
 	}
 	for id, o := range next {
 		old := s.objects[id]
+		kept, recorded := s.takeRecord(id)
+		recorded = recorded && kept.isOf(o)
 		switch {
+		case old == nil && recorded:
+			o.generation, o.created, o.changed = kept.Generation, kept.Created, kept.Changed
+			if o.resource != nil && kept.Content != hex.EncodeToString(o.content[:]) {
+				o.generation, o.changed = kept.Generation+1, seconds(now)
+			}
 		case old == nil:
 			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
 		case old.content == o.content:
@@ -144,8 +161,14 @@ func (s *store) load(marks []mark, now time.Time) {
 			continue
 		}
 		o.setServerFields(old, s.version())
+		if recorded {
+			kept.restoreStatus(o)
+		}
 	}
 	s.files, s.objects = files, next
+	if s.completeAt.IsZero() && !s.unread && len(s.problems) == 0 {
+		s.completeAt = now
+	}
 }
 
 // misspells returns the text of the object with a kind that does not exist and the name of another one;
@@ -345,7 +368,7 @@ func (o *object) admitUpdate(old *stored) []error {
 // the display name changes and, because it is in the state file, after a restart.
 func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.Verdict) {
 	for name, v := range verdicts {
-		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" {
+		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" && o.resource.(*v1alpha1.Audience).Status.Key != v.Key {
 			a := o.resource.DeepCopyObject().(*v1alpha1.Audience) // Other goroutines may read the present object.
 			a.Status.Key = v.Key
 			o.resource = a
@@ -367,7 +390,7 @@ func (o *stored) setServerFields(old *stored, version string) {
 	o.resource.SetGeneration(o.generation)
 	o.resource.SetCreationTimestamp(o.created)
 	o.resource.SetResourceVersion(version)
-	o.resource.SetUID(types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.created.String())).String()))
+	o.resource.SetUID(types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.created.UTC().String())).String()))
 	if old == nil {
 		return
 	}
@@ -402,52 +425,92 @@ func (s *store) byFile() map[string][]*stored {
 
 // snapshots returns the snapshots to compile, by namespace. A namespace that has only
 // Secrets has no snapshot.
-func (s *store) snapshots(policy compile.Policy) map[string]*compile.Snapshot {
-	out := map[string]*compile.Snapshot{}
-	of := func(namespace string) *compile.Snapshot {
-		if out[namespace] == nil {
-			out[namespace] = &compile.Snapshot{Namespace: namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]compile.KeyUse{}}
-		}
-		return out[namespace]
-	}
+func (s *store) snapshots(policy compile.Policy) map[string]*snapshot {
+	out := map[string]*snapshot{}
 	objects := s.sorted()
 	for _, o := range objects {
-		if o.resource != nil {
-			of(o.namespace).Objects = append(of(o.namespace).Objects, o.resource)
+		if o.resource == nil {
+			continue
 		}
+		of := out[o.namespace]
+		if of == nil {
+			of = &snapshot{Snapshot: compile.Snapshot{Namespace: o.namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]compile.KeyUse{}}}
+			of.inputs.foreignWriteKeys = of.ForeignWriteKeys
+			out[o.namespace] = of
+		}
+		of.Objects, of.inputs.objects = append(of.Objects, o.resource), append(of.inputs.objects, inputOf(o))
 	}
 	for _, o := range objects {
-		if snapshot := out[o.namespace]; o.kind == kindSecret && snapshot != nil {
-			snapshot.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.created.Unix(), o.generation), Data: o.secret}
+		if of := out[o.namespace]; o.kind == kindSecret && of != nil {
+			of.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.created.Unix(), o.generation), Data: o.secret}
+			of.inputs.objects = append(of.inputs.objects, inputOf(o))
 		}
 	}
 	// A write key belongs to the oldest Source that has it.
-	owners := map[string]*v1alpha1.Source{}
-	for _, snapshot := range out {
-		for _, o := range snapshot.Objects {
-			source, ok := o.(*v1alpha1.Source)
-			if !ok {
-				continue
-			}
-			for _, hash := range compile.WriteKeySHA256(source, snapshot.Secrets) {
-				if owners[hash] == nil || older(source, owners[hash]) {
-					owners[hash] = source
+	users := map[string][]*v1alpha1.Source{}
+	for _, of := range out {
+		for _, o := range of.Objects {
+			if source, ok := o.(*v1alpha1.Source); ok {
+				for _, hash := range compile.WriteKeySHA256(source, of.Secrets) {
+					users[hash] = append(users[hash], source)
 				}
 			}
 		}
 	}
-	for namespace, snapshot := range out {
-		for hash, owner := range owners {
-			if owner.Namespace != namespace {
-				snapshot.ForeignWriteKeys[hash] = compile.KeyInUse
+	for hash, sources := range users {
+		owner := slices.MinFunc(sources, byAge)
+		for _, source := range sources {
+			if source.Namespace != owner.Namespace {
+				out[source.Namespace].ForeignWriteKeys[hash] = compile.KeyInUse
 			}
 		}
 	}
 	return out
 }
 
-func older(a, b *v1alpha1.Source) bool {
-	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name)) < 0
+// snapshot is the input of a namespace's compilation. Its ForeignWriteKeys are those that a Source of the
+// namespace has.
+type snapshot struct {
+	compile.Snapshot
+	inputs inputs
+}
+
+// inputs identify a snapshot without keeping its objects: a compilation of equal inputs has the same result.
+type inputs struct {
+	objects          []input
+	foreignWriteKeys map[string]compile.KeyUse
+}
+
+func (i inputs) equal(other inputs) bool {
+	return slices.EqualFunc(i.objects, other.objects, input.equal) && maps.Equal(i.foreignWriteKeys, other.foreignWriteKeys)
+}
+
+// input is the version of an object that the compiler reads.
+type input struct {
+	id
+	manifest   []byte
+	generation int64
+	created    metav1.Time
+	// status is the part of the status that the compiler reads, or a resource that contains it; nil for none.
+	status any
+}
+
+func inputOf(o *stored) input {
+	in := input{id: o.id, manifest: o.manifest, generation: o.generation, created: o.created}
+	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+		in.status = a.Status.Key
+	} else if o.resource != nil && o.of.Input != nil {
+		in.status = o.resource // It is replaced with each change of the status.
+	}
+	return in
+}
+
+func (i input) equal(other input) bool {
+	return i.id == other.id && bytes.Equal(i.manifest, other.manifest) && i.generation == other.generation && i.created.Equal(&other.created) && i.status == other.status
+}
+
+func byAge(a, b *v1alpha1.Source) int {
+	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 }
 
 // state is the content of the state file. After a restart it restores objects whose
@@ -485,18 +548,9 @@ func (s *store) save(path string) error {
 			continue
 		}
 		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Changed: o.changed, Manifest: o.manifest}
-		if a, ok := o.resource.(*v1alpha1.Audience); ok {
-			saved.AudienceKey = a.Status.Key
-		}
-		if o.resource != nil {
-			if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
-				status, _ := o.of.Health.Status(o.resource)
-				text, err := json.Marshal(status)
-				if err != nil {
-					return fmt.Errorf("save manifests: %w", err)
-				}
-				saved.Status = text
-			}
+		var err error
+		if saved.AudienceKey, saved.Status, err = o.savedStatus(); err != nil {
+			return fmt.Errorf("save manifests: %w", err)
 		}
 		out.Objects = append(out.Objects, saved)
 	}
@@ -514,6 +568,22 @@ func (s *store) save(path string) error {
 		return fmt.Errorf("save manifests: %w", err)
 	}
 	return nil
+}
+
+// savedStatus returns the part of the status that a restart must not lose: the key of an Audience, and the status of a
+// run that has started.
+func (o *stored) savedStatus() (audienceKey string, status json.RawMessage, err error) {
+	if o.resource == nil {
+		return "", nil, nil
+	}
+	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+		audienceKey = a.Status.Key
+	}
+	if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
+		value, _ := o.of.Health.Status(o.resource)
+		status, err = json.Marshal(value)
+	}
+	return audienceKey, status, err
 }
 
 // restore loads the file that save writes. A missing file means an empty store. It reads the files of

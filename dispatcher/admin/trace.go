@@ -138,6 +138,10 @@ func isOfUser(body []byte, userID string) bool {
 // addScanned adds how much of the logs was read.
 func addScanned(t *adminapi.MessageTrace, result *queue.TraceResult) {
 	t.Scanned, t.ScannedUntil = result.Scanned, result.Until
+	if result.Storing {
+		t.Incomplete = "the message is not durable yet, and its sender has no answer; search again"
+		return
+	}
 	if result.Complete {
 		return
 	}

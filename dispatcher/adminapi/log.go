@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -78,6 +79,27 @@ func (c *Client) Slots(ctx context.Context) (states []LogState, err error) {
 	defer resp.Body.Close()
 	err = json.NewDecoder(resp.Body).Decode(&states)
 	return states, err
+}
+
+// NamespaceSlot is the slot of a namespace, as a process with several slots knows it.
+type NamespaceSlot struct {
+	Slot int `json:"slot"`
+	// Owned is true if the process owns the slot. Otherwise Owner is the owner with its address; empty if
+	// none is known.
+	Owned bool   `json:"owned,omitempty"`
+	Owner string `json:"owner,omitempty"`
+}
+
+// SlotOf returns the slot of a namespace; nil if it has none. A process without several slots, or of an earlier
+// release, does not know it: the error is a *StatusError.
+func (c *Client) SlotOf(ctx context.Context, namespace string) (s *NamespaceSlot, err error) {
+	resp, err := c.Get(ctx, "/namespaces/"+url.PathEscape(namespace)+"/slot", "application/json")
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	err = json.NewDecoder(resp.Body).Decode(&s)
+	return s, err
 }
 
 // Slot returns a client of the admin API of a slot that the process owns.

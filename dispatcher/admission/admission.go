@@ -58,6 +58,8 @@ type Options struct {
 	// Listed reports whether a live config that the process has, but that is not in effect in this Gate yet,
 	// has a write key; nil for none.
 	Listed func(key string) bool
+	// Decoder decodes the live configs; nil for one of its own.
+	Decoder *liveconfig.Decoder
 	// Changes is marked when the report of a Source changes; nil marks nothing.
 	Changes *changes.Log
 }
@@ -85,6 +87,9 @@ func New(o Options) *Gate {
 	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
+	}
+	if o.Decoder == nil {
+		o.Decoder = new(liveconfig.Decoder)
 	}
 	g := &Gate{Options: o, Unidentified: &Source{Limits: limits.NewSource()}, metrics: newMetrics(o.Registerer)}
 	g.current.Store(&running{routing: new(atomic.Int64)})

@@ -82,13 +82,10 @@ func NewConfigs(gate *Gate, grace time.Duration, meta MetaStore, apply func(*liv
 
 // Set decodes, validates and applies a namespace's config.
 func (c *Configs) Set(namespace string, stored liveconfig.Stored) {
-	live, err := stored.Decode()
-	if err == nil && live.Namespace != namespace {
-		err = fmt.Errorf("live config belongs to namespace %q", live.Namespace)
-	}
+	live, err := c.gate.Decoder.Decode(namespace, stored)
 	var router *route.Router
 	if err == nil {
-		router, err = route.New(live.Config)
+		router, err = c.router(namespace).Next(live.Config)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -130,9 +127,17 @@ func (c *Configs) Set(namespace string, stored liveconfig.Stored) {
 	c.swap(namespace)
 }
 
+// router returns the present router of a namespace; nil if it has none.
+func (c *Configs) router(namespace string) *route.Router {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.routers[namespace]
+}
+
 // Delete reports that a namespace has no config. The namespace is removed if its last config had no
 // objects, and parked otherwise.
 func (c *Configs) Delete(namespace string) {
+	c.gate.Decoder.Forget(namespace)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	defer c.publish()

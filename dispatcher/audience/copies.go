@@ -86,7 +86,7 @@ func (s *Service) fetchFiles(a *audience, r stored) error {
 		case !errors.Is(err, fs.ErrNotExist):
 			s.Logger.Warn("a file of an audience is damaged; reading it from the log again", "error", err)
 		}
-		if err := s.fetch(ctx, copyName(a.folder(), file), path); err != nil {
+		if err := fetchCopy(ctx, s.Copies, copyName(a.folder(), file), s.FS, path); err != nil {
 			return fmt.Errorf("read the members from the log: %w", err)
 		}
 		fetched = true
@@ -97,23 +97,90 @@ func (s *Service) fetchFiles(a *audience, r stored) error {
 	return syncFolder(s.FS, a.dir)
 }
 
-// fetch writes one file, which exists only when it is complete.
-func (s *Service) fetch(ctx context.Context, name, path string) error {
-	from, err := s.Copies.Get(ctx, name)
+// fetchCopy writes one file, which exists only when it is complete.
+func fetchCopy(ctx context.Context, copies Copies, name string, to vfs.FS, path string) error {
+	from, err := copies.Get(ctx, name)
 	if err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	defer func() { _ = from.Close() }()
 	temporary := path + ".part"
-	f, err := s.FS.Create(temporary, vfs.WriteCategoryUnspecified)
+	f, err := to.Create(temporary, vfs.WriteCategoryUnspecified)
 	if err != nil {
 		return err
 	}
 	_, err = io.Copy(f, from)
 	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return errors.Join(err, s.FS.Remove(temporary))
+		return errors.Join(err, to.Remove(temporary))
 	}
-	return s.FS.Rename(temporary, path)
+	return to.Rename(temporary, path)
+}
+
+// StoreFiles copies the files of all audiences in dir, which need not exist. No Service may use dir.
+func StoreFiles(ctx context.Context, from vfs.FS, dir string, to Copies) error {
+	folders, err := from.List(dir)
+	if err != nil {
+		return existing(err)
+	}
+	for _, folder := range folders {
+		files, err := from.List(from.PathJoin(dir, folder))
+		if err != nil {
+			return err
+		}
+		for _, file := range files {
+			if err := storeFile(ctx, from, from.PathJoin(dir, folder, file), to, copyName(folder, file)); err != nil {
+				return fmt.Errorf("%s: %w", copyName(folder, file), err)
+			}
+		}
+	}
+	return nil
+}
+
+// storeFile copies one file. A folder has the files of a sync in progress, which begins again.
+func storeFile(ctx context.Context, from vfs.FS, path string, to Copies, name string) error {
+	info, err := from.Stat(path)
+	if err != nil || info.IsDir() {
+		return err
+	}
+	f, err := from.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(to.Put(ctx, name, f), f.Close())
+}
+
+// FetchFiles writes the copies of the files of all audiences to dir.
+func FetchFiles(ctx context.Context, from Copies, to vfs.FS, dir string) error {
+	names, err := from.List(ctx)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		folder, file, _ := strings.Cut(name, "/")
+		if folder != to.PathBase(folder) || file != to.PathBase(file) || file == ".." || folder == ".." {
+			return fmt.Errorf("%q is not the name of a copy", name)
+		}
+		folder = to.PathJoin(dir, folder)
+		if err := makeFolder(to, folder); err != nil {
+			return err
+		}
+		// An incomplete copy has a name, too.
+		if err := existing(fetchCopy(ctx, from, name, to, to.PathJoin(folder, file))); err != nil {
+			return err
+		}
+		if err := syncFolder(to, folder); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// existing returns an error unless it means that a file does not exist.
+func existing(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
 // removeCopies removes the copies that needed does not select. Copies that cannot be removed only cost

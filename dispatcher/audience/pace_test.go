@@ -2,6 +2,7 @@ package audience
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -321,17 +322,21 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 	}
 }
 
-// The sync of an audience that is deleted while it waits is removed.
+// The sync of an audience that is deleted while it waits is removed, and its sender learns of it.
 func TestAudienceDeletedDuringItsSync(t *testing.T) {
 	s := withStore(t, memory(), func(string) bool { return false }, func(o *Options) { o.OrphanGrace = time.Millisecond })
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {
-		t.Fatal(err)
-	}
+	answer := make(chan error, 1)
+	go func() {
+		_, err := s.Sync(t.Context(), Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a"))
+		answer <- err
+	}()
+	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Unsent > 0 })
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	s.set(c)
+	if err := <-answer; !errors.Is(err, errRemoved) {
+		t.Errorf("sync: got error %v, want %v", err, errRemoved)
+	}
 	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == adminapi.SyncProgress{} })
 	check.Same(t, "messages", s.take(10), nil)
 }

@@ -132,9 +132,10 @@ type audience struct {
 	// busy is the operation in progress, with its start; empty if there is none.
 	busy  string
 	since time.Time
-	// sending is true while a goroutine completes pending; over is closed at its end.
+	// sending is true while a goroutine completes pending; over gets true at its end, or false if it was
+	// cancelled.
 	sending bool
-	over    chan struct{}
+	over    chan bool
 	// gone is the time since when the config lacks the audience; abandoned is set at the end of the
 	// grace period.
 	gone      time.Time
@@ -325,7 +326,7 @@ func (s *Service) due() (list []*audience) {
 		if a.pending != nil && !a.sending && a.broken == nil {
 			a.sending, a.busy, a.since = true, "sending", s.Now()
 			if a.over == nil {
-				a.over = make(chan struct{})
+				a.over = make(chan bool, 1)
 			}
 			list = append(list, a)
 		}
@@ -357,12 +358,12 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 		log.Info("audience synced", "members", a.pending.Members, "added", a.pending.Added, "removed", a.pending.Removed, "changed", a.pending.Changed)
 		s.metrics.finished(a.name, *a.pending)
 		a.done, a.pending, a.busy = a.pending, nil, ""
-		close(a.over)
+		a.over <- true
 		a.over = nil
 	case ctx.Err() != nil || errors.Is(err, queue.ErrClosed):
 		log.Info("stopping: the sync continues after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
 	case errors.Is(err, errGone):
-		close(a.over)
+		a.over <- false
 		a.over = nil
 	case errors.Is(err, errDamaged) || errors.Is(err, os.ErrNotExist):
 		a.broken = err
@@ -695,8 +696,10 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (adminapi
 	default:
 	}
 	select {
-	case <-over:
-		result.Sent = true
+	case result.Sent = <-over:
+		if !result.Sent {
+			return adminapi.SyncResult{}, errRemoved
+		}
 	case <-time.After(answerAfter):
 	case <-ctx.Done():
 	case <-s.stopping:
@@ -771,11 +774,12 @@ func (a *audience) after(now time.Time) time.Time {
 var (
 	errFull     = admission.Retry(60, admission.CodeStorageFull, "storage is full; nothing was changed, send again later")
 	errStopping = admission.Retry(1, admission.CodeNotReady, "Posthorn is shutting down; nothing was changed, send the sync again")
+	errRemoved  = admission.Refuse(http.StatusNotFound, "unknown_audience", "the audience, or its Source, was deleted during the sync; the rest of the sync was cancelled")
 	errBroken   = admission.Refuse(http.StatusInternalServerError, "state_damaged", "the stored members of this audience are damaged, so the difference cannot be computed; see the dispatcher's log. To start over, delete the Audience, wait for the grace period, and create it again")
 )
 
-// receive reads, sorts, compares, and decides. over is closed when the decided sync is complete.
-func (s *Service) receive(a *audience, q Request, body io.Reader) (result adminapi.SyncResult, over chan struct{}, err error) {
+// receive reads, sorts, compares, and decides. over gets a value at the end of the decided sync.
+func (s *Service) receive(a *audience, q Request, body io.Reader) (result adminapi.SyncResult, over chan bool, err error) {
 	next := state{
 		Namespace: q.Namespace, Name: q.Audience.Name,
 		Source: q.Audience.Source, Key: q.Audience.Key, Kind: q.Audience.Kind,
@@ -816,7 +820,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result admina
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	over = make(chan struct{})
+	over = make(chan bool, 1)
 	a.pending, a.over, a.busy, a.since = &next, over, "sending", s.Now()
 	a.sent.Store(0)
 	a.changed.Transition()

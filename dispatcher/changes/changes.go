@@ -31,8 +31,9 @@ import (
 const (
 	// NumbersInterval is the shortest time between two reports of an object's numbers.
 	NumbersInterval = 2 * time.Second
-	// NumbersPerSecond bounds the objects whose numbers are reported, over all objects.
-	NumbersPerSecond = 500
+	// NumbersPerSecond bounds the objects whose numbers are reported, over all objects. The operator
+	// writes the numbers of at most 20 objects a second.
+	NumbersPerSecond = 200
 
 	// minRemoved is the number of removed objects, and of removed namespaces, that are always kept.
 	minRemoved = 64

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
@@ -22,7 +23,8 @@ type attempts struct {
 	answered int
 }
 
-// maxKeptResponse bounds the bytes of a response that are kept in memory.
+// maxKeptResponse bounds the bytes of a response that are kept in memory, and in the record of the
+// endpoint's health. The replacement of invalid UTF-8 can double them.
 const maxKeptResponse = 512
 
 type record struct {
@@ -49,16 +51,32 @@ func (a *attempts) add(size int, t *adminapi.Attempt) {
 	r.MessageID = ""
 }
 
+// attempt returns a copy that does not change with the ring.
+func (r *record) attempt() adminapi.Attempt {
+	t := r.Attempt
+	t.MessageID = string(r.id[:r.idLen])
+	return t
+}
+
 // list returns the attempts, oldest first.
 func (a *attempts) list() []adminapi.Attempt {
 	out := make([]adminapi.Attempt, 0, len(a.ring))
 	for i := range a.ring {
-		r := &a.ring[(a.next+i)%len(a.ring)]
-		t := r.Attempt
-		t.MessageID = string(r.id[:r.idLen])
-		out = append(out, t)
+		out = append(out, a.ring[(a.next+i)%len(a.ring)].attempt())
 	}
 	return out
+}
+
+// lastFailed returns the last failed attempt for the next process; nil if the ring has none.
+func (a *attempts) lastFailed() *adminapi.Attempt {
+	for i := range a.ring {
+		if r := &a.ring[(a.next+len(a.ring)-1-i)%len(a.ring)]; r.Reason != "" {
+			t := r.attempt()
+			t.CertificateExpires = time.Time{} // The certificate may be renewed by then.
+			return &t
+		}
+	}
+	return nil
 }
 
 // Attempts lists the last attempts at an endpoint, oldest first, or at all endpoints of the
@@ -103,9 +121,7 @@ func (e *Engine) attemptsOf(destination, messageID string) (list []adminapi.Atte
 	for _, ep := range d.endpoints {
 		for i := range ep.attempts.ring {
 			if r := &ep.attempts.ring[i]; string(r.id[:r.idLen]) == messageID {
-				t := r.Attempt
-				t.MessageID = messageID
-				list = append(list, t)
+				list = append(list, r.attempt())
 			}
 		}
 	}

@@ -3,6 +3,7 @@ package delivery
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -36,5 +37,39 @@ func TestAttemptsKeepOneResponse(t *testing.T) {
 				t.Errorf("responses (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// The last failed attempt is found until later attempts have replaced it.
+func TestLastFailedAttempt(t *testing.T) {
+	const size = 3
+	for _, c := range []struct{ attempts, want string }{
+		{"", ""},
+		{"..", ""},
+		{"x", "m0"},
+		{"xx.", "m1"},
+		{"x..", "m0"},
+		{"x...", ""},
+		{"..xx.", "m3"},
+		{"xxxx..", "m3"},
+	} {
+		var a attempts
+		for i, result := range c.attempts {
+			attempt := adminapi.Attempt{MessageID: fmt.Sprint("m", i), CertificateExpires: time.Now()}
+			if result == 'x' {
+				attempt.Reason = "Rejected"
+			}
+			a.add(size, &attempt)
+		}
+		got := ""
+		if failed := a.lastFailed(); failed != nil {
+			got = failed.MessageID
+			if !failed.CertificateExpires.IsZero() {
+				t.Errorf("attempts %q: got a certificate's expiry, want none", c.attempts)
+			}
+		}
+		if got != c.want {
+			t.Errorf("last failed one of the attempts %q: got %q, want %q", c.attempts, got, c.want)
+		}
 	}
 }

@@ -13,8 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp/cmpopts"
-
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -900,17 +898,20 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 	})
 }
 
-// The state, the last success and the last failure of an endpoint survive a restart. After a crash
-// they are at most historyInterval old.
+// The state, the last success and the last failure of an endpoint survive a restart, and its last failed attempt
+// with the receiver's answer, which the reports do not have. After a crash they are at most historyInterval old.
 func TestHistorySurvivesRestart(t *testing.T) {
+	kept := strings.Repeat("no", maxKeptResponse/2)
+	failure := answer{status: 400, body: kept + "more"}
 	for _, c := range []struct {
 		name    string
 		answers []answer
 		want    adminapi.EndpointState
+		failed  int // The message of the last failed attempt; 0 for none.
 	}{
-		{"healthy", []answer{{status: 200}}, adminapi.EndpointHealthy},
-		{"failing", []answer{{status: 200}, {status: 500}}, adminapi.EndpointDegraded},
-		{"recovered", []answer{{status: 500}, {status: 200}}, adminapi.EndpointHealthy},
+		{"healthy", []answer{{status: 200}}, adminapi.EndpointHealthy, 0},
+		{"failing", []answer{{status: 200}, failure}, adminapi.EndpointDegraded, 2},
+		{"recovered", []answer{failure, {status: 200}}, adminapi.EndpointHealthy, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			bubble(t, func(t *testing.T) {
@@ -923,17 +924,45 @@ func TestHistorySurvivesRestart(t *testing.T) {
 				}
 				before := w.report("a").Endpoints
 				check.Equal(t, "state", before[0].State, c.want)
-				w.end()
-				w.client.set(always(answer{status: 200, after: time.Hour}))
-				w.restart()
-				w.rev = 0
-				w.apply(dest("a", urlA))
-				after := w.report("a").Endpoints
-				check.Same(t, "endpoints after a restart", after, before, cmpopts.IgnoreFields(adminapi.EndpointReport{}, "FirstAttemptsPending"))
+				var failed []adminapi.Attempt
+				for _, a := range w.engine.Attempts("ns/a", "e0") {
+					if a.Reason != "" {
+						failed = []adminapi.Attempt{a}
+					}
+				}
+				if c.failed > 0 {
+					check.Equal(t, "message of the failed attempt", failed[0].MessageID, fmt.Sprint("m", c.failed))
+					check.Equal(t, "answer of the failed attempt", failed[0].Response, kept)
+				}
+				for range 2 { // The second restart is without a new attempt.
+					w.end()
+					w.restart()
+					w.rev = 0
+					w.apply(dest("a", urlA))
+					after := w.report("a").Endpoints
+					check.Same(t, "endpoints after a restart", after, before)
+					check.Same(t, "attempts after a restart", w.engine.Attempts("ns/a", "e0"), failed)
+					if text, err := json.Marshal(after); err != nil || strings.Contains(string(text), kept) {
+						t.Errorf("report: got %s and error %v, want one without the receiver's answer", text, err)
+					}
+				}
 				w.end()
 			})
 		})
 	}
+	t.Run("record of an earlier release", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 200}))
+			stored := `{"state":"Degraded","revision":"1","since":"2026-01-01T00:00:00Z","probeAt":"0001-01-01T00:00:00Z","intervalMs":0,"lastFailure":{"time":"2026-01-01T00:00:00Z","reason":"ServerError","statusCode":500,"message":"the endpoint answered 500"},"consecutiveFailures":3}`
+			check.NoError(t, "store the record", w.store.PutMeta("history/ns/a/e0", []byte(stored)))
+			w.apply(dest("a", urlA))
+			ep := w.report("a").Endpoints[0]
+			check.Equal(t, "failures", ep.ConsecutiveFailures, 3)
+			check.Equal(t, "reason of the last failure", ep.LastFailure.Reason, "ServerError")
+			check.Equal(t, "attempts", len(w.engine.Attempts("ns/a", "e0")), 0)
+			w.end()
+		})
+	})
 	t.Run("stored in time", func(t *testing.T) {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{status: 200}))

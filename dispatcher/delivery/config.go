@@ -49,14 +49,16 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	}
 	namespaces := e.changedNamespaces(v)
 	var changed []*change
-	configs := map[string]liveconfig.Destination{}
+	configs := map[string]*liveconfig.Destination{}
 	for _, namespace := range namespaces {
 		c, _ := v.Namespace(namespace)
+		applied := e.appliedIn(namespace)
 		same := e.applied != nil && e.applied.HasRevision(namespace, c.Revision)
-		for _, d := range c.Destinations {
+		for i := range c.Destinations {
+			d := &c.Destinations[i]
 			configs[namespace+"/"+d.Name] = d
-			if !same {
-				changed = append(changed, &change{namespace: namespace, config: d, lanes: e.lanesOf(namespace, d)})
+			if !same && !e.isApplied(namespace, applied[d.Name], d) {
+				changed = append(changed, &change{namespace: namespace, config: *d, lanes: e.lanesOf(namespace, d)})
 			}
 		}
 	}
@@ -104,6 +106,31 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	return nil
 }
 
+// appliedIn returns the destinations of a namespace in the view in effect, by name.
+func (e *Engine) appliedIn(namespace string) map[string]*liveconfig.Destination {
+	if e.applied == nil {
+		return nil
+	}
+	c, _ := e.applied.Namespace(namespace)
+	all := make(map[string]*liveconfig.Destination, len(c.Destinations))
+	for i := range c.Destinations {
+		all[c.Destinations[i].Name] = &c.Destinations[i]
+	}
+	return all
+}
+
+// isApplied reports whether a destination's config is in effect. applied is the destination in the view in
+// effect, or nil. The comparison is fast for a decoded config that shares memory with the previous one.
+func (e *Engine) isApplied(namespace string, applied, d *liveconfig.Destination) bool {
+	if applied == nil || !reflect.DeepEqual(applied, d) {
+		return false
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	known := e.destinations[namespace+"/"+d.Name]
+	return known != nil && known.set != nil && known.set.active == (d.State == liveconfig.Active)
+}
+
 // changedNamespaces returns the namespaces to which the view in effect and the next one do not give the
 // same lanes. After a start it returns all, with those of the earlier run.
 func (e *Engine) changedNamespaces(next *liveconfig.View) []string {
@@ -145,7 +172,7 @@ func (e *Engine) destinationsIn(namespaces []string) iter.Seq[*destination] {
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
 // config contains them.
 func (e *Engine) recover() {
-	health, bounds := e.loadRecords()
+	endpoints, bounds := e.loadRecords()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ends, ledgers := map[queue.LaneID]queue.End{}, map[string]queue.Ledger{}
 	for _, key := range destinations {
@@ -171,8 +198,8 @@ func (e *Engine) recover() {
 			d.trim = &b
 		}
 	}
-	e.records = map[string]map[string]endpoint.Record{}
-	for name, r := range health {
+	e.records = map[string]map[string]health{}
+	for name, r := range endpoints {
 		e.setRecord(name, r)
 	}
 	e.recovered = true
@@ -196,7 +223,7 @@ func (e *Engine) limitDeadLetters(v *liveconfig.View, namespaces []string) {
 // lanesOf lists the lanes that a destination needs: one per Source and endpoint. A destination with
 // unknown endpoints (it is paused) keeps its messages in its existing lanes, or in one lane per
 // Source.
-func (e *Engine) lanesOf(namespace string, d liveconfig.Destination) []queue.LaneID {
+func (e *Engine) lanesOf(namespace string, d *liveconfig.Destination) []queue.LaneID {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var ids []queue.LaneID
@@ -217,11 +244,11 @@ func (e *Engine) lanesOf(namespace string, d liveconfig.Destination) []queue.Lan
 }
 
 // anyEndpoint reports whether the lanes of a destination form groups.
-func anyEndpoint(d liveconfig.Destination) bool { return d.Success != liveconfig.EveryEndpoint }
+func anyEndpoint(d *liveconfig.Destination) bool { return d.Success != liveconfig.EveryEndpoint }
 
 // openLanes opens the missing lanes of the changes, and the namespaces' lanes of an earlier run that
 // the config still contains.
-func (e *Engine) openLanes(namespaces []string, changed []*change, configs map[string]liveconfig.Destination) error {
+func (e *Engine) openLanes(namespaces []string, changed []*change, configs map[string]*liveconfig.Destination) error {
 	wanted := map[queue.LaneID]bool{}
 	e.mu.Lock()
 	for _, p := range changed {
@@ -232,9 +259,9 @@ func (e *Engine) openLanes(namespaces []string, changed []*change, configs map[s
 		}
 	}
 	for d := range e.destinationsIn(namespaces) {
-		config, ok := configs[d.key]
+		config := configs[d.key]
 		for _, l := range d.lanes {
-			if ok && !l.opened && hasPlace(config, l.id) {
+			if config != nil && !l.opened && hasPlace(config, l.id) {
 				wanted[l.id] = true
 			}
 		}
@@ -384,16 +411,15 @@ func (e *Engine) lane(id queue.LaneID) *lane {
 
 // sortLanes assigns the roles of the lanes of namespaces. It returns messages to release. The lock is
 // held.
-func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
+func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[string]*liveconfig.Destination, now time.Time) (back []queue.Delivery) {
 	for d := range e.destinationsIn(namespaces) {
 		for _, ep := range d.endpoints {
 			ep.lanes, ep.turn = nil, 0
 		}
-		config, ok := configs[d.key]
 		for _, l := range d.lanes {
 			before := l.set
 			delete(e.orphans, l)
-			e.sortLane(v, l, config, ok, now)
+			e.sortLane(v, l, configs[d.key], now)
 			for _, t := range l.targets {
 				t.liveEndpoint.lanes = append(t.liveEndpoint.lanes, l)
 			}
@@ -409,20 +435,20 @@ func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[
 	return back
 }
 
-// sortLane assigns the role of a lane under the present settings of its destination, if it has any
-// (configured): a lane of the config; a draining lane, because it belongs to the destination's former
-// success policy or its endpoint was removed from a group; or an orphan. The lock is held.
-func (e *Engine) sortLane(v *liveconfig.View, l *lane, config liveconfig.Destination, configured bool, now time.Time) {
+// sortLane assigns the role of a lane under the config of its destination, which is nil if there is none: a
+// lane of the config; a draining lane, because it belongs to the destination's former success policy or its
+// endpoint was removed from a group; or an orphan. The lock is held.
+func (e *Engine) sortLane(v *liveconfig.View, l *lane, config *liveconfig.Destination, now time.Time) {
 	id, set := l.id, l.destination.set
 	// A lane of the former success policy drains: other lanes have taken over.
-	known := configured && len(config.Endpoints) > 0
+	known := config != nil && len(config.Endpoints) > 0
 	former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
 	switch {
 	case parkedLane(v, id):
 		l.park(nil)
 		l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved
 		l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
-	case !configured || !hasPlace(config, id):
+	case config == nil || !hasPlace(config, id):
 		// Unless others have taken over, the lane still receives its Source's messages: the
 		// destination may be restored.
 		l.park(set)
@@ -469,12 +495,12 @@ func parkedDestination(v *liveconfig.View, key string) bool {
 // hasPlace reports whether a destination's config has a place for a lane: its Source is connected,
 // and its endpoint, if it has one, exists, or no endpoint is known. In a group, the other endpoints
 // get the messages of a removed endpoint.
-func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
+func hasPlace(d *liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
 	return (d.SourcesUnknown || slices.Contains(d.Sources, source)) && (id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
 }
 
-func hasEndpoint(d liveconfig.Destination, name string) bool {
+func hasEndpoint(d *liveconfig.Destination, name string) bool {
 	return slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == name })
 }
 

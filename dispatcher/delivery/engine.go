@@ -78,6 +78,9 @@ type Options struct {
 	// MaySend reports whether a request may be sent now. It is called before each request; when it is
 	// false, requests in flight are cancelled within leaseCheck and sent again later. nil: always.
 	MaySend func() bool
+	// MayExpire reports whether retry windows and retentions may end now. It is false while the clock of this
+	// process may be wrong. nil: always.
+	MayExpire func() bool
 	// Changes is marked when the report of a destination changes; nil marks nothing.
 	Changes *changes.Log
 }
@@ -109,7 +112,7 @@ type Engine struct {
 	lanes             map[queue.LaneID]*lane
 	bySource          map[string][]*lane
 	// records are the endpoints' health that the store has, by namespace and name.
-	records map[string]map[string]endpoint.Record
+	records map[string]map[string]health
 	// orphans are the lanes with a dropAt.
 	orphans map[*lane]bool
 

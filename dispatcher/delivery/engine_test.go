@@ -32,9 +32,10 @@ type request struct {
 
 func (r request) id() string { return r.headers.Get(headerIdempotencyKey) }
 
-// answer is the result of a fake endpoint: a status or a reason, after a delay.
+// answer is the result of a fake endpoint: a status with a body, or a reason, after a delay.
 type answer struct {
 	status     int
+	body       string
 	reason     egress.Reason
 	after      time.Duration
 	retryAfter time.Duration
@@ -96,7 +97,7 @@ func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egr
 	}
 	a := c.answer(r)
 	c.mu.Unlock()
-	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true}
+	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true, Response: []byte(a.body)}
 	deadline, ok := ctx.Deadline()
 	late := ok && a.after >= time.Until(deadline)
 	if late {
@@ -402,6 +403,58 @@ func TestDelivers(t *testing.T) {
 		}
 		if most := w.most(""); most != 64 {
 			t.Errorf("%d requests at once, want the window of 64", most)
+		}
+		w.end()
+	})
+}
+
+// An edit of a destination compiles only this one.
+func TestOtherDestinationsAreUnchanged(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		destinations := []liveconfig.Destination{dest("a", urlA), dest("b", urlB), dest("c", urlC)}
+		revision := 0
+		apply := func() (settings map[string]*destinationConfig) {
+			t.Helper()
+			revision++
+			check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{
+				Config:   liveconfig.Config{Version: 1, Namespace: "ns", Sources: []liveconfig.Source{{Name: "web"}, {Name: "ios"}}, Destinations: slices.Clone(destinations)},
+				Revision: strconv.Itoa(revision),
+			}})))
+			return look(w, func(e *Engine) map[string]*destinationConfig {
+				all := map[string]*destinationConfig{}
+				for key, d := range e.destinations {
+					all[key] = d.set
+				}
+				return all
+			})
+		}
+		before := apply()
+		for _, edit := range []struct {
+			name   string
+			change func(*liveconfig.Destination)
+		}{
+			{"limit", func(d *liveconfig.Destination) { d.Delivery.MaxInFlight++ }},
+			{"generation", func(d *liveconfig.Destination) { d.Generation++ }},
+			{"source", func(d *liveconfig.Destination) { d.Sources = []string{"web", "ios"} }},
+			{"url", func(d *liveconfig.Destination) {
+				d.Endpoints = []liveconfig.Endpoint{{Name: "e0", URL: liveconfig.NewSecret(urlA + "/edited")}}
+			}},
+			{"pause", func(d *liveconfig.Destination) { d.State = liveconfig.Paused }},
+		} {
+			edit.change(&destinations[0])
+			after := apply()
+			if after["ns/a"] == before["ns/a"] {
+				t.Errorf("%s: the edited destination has the same settings, want new ones", edit.name)
+			}
+			if after["ns/b"] != before["ns/b"] {
+				t.Errorf("%s: the other destination has new settings, want the same", edit.name)
+			}
+			before = after
+		}
+		destinations = destinations[:2]
+		if after := apply(); after["ns/a"] != before["ns/a"] || after["ns/b"] != before["ns/b"] || after["ns/c"] != nil {
+			t.Errorf("after the removal of a destination: got %v, want the settings of the others: %v", after, before)
 		}
 		w.end()
 	})

@@ -55,6 +55,9 @@ func (e *Engine) followLease(ctx context.Context) {
 	}
 }
 
+// mayExpire reports whether retry windows and retentions may end now.
+func (e *Engine) mayExpire() bool { return e.o.MayExpire == nil || e.o.MayExpire() }
+
 // maySend reports whether a request may be sent now.
 func (e *Engine) maySend() bool {
 	if e.o.MaySend == nil || e.o.MaySend() {

@@ -98,3 +98,43 @@ func TestNothingExpiresWhileSendingIsNotPermitted(t *testing.T) {
 		w.end()
 	})
 }
+
+// While the clock of the process may be wrong, requests are sent, and neither a retry window nor a retention
+// ends.
+func TestNothingExpiresWithAnUncertainClock(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var may atomic.Bool
+		w := newWorld(t, always(answer{status: 500}), func(o *Options) { o.MayExpire = may.Load })
+		c := dest("crm", "http://a.test")
+		c.Delivery.RetryWindowMS = 60_000
+		c.DeadLetters.RetentionMS = 3_600_000
+		w.apply(c)
+		w.send("web", 10)
+		w.sleep(time.Hour)
+		before := len(w.client.requests(""))
+		w.sleep(time.Hour)
+		if r := w.report("crm"); r.Pending != 10 || r.DeadLettered != 0 {
+			t.Errorf("with an uncertain clock: got %d pending and %d dead-lettered, want 10 and 0", r.Pending, r.DeadLettered)
+		}
+		if n := len(w.client.requests("")) - before; n < 10 {
+			t.Errorf("%d requests in an hour with an uncertain clock, want retries", n)
+		}
+		may.Store(true)
+		w.sleep(2 * time.Minute)
+		if r := w.report("crm"); r.Pending != 0 || r.DeadLettered != 10 {
+			t.Errorf("with a right clock: got %d pending and %d dead-lettered, want 0 and 10", r.Pending, r.DeadLettered)
+		}
+		may.Store(false)
+		w.sleep(2 * time.Hour)
+		if r := w.report("crm"); r.DeadLettersStored != 10 {
+			t.Errorf("%d dead letters after their retention with an uncertain clock, want 10", r.DeadLettersStored)
+		}
+		c.DeadLetters.MaxBytes = 1
+		w.apply(c)
+		w.sleep(2 * time.Minute)
+		if r := w.report("crm"); r.DeadLettersStored != 0 {
+			t.Errorf("%d dead letters with a bound of 1 byte, want 0", r.DeadLettersStored)
+		}
+		w.end()
+	})
+}

@@ -59,12 +59,16 @@ func (e *Engine) wakeMaintenance() {
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
 	e.storeHistory(historyInterval)
-	if !e.maySend() {
-		return min(pausedInterval, e.logStates()) // The clock of this process may be wrong: nothing expires.
+	switch {
+	case !e.maySend():
+		return min(pausedInterval, e.logStates())
+	case !e.mayExpire(): // The bounds of the dead letters' sizes do not depend on the clock.
+		e.trimDeadLetters(ctx, false)
+		return min(pausedInterval, e.logStates())
 	}
 	wait := e.buryExpired(ctx)
 	wait = min(wait, e.dropLanes(ctx), e.logStates())
-	e.trimDeadLetters(ctx)
+	e.trimDeadLetters(ctx, true)
 	return wait
 }
 
@@ -270,10 +274,10 @@ func fairShare(sizes []int64, total int64) int64 {
 	return math.MaxInt64
 }
 
-// trimDeadLetters limits the age and size of every destination's dead letters. A removed
+// trimDeadLetters limits the size and, if expire is true, the age of every destination's dead letters. A removed
 // destination is deleted with its last dead letter. A parked destination keeps all of its dead
 // letters: it gets no new ones.
-func (e *Engine) trimDeadLetters(ctx context.Context) {
+func (e *Engine) trimDeadLetters(ctx context.Context, expire bool) {
 	now := time.Now()
 	if now.Sub(e.createdAt) < deadLetterGrace {
 		return
@@ -301,7 +305,10 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 		if size > share && share < limit.MaxBytes {
 			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead-letter quota reached; removing this destination's oldest dead letters", "bytes", size, "allowed", share)
 		}
-		before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
+		var before time.Time
+		if expire {
+			before = now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
+		}
 		n, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share))
 		if n > 0 {
 			e.markChanged(key)

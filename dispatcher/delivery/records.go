@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -21,6 +22,15 @@ const (
 // historyInterval is the shortest time between two writes of an endpoint's health without a change
 // of its state. It bounds the age of the last success and failure after a crash.
 const historyInterval = time.Minute
+
+// health is the stored health of an endpoint. Its JSON is a file format: earlier releases write no
+// FailedAttempt and ignore it.
+type health struct {
+	endpoint.Record
+	// FailedAttempt is the attempt of LastFailure with the receiver's answer, at most maxKeptResponse bytes of
+	// it. It is nil if the endpoint's attempts did not have it any more when the record was written.
+	FailedAttempt *adminapi.Attempt `json:"failedAttempt,omitempty"`
+}
 
 // recordName returns the name of the endpoint's record.
 func (ep *liveEndpoint) recordName(prefix string) string {
@@ -41,7 +51,7 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	known := ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
 	var value []byte
 	if known {
-		r := ep.machine.Record(ep.destination.set.revision)
+		r := health{ep.machine.Record(ep.destination.set.revision), ep.attempts.lastFailed()}
 		value, _ = json.Marshal(r) // No field can fail to marshal.
 		e.setRecord(kept, r)
 		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
@@ -79,7 +89,8 @@ func (e *Engine) putRecord(name string, value []byte) {
 	}
 }
 
-// restoreHealth gives a new endpoint its health of the earlier run. The lock is held.
+// restoreHealth gives a new endpoint its health and its last failed attempt of the earlier run. The lock is
+// held.
 func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) {
 	records := e.records[ep.destination.namespace]
 	r, ok := records[ep.recordName(circuitPrefix)]
@@ -87,29 +98,32 @@ func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time)
 		r, ok = records[ep.recordName(historyPrefix)]
 	}
 	if ok {
-		ep.machine.Restore(r, revision, now)
+		ep.machine.Restore(r.Record, revision, now)
+		if r.FailedAttempt != nil {
+			ep.attempts.add(e.o.Attempts, r.FailedAttempt)
+		}
 	}
 	ep.stored, ep.storedAt = ep.machine.Status(), now
 }
 
 // loadRecords reads the records of the earlier run: the health of the endpoints, and the bounds of
 // the dead letters of deleted destinations.
-func (e *Engine) loadRecords() (map[string]endpoint.Record, map[string]liveconfig.DeadLetters) {
-	health, bounds := map[string]endpoint.Record{}, map[string]liveconfig.DeadLetters{}
+func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLetters) {
+	endpoints, bounds := map[string]health{}, map[string]liveconfig.DeadLetters{}
 	all, err := e.o.Store.AllMeta()
 	if err != nil {
 		e.log.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention", "error", err)
 	}
 	for name, value := range all {
-		var r endpoint.Record
+		var r health
 		var b liveconfig.DeadLetters
 		if (strings.HasPrefix(name, circuitPrefix) || strings.HasPrefix(name, historyPrefix)) && json.Unmarshal(value, &r) == nil {
-			health[name] = r
+			endpoints[name] = r
 		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
 			bounds[key] = b
 		}
 	}
-	return health, bounds
+	return endpoints, bounds
 }
 
 // boundsPrefix is the prefix of the names under which the store keeps the bounds of the dead
@@ -161,10 +175,10 @@ func (e *Engine) usesRecord(v *liveconfig.View, name string) bool {
 }
 
 // setRecord notes a stored record. The lock is held.
-func (e *Engine) setRecord(name string, r endpoint.Record) {
+func (e *Engine) setRecord(name string, r health) {
 	namespace := namespaceOfRecord(name)
 	if e.records[namespace] == nil {
-		e.records[namespace] = map[string]endpoint.Record{}
+		e.records[namespace] = map[string]health{}
 	}
 	e.records[namespace][name] = r
 }

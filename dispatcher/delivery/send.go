@@ -192,7 +192,7 @@ func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bo
 // unsendable makes a dead letter of a leased message that is older than its window. The lock is
 // held, but released while the store is called.
 func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
-	if now.Sub(e.windowStart(d.AcceptedAt)) < l.set.policy.Window {
+	if now.Sub(e.windowStart(d.AcceptedAt)) < l.set.policy.Window || !e.mayExpire() {
 		return false
 	}
 	l.leased--
@@ -358,6 +358,9 @@ func (e *Engine) settle(p *post, r *ended, o retry.Outcome) outcome {
 		return released
 	}
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, e.windowStart(p.message.AcceptedAt), r.at, rand.Float64)
+	if decision.Reason == retry.Expired && !e.mayExpire() {
+		decision = retry.Decide(o, p.set.policy, p.message.Attempt, r.at, r.at, rand.Float64)
+	}
 	if decision.Action == retry.Ack {
 		if !e.o.Store.Ack(p.message) {
 			return deliveredAgain

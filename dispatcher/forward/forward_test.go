@@ -115,7 +115,9 @@ func (r *rig) stop() {
 func (r *rig) apply() {
 	r.Helper()
 	r.number++
-	view := liveconfig.NewView([]liveconfig.Revisioned{{Config: r.config, Revision: fmt.Sprint(r.number)}})
+	config := r.config
+	config.Destinations = slices.Clone(config.Destinations) // A view is immutable.
+	view := liveconfig.NewView([]liveconfig.Revisioned{{Config: config, Revision: fmt.Sprint(r.number)}})
 	check.NoError(r.T, "apply the positions", r.service.Apply(view))
 	check.NoError(r.T, "apply the config", r.engine.Apply(view))
 	admissiontest.Set(r.gate, view, nil)

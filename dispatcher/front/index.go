@@ -48,13 +48,8 @@ type entry struct {
 	origins         []string
 }
 
-// Set replaces the entries of a namespace. A live config that cannot be decoded changes nothing, because
-// the previous one remains in effect.
-func (x *Index) Set(namespace string, stored liveconfig.Stored) error {
-	live, err := stored.Decode()
-	if err != nil {
-		return err
-	}
+// Set replaces the entries of a namespace by those of its live config.
+func (x *Index) Set(namespace string, live liveconfig.Revisioned) {
 	var e entry
 	for _, s := range live.Sources {
 		for _, hash := range s.WriteKeySHA256 {
@@ -71,7 +66,6 @@ func (x *Index) Set(namespace string, stored liveconfig.Stored) error {
 	defer x.mu.Unlock()
 	x.remove(namespace)
 	x.add(namespace, e)
-	return nil
 }
 
 func appendHash(list []writekey.Hash, text string) []writekey.Hash {

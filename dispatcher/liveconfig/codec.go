@@ -95,35 +95,43 @@ var gzipWriters = sync.Pool{New: func() any {
 	return zip
 }}
 
-// decompress reads the output of compress, of at most maxDecodedBytes.
-func decompress(data []byte) ([]byte, error) {
-	zip, err := gzip.NewReader(bytes.NewReader(data))
-	if err != nil {
+// decompress reads the output of compress, of at most maxDecodedBytes. size is the expected length.
+func decompress(data []byte, size int) ([]byte, error) {
+	zip, _ := gzipReaders.Get().(*gzip.Reader)
+	defer gzipReaders.Put(zip)
+	if err := zip.Reset(bytes.NewReader(data)); err != nil {
 		return nil, fmt.Errorf("live config is not gzip: %w", err)
 	}
-	plain, err := io.ReadAll(io.LimitReader(zip, maxDecodedBytes+1))
-	if err != nil {
+	plain := bytes.NewBuffer(make([]byte, 0, size+size/8+bytes.MinRead))
+	if _, err := plain.ReadFrom(io.LimitReader(zip, maxDecodedBytes+1)); err != nil {
 		return nil, fmt.Errorf("live config is damaged: %w", err)
 	}
-	if len(plain) > maxDecodedBytes {
+	if plain.Len() > maxDecodedBytes {
 		return nil, fmt.Errorf("live config is larger than %d bytes", maxDecodedBytes)
 	}
-	return plain, nil
+	return plain.Bytes(), nil
 }
+
+// gzipReaders are reused because each has a window of 32 KiB.
+var gzipReaders = sync.Pool{New: func() any { return new(gzip.Reader) }}
 
 // Decode reads the output of Encode. It is strict: an unknown field, an unknown version, trailing
 // data or an invalid value is an error, so a config is accepted as a whole or not at all.
 func Decode(data []byte) (c Config, revision string, err error) {
-	plain, err := decompress(data)
+	plain, err := decompress(data, 0)
 	if err != nil {
 		return Config{}, "", err
 	}
-	sum := sha256.Sum256(plain)
-	revision = hex.EncodeToString(sum[:])
+	return decodeText(plain)
+}
 
-	dec := json.NewDecoder(bytes.NewReader(withCurrentNames(plain)))
-	dec.DisallowUnknownFields()
-	err = dec.Decode(&c)
+// decodeText is Decode for the JSON text.
+func decodeText(plain []byte) (c Config, revision string, err error) {
+	revision = revisionOf(plain)
+	err = unmarshal(withCurrentNames(plain), &c)
+	if errors.Is(err, errTrailing) && c.Version == FormatVersion {
+		return Config{}, revision, err
+	}
 	if err != nil || c.Version != FormatVersion {
 		// The error for another format should name the version and not an unknown field.
 		var head struct {
@@ -137,13 +145,25 @@ func Decode(data []byte) (c Config, revision string, err error) {
 		}
 		return Config{}, revision, fmt.Errorf("live config does not match the format: %w", redactJSONError(err))
 	}
-	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return Config{}, revision, errors.New("live config has trailing data")
-	}
 	if err := c.Validate(); err != nil {
 		return Config{}, revision, err
 	}
 	return c, revision, nil
+}
+
+var errTrailing = errors.New("live config has trailing data")
+
+// unmarshal decodes a JSON text. Unknown fields and trailing data are errors.
+func unmarshal(text []byte, into any) error {
+	dec := json.NewDecoder(bytes.NewReader(text))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(into); err != nil {
+		return err
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return errTrailing
+	}
+	return nil
 }
 
 // redactJSONError removes the offending value, which may be a secret.
@@ -157,7 +177,11 @@ func redactJSONError(err error) error {
 // Validate checks rules that the format's types cannot express: names, limits, and that an active
 // destination has everything for a delivery. Its errors name the object and the field and contain
 // no secrets.
-func (c Config) Validate() error {
+func (c Config) Validate() error { return c.validate(nil) }
+
+// validate is Validate. valid reports, by position, whether a destination is known to be valid except for its
+// name and Sources; nil if none is.
+func (c Config) validate(valid []bool) error {
 	if c.Namespace == "" {
 		return errors.New("live config: the namespace is empty")
 	}
@@ -184,9 +208,13 @@ func (c Config) Validate() error {
 		}
 	}
 	names := map[string]bool{}
-	for _, d := range c.Destinations {
+	for i, d := range c.Destinations {
 		named(names, "destination", d.Name)
-		if err := d.validate(sources); err != nil {
+		err := d.validateSources(sources)
+		if err == nil && (valid == nil || !valid[i]) {
+			err = d.validate()
+		}
+		if err != nil {
 			fail("destination %q: %w", d.Name, err)
 		}
 	}
@@ -254,7 +282,16 @@ func (r Redelivery) validate() error {
 	return nil
 }
 
-func (d Destination) validate(sources map[string]bool) error {
+func (d Destination) validateSources(sources map[string]bool) error {
+	for _, s := range d.Sources {
+		if !sources[s] && !BuiltIn(s) {
+			return fmt.Errorf("source %q does not exist", s)
+		}
+	}
+	return nil
+}
+
+func (d Destination) validate() error {
 	switch d.State {
 	case Active, Disabled, Paused:
 	default:
@@ -262,11 +299,6 @@ func (d Destination) validate(sources map[string]bool) error {
 	}
 	if d.Success != AnyEndpoint && d.Success != EveryEndpoint {
 		return fmt.Errorf("success %q is unknown", d.Success)
-	}
-	for _, s := range d.Sources {
-		if !sources[s] && !BuiltIn(s) {
-			return fmt.Errorf("source %q does not exist", s)
-		}
 	}
 	p := d.Delivery
 	if p.RetryWindowMS < 1 || p.RetryWindow() > MaxRetryWindow {

@@ -30,7 +30,7 @@ func expectCanonical(t *testing.T, c Config, data []byte, revision string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := decompress(data)
+	got, err := decompress(data, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -173,14 +173,17 @@ func (s Stored) data() map[string][]byte {
 
 // Decode reads the config, which must be valid, and its head, which must belong to the config. With
 // an error it returns what it could read.
-func (s Stored) Decode() (r Revisioned, err error) {
+func (s Stored) Decode() (r Revisioned, err error) { return s.decode(Decode) }
+
+// decode is Decode, where config decodes the config.
+func (s Stored) decode(config func([]byte) (Config, string, error)) (r Revisioned, err error) {
 	switch {
 	case s.missing != "":
 		err = fmt.Errorf("live config: its part, Secret %s, does not exist; a running operator writes it again", s.missing)
 	case s.invalid != nil:
 		err = s.invalid
 	default:
-		r.Config, r.Revision, err = Decode(s.Config)
+		r.Config, r.Revision, err = config(s.Config)
 	}
 	head, headErr := DecodeHead(s.Head)
 	switch {
@@ -231,7 +234,7 @@ func DecodeHead(data []byte) (h Head, err error) {
 	if len(data) == 0 {
 		return Head{}, nil
 	}
-	plain, err := decompress(data)
+	plain, err := decompress(data, 0)
 	if err != nil {
 		return Head{}, fmt.Errorf("the head of the live config: %w", err)
 	}

@@ -183,7 +183,7 @@ func decodeIndex(data []byte) (x index, err error) {
 	if len(data) == 0 {
 		return index{}, errors.New("the live config has no index")
 	}
-	plain, err := decompress(data)
+	plain, err := decompress(data, 0)
 	if err != nil {
 		return index{}, fmt.Errorf("the index of the live config: %w", err)
 	}

@@ -126,7 +126,7 @@ func expressible() Config {
 // this release as the same config.
 func TestConfigForRelease020(t *testing.T) {
 	strict := func(data []byte) (c types020, err error) {
-		plain, err := decompress(data)
+		plain, err := decompress(data, 0)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -232,6 +232,8 @@ type TraceResult struct {
 	Scanned  int
 	Until    time.Time
 	Complete bool
+	// Storing is true if the message is not durable yet. It is in no Trace, because it may be lost.
+	Storing bool
 }
 
 // Trace is what the store has of a message.
@@ -396,7 +398,8 @@ type DeadLetters interface {
 	// equal to the previous mark if there was no dead letter in between; after a restart it may
 	// be smaller.
 	DeadLetterMark(destination string) (key string, err error)
-	// DeleteDeadLetters removes dead letters by key.
+	// DeleteDeadLetters removes dead letters by key. It returns when these removals, and all earlier ones,
+	// are durable; without keys it only waits.
 	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older than
 	// before, and until their bytes are at most maxBytes or none is older than young, which

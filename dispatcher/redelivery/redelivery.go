@@ -196,7 +196,11 @@ func each(ctx context.Context, store Store, destination string, s adminapi.DeadL
 			}
 		}
 	}
-	return p, nil
+	if o.DryRun {
+		return p, nil
+	}
+	// Another request may have removed dead letters that the scan did not find, and its removals may fail.
+	return p, store.DeleteDeadLetters(ctx, destination)
 }
 
 func now(o Options) time.Time {

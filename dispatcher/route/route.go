@@ -4,6 +4,7 @@
 package route
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -20,7 +21,14 @@ const IntegrationName = "Webhooks"
 
 // Router holds the destinations of one namespace by Source. It is immutable after New and Keep, and
 // safe for concurrent use.
-type Router struct{ bySource map[string][]*destination }
+type Router struct {
+	bySource map[string][]*destination
+	// programs are the compiled expressions, and old those of the Router before.
+	programs, old programs
+}
+
+// programs are compiled expressions by their text.
+type programs map[string]*expression.Program
 
 type destination struct {
 	key, name  string
@@ -38,18 +46,25 @@ type destination struct {
 // expression does not compile; the controllers reject such a destination, so the config is not
 // theirs. An invalid filter of an inactive destination matches everything: its messages are kept
 // until the owner has fixed the filter.
-func New(c liveconfig.Config) (*Router, error) {
-	r := &Router{bySource: map[string][]*destination{}}
+func New(c liveconfig.Config) (*Router, error) { return (*Router)(nil).Next(c) }
+
+// Next is New for the next config of the namespace: it compiles only the expressions that r, which may be nil,
+// does not have.
+func (r *Router) Next(c liveconfig.Config) (*Router, error) {
+	next := &Router{bySource: map[string][]*destination{}, programs: programs{}}
+	if r != nil {
+		next.old = r.programs
+	}
 	for _, d := range c.Destinations {
 		to := &destination{key: c.Namespace + "/" + d.Name, name: d.Name, exact: d.ExactNumbers}
-		if err := to.filter(d.Filter); err != nil && d.State == liveconfig.Active {
+		if err := next.filter(to, d.Filter); err != nil && d.State == liveconfig.Active {
 			return nil, fmt.Errorf("destination %q: filter.expression: %w", d.Name, err)
 		}
 		for _, s := range d.Sources {
-			r.bySource[s] = append(r.bySource[s], to)
+			next.bySource[s] = append(next.bySource[s], to)
 		}
 	}
-	return r, nil
+	return next, nil
 }
 
 // Keep adds the destinations of the previous Router that were removed, or disconnected from a
@@ -102,7 +117,7 @@ func RouteOf(d liveconfig.Destination) Route {
 func (r *Router) KeepRoutes(namespace string, routes map[string]Route) {
 	for name, route := range routes {
 		to := &destination{key: namespace + "/" + name, name: name, exact: route.ExactNumbers}
-		_ = to.filter(route.Filter) // It was valid while the destination was in a config.
+		_ = r.filter(to, route.Filter) // It was valid while the destination was in a config.
 		for _, source := range route.Sources {
 			if !slices.ContainsFunc(r.bySource[source], func(d *destination) bool { return d.key == to.key }) {
 				r.bySource[source] = append(r.bySource[source], to)
@@ -111,17 +126,24 @@ func (r *Router) KeepRoutes(namespace string, routes map[string]Route) {
 	}
 }
 
-// filter sets the destination's filter; nil matches everything. With an error the expression matches
+// filter sets a destination's filter; nil matches everything. With an error the expression matches
 // everything.
-func (d *destination) filter(f *liveconfig.Filter) (err error) {
+func (r *Router) filter(d *destination, f *liveconfig.Filter) (err error) {
 	if f == nil {
 		return nil
 	}
 	d.types, d.events = f.Types, f.Events
-	if f.Expression != "" {
-		d.expression, err = expression.Compile(f.Expression)
+	if f.Expression == "" {
+		return nil
 	}
-	return err
+	p := cmp.Or(r.programs[f.Expression], r.old[f.Expression])
+	if p == nil {
+		if p, err = expression.Compile(f.Expression); err != nil {
+			return err
+		}
+	}
+	d.expression, r.programs[f.Expression] = p, p
+	return nil
 }
 
 // Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but

@@ -79,6 +79,37 @@ func TestABadExpressionHarmsNobodyElse(t *testing.T) {
 	}
 }
 
+// The next Router compiles only new expressions, and keeps only those that it uses.
+func TestNext(t *testing.T) {
+	config := func(expressions ...string) liveconfig.Config {
+		c := liveconfig.Config{Namespace: "shop"}
+		for i, e := range expressions {
+			c.Destinations = append(c.Destinations, liveconfig.Destination{Name: string(rune('a' + i)), State: liveconfig.Active, Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: e}})
+		}
+		return c
+	}
+	first, err := New(config("call.userId == 'u'", "call.userId == 'v'"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := first.Next(config("call.userId == 'w'", "call.userId == 'u'"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"shop/a"}, second.Skip("web", parse(t, event.Identify, `{"userId":"u"}`))); diff != "" {
+		t.Errorf("destinations that do not get the call (-want +got):\n%s", diff)
+	}
+	if second.programs["call.userId == 'u'"] != first.programs["call.userId == 'u'"] {
+		t.Error("an expression of the Router before: got a new program, want the same")
+	}
+	if len(second.programs) != 2 {
+		t.Errorf("programs: got %d, want the 2 of the config", len(second.programs))
+	}
+	if _, err := second.Next(config("call.(")); err == nil || !strings.Contains(err.Error(), `destination "a": filter.expression`) {
+		t.Errorf("an expression that does not compile: got error %v, want one with the destination", err)
+	}
+}
+
 func TestGlob(t *testing.T) {
 	for _, tc := range []struct {
 		pattern, name string

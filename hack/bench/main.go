@@ -150,6 +150,7 @@ var measurements = []struct {
 	{"burst", measureBurst},
 	{"replicated", measureReplicated},
 	{"takeover", measureTakeover},
+	{"dark", measureDark},
 	{"slots", measureSlots},
 }
 

@@ -385,8 +385,10 @@ func (b *bench) startWithLog(ctx context.Context, list []destination, dir, log s
 	return d, json.Unmarshal(p.hello, d)
 }
 
+// dispatcherRole runs a dispatcher. Its arguments are the data directory, a pattern of the files of the configs, the
+// directory of profiles, the address of a proxy, "URL NAME" of the log, and "standby" for a process that follows it.
 func dispatcherRole(args []string) error {
-	data, err := os.ReadFile(args[1])
+	configs, err := readConfigs(args[1])
 	if err != nil {
 		return err
 	}
@@ -416,7 +418,9 @@ func dispatcherRole(args []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	serve := func(ctx context.Context, d *dispatcher.Dispatcher) error {
-		d.Set("bench", liveconfig.Stored{Config: data})
+		for namespace, data := range configs {
+			d.Set(namespace, liveconfig.Stored{Config: data})
+		}
 		d.Synced()
 		hello(d.Addr().String(), d.AdminAddr().String())
 		return d.Run(ctx)
@@ -429,6 +433,27 @@ func dispatcherRole(args []string) error {
 		return err
 	}
 	return serve(ctx, d)
+}
+
+// readConfigs reads the files of a pattern, and returns them by their namespace.
+func readConfigs(pattern string) (map[string][]byte, error) {
+	files, err := filepath.Glob(pattern)
+	if err != nil {
+		return nil, err
+	}
+	configs := map[string][]byte{}
+	for _, file := range files {
+		data, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		c, _, err := liveconfig.Decode(data)
+		if err != nil {
+			return nil, err
+		}
+		configs[c.Namespace] = data
+	}
+	return configs, nil
 }
 
 // startProfiles starts profiles of this process. stop writes them.

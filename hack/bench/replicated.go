@@ -3,9 +3,12 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -22,8 +25,8 @@ const logServers = 3
 
 // replicatedLog is the log of the measurements: processes of the NATS server.
 type replicatedLog struct {
-	url     string
-	servers []*process.Posthorn
+	url, dir string
+	servers  []*process.Posthorn
 }
 
 func (b *bench) startLog() (*replicatedLog, error) {
@@ -31,8 +34,11 @@ func (b *bench) startLog() (*replicatedLog, error) {
 	if err != nil {
 		return nil, err
 	}
-	var l replicatedLog
-	if l.servers, l.url, err = process.NATSServers(binary, b.root, logServers); err != nil {
+	l := replicatedLog{dir: b.dir("log")}
+	if err := os.MkdirAll(l.dir, 0o755); err != nil {
+		return nil, err
+	}
+	if l.servers, l.url, err = process.NATSServers(binary, l.dir, logServers); err != nil {
 		return nil, err
 	}
 	for i, s := range l.servers {
@@ -49,6 +55,28 @@ func (l *replicatedLog) stop() {
 	for _, s := range l.servers {
 		_ = s.Stop(syscall.SIGTERM)
 	}
+}
+
+// disk returns the bytes of the servers' files.
+func (l *replicatedLog) disk() (bytes int64, err error) {
+	return bytes, filepath.WalkDir(l.dir, func(_ string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return existing(err)
+		}
+		info, err := e.Info()
+		if err == nil {
+			bytes += info.Size()
+		}
+		return existing(err)
+	})
+}
+
+// existing returns an error unless it means that a server has removed the file.
+func existing(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
 func (l *replicatedLog) cpu() (total time.Duration) {

@@ -13,12 +13,15 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"sort"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -50,103 +53,188 @@ func measureTakeover(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	defer log.stop()
-	p := &pair{b: b, log: log.url + " pair"}
 	list := destinations(2, b.sink.Addr)
 	list[1].addr = process.FreeAddr() // Nothing listens there.
-	if err := p.writeConfig(list); err != nil {
-		return nil, err
-	}
+	p := &pair{b: b, log: log.url + " pair"}
 	defer p.stop()
-	owner, err := p.start(ctx)
-	if err == nil {
-		err = p.waitFor(owner, true)
+	if err := p.startOwner(ctx, config(list)); err != nil {
+		return nil, err
 	}
+	filled, err := b.fill(p.owner, *waiting)
 	if err != nil {
 		return nil, err
 	}
-	filled, err := b.fill(owner, *waiting)
+	restored, err := p.startStandby(ctx)
 	if err != nil {
 		return nil, err
 	}
-	accepted := float64(*waiting) * float64(len(appendBody(nil, 1, plainID)))
-	begin := time.Now()
-	standby, err := p.start(ctx)
-	if err == nil {
-		err = p.waitFor(standby, false)
-	}
+	uploaded, err := p.owner.snapshotBytes()
 	if err != nil {
 		return nil, err
 	}
-	restored := time.Since(begin)
-	uploaded, err := owner.snapshotBytes()
-	if err != nil {
-		return nil, err
-	}
-
-	stop := p.probe()
+	stop := p.probe(0)
 	defer stop()
-	// replace ends the owner, waits until the standby is the owner, and starts another standby. It returns the
-	// longest time between two answered calls.
-	replace := func(signal syscall.Signal) (time.Duration, error) {
-		begin := time.Now()
-		_ = owner.cmd.Process.Signal(signal)
-		_ = owner.cmd.Wait()
-		p.remove(owner)
-		if err := os.RemoveAll(owner.cmd.Args[1]); err != nil {
-			return 0, err
-		}
-		owner = standby
-		if err := p.waitFor(owner, true); err != nil {
-			return 0, err
-		}
-		longest, err := p.longestSince(begin)
-		if err == nil {
-			if standby, err = p.start(ctx); err == nil {
-				err = p.waitFor(standby, false)
-			}
-		}
-		return longest, err
+	lost, err := p.replace(ctx, syscall.SIGKILL, *kills)
+	if err != nil {
+		return nil, err
 	}
-	var lost, ended []time.Duration
-	for range *kills {
-		d, err := replace(syscall.SIGKILL)
-		if err != nil {
-			return nil, err
-		}
-		lost = append(lost, d)
+	ended, err := p.replace(ctx, syscall.SIGTERM, handOvers)
+	if err != nil {
+		return nil, err
 	}
-	for range handOvers {
-		d, err := replace(syscall.SIGTERM)
-		if err != nil {
-			return nil, err
-		}
-		ended = append(ended, d)
-	}
-	inTime := 0
-	for _, d := range lost {
-		if d <= 15*time.Second {
-			inTime++
-		}
-	}
-	gb := accepted / 1e9
-	text := func(d []time.Duration) string {
-		slices.Sort(d)
-		return fmt.Sprintf("%.1f to %.1f s", d[0].Seconds(), d[len(d)-1].Seconds())
-	}
-	lostText, endedText := text(lost), text(ended)
+	accepted := acceptedBytes()
 	return []row{
-		{Name: fmt.Sprintf("takeover after kill -9 with %.1f GB waiting", gb), Value: fmt.Sprintf("%s, %d of %d in 15 s", lostText, inTime, len(lost)), Goal: "49 of 50 in 15 s", Met: inTime*50 >= len(lost)*49, Number: lost[len(lost)-1].Seconds()},
-		below("hand-over with as much waiting", ended[len(ended)-1].Seconds(), 2, endedText, "<= 2 s"),
+		takeovers(fmt.Sprintf("takeover after kill -9 with %.1f GB waiting", accepted/1e9), lost),
+		below("hand-over with as much waiting", ended[len(ended)-1].Seconds(), 2, span(ended), "<= 2 s"),
 		{Name: "  restore of a standby until it is ready", Value: fmt.Sprintf("%.1f s (%.0f MB/s)", restored.Seconds(), accepted/1e6/restored.Seconds()), Met: true, Number: restored.Seconds()},
 		below("bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2, fmt.Sprintf("%.2f (%.0f MB in %.0f s)", uploaded/accepted, uploaded/1e6, filled.Seconds()), "<= 2"),
 	}, nil
 }
 
+// acceptedBytes is the size of the waiting messages.
+func acceptedBytes() float64 { return float64(*waiting) * float64(len(appendBody(nil, 1, plainID))) }
+
+// takeovers is the row of sorted durations of takeovers.
+func takeovers(name string, sorted []time.Duration) row {
+	inTime := sort.Search(len(sorted), func(i int) bool { return sorted[i] > 15*time.Second })
+	return row{
+		Name: name, Value: fmt.Sprintf("%s, %d of %d in 15 s", span(sorted), inTime, len(sorted)),
+		Goal: "49 of 50 in 15 s", Met: inTime*50 >= len(sorted)*49, Number: sorted[len(sorted)-1].Seconds(),
+	}
+}
+
+// span formats the shortest and the longest one of sorted durations.
+func span(sorted []time.Duration) string {
+	return fmt.Sprintf("%.1f to %.1f s", sorted[0].Seconds(), sorted[len(sorted)-1].Seconds())
+}
+
+// darkNamespaces is the number of namespaces beside the one of the dark destination, darkRate the number of
+// calls that they get in a second, and darkSettle the wait after the backlog was written.
+const (
+	darkNamespaces = 50
+	darkRate       = 1000
+	darkSettle     = time.Minute
+)
+
+// measureDark measures 50 namespaces beside one whose destination never answers and has a backlog.
+func measureDark(ctx context.Context, b *bench) ([]row, error) {
+	log, err := b.startLog()
+	if err != nil {
+		return nil, err
+	}
+	defer log.stop()
+	var configs []liveconfig.Config
+	for i := range 1 + darkNamespaces {
+		addr := b.sink.Addr
+		if i == 0 {
+			addr = b.sink.BlackHole
+		}
+		list := destinations(i+1, addr)
+		list[0].source = i
+		c := config(list[:1])
+		c.Namespace, c.Sources = fmt.Sprintf("bench-%d", i), c.Sources[i:]
+		configs = append(configs, c)
+	}
+	p := &pair{b: b, log: log.url + " dark"}
+	defer p.stop()
+	if err := p.startOwner(ctx, configs...); err != nil {
+		return nil, err
+	}
+	if _, err := p.startStandby(ctx); err != nil {
+		return nil, err
+	}
+	alone, _, err := p.paced(ctx, log)
+	if err != nil {
+		return nil, err
+	}
+	begin, usedBefore := time.Now(), log.cpu()
+	if _, err := b.fill(p.owner, *waiting); err != nil {
+		return nil, err
+	}
+	filled, used := time.Since(begin), log.cpu()-usedBefore
+	after, _, err := p.paced(ctx, log)
+	if err != nil {
+		return nil, err
+	}
+	// The store has sorted the backlog, and its snapshot is uploaded.
+	time.Sleep(darkSettle)
+	beside, cores, err := p.paced(ctx, log)
+	if err != nil {
+		return nil, err
+	}
+	uploaded, err := p.owner.snapshotBytes()
+	if err != nil {
+		return nil, err
+	}
+	disk, err := log.disk()
+	if err != nil {
+		return nil, err
+	}
+	stop := p.probe(1)
+	defer stop()
+	lost, err := p.replace(ctx, syscall.SIGKILL, *kills)
+	if err != nil {
+		return nil, err
+	}
+	accepted := acceptedBytes()
+	ratio, ratioAfter := beside.p99.Seconds()/alone.p99.Seconds(), after.p99.Seconds()/alone.p99.Seconds()
+	return []row{
+		below(fmt.Sprintf("p99 of %d namespaces beside %.1f GB for a dark URL, of alone", darkNamespaces, accepted/1e9), ratio, 1.5,
+			fmt.Sprintf("%.2f (p99 %v of %v, p50 %v of %v)", ratio, short(beside.p99), short(alone.p99), short(beside.p50), short(alone.p50)), "<= 1.5"),
+		{Name: "  the same immediately after the backlog was written", Value: fmt.Sprintf("%.2f (p99 %v)", ratioAfter, short(after.p99)), Met: true, Number: ratioAfter},
+		takeovers("  takeover of all namespaces", lost),
+		below("  bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2, fmt.Sprintf("%.2f (%.0f MB)", uploaded/accepted, uploaded/1e6), "<= 2"),
+		{Name: "  CPU of three servers: backlog written, and waiting", Value: fmt.Sprintf("%.2f, %.2f cores", used.Seconds()/filled.Seconds(), cores), Met: true, Number: cores},
+		{Name: "  disk of three servers per accepted byte", Value: fmt.Sprintf("%.1f (%.1f GB)", float64(disk)/accepted, float64(disk)/1e9), Met: true, Number: float64(disk) / accepted},
+	}, nil
+}
+
+// paced sends single calls of all namespaces but the first one to the owner. It returns the latencies of the
+// deliveries, and the cores that the servers use.
+func (p *pair) paced(ctx context.Context, log *replicatedLog) (s sample, cores float64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*p.b.window())
+	defer cancel()
+	if _, err := p.b.sink.take(); err != nil {
+		return s, 0, err
+	}
+	const clients = 10
+	var group errgroup.Group
+	var id atomic.Int64
+	begin, used := time.Now(), log.cpu()
+	for n := range clients {
+		group.Go(func() error {
+			out := newSender(p.owner)
+			defer out.close()
+			for i := n; ctx.Err() == nil; i += clients {
+				time.Sleep(time.Until(begin.Add(time.Duration(i) * time.Second / darkRate)))
+				if err := out.send(1+i%darkNamespaces, 1, plainID, &id); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return s, 0, err
+	}
+	cores = (log.cpu() - used).Seconds() / time.Since(begin).Seconds()
+	stats, err := p.b.sink.take()
+	if err == nil && len(stats.Samples) == 0 {
+		err = errors.New("no message was delivered")
+	}
+	if err != nil {
+		return s, 0, err
+	}
+	sortDurations(stats.Samples)
+	return sample{p50: quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99)}, cores, nil
+}
+
 // pair are the processes of a log.
 type pair struct {
-	b         *bench
-	log, file string
-	started   int
+	b              *bench
+	log, configs   string
+	started        int
+	owner, standby *dispatcherProcess
 
 	mu      sync.Mutex
 	members []*dispatcherProcess
@@ -154,19 +242,66 @@ type pair struct {
 	answered []time.Time
 }
 
-func (p *pair) writeConfig(list []destination) error {
-	data, _, err := liveconfig.Encode(config(list))
-	if err != nil {
+// startOwner starts the first process, with the configs of one or more namespaces.
+func (p *pair) startOwner(ctx context.Context, configs ...liveconfig.Config) (err error) {
+	p.configs = p.b.dir("pair.config")
+	for i, c := range configs {
+		data, _, err := liveconfig.Encode(c)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(fmt.Sprint(p.configs, i), data, 0o600); err != nil {
+			return err
+		}
+	}
+	if p.owner, err = p.start(ctx); err != nil {
 		return err
 	}
-	p.file = p.b.dir("pair.config")
-	return os.WriteFile(p.file, data, 0o600)
+	return p.waitFor(p.owner, true)
+}
+
+// startStandby starts the second process, and returns the time until it is ready.
+func (p *pair) startStandby(ctx context.Context) (took time.Duration, err error) {
+	begin := time.Now()
+	if p.standby, err = p.start(ctx); err != nil {
+		return 0, err
+	}
+	err = p.waitFor(p.standby, false)
+	return time.Since(begin), err
+}
+
+// replace ends the owner, removes its files, waits until the standby is the owner, and starts another standby,
+// several times. It returns the longest time between two answered probes of each time, sorted.
+func (p *pair) replace(ctx context.Context, signal syscall.Signal, times int) (sorted []time.Duration, err error) {
+	for range times {
+		begin := time.Now()
+		_ = p.owner.cmd.Process.Signal(signal)
+		_ = p.owner.cmd.Wait()
+		p.remove(p.owner)
+		if err := os.RemoveAll(p.owner.cmd.Args[1]); err != nil {
+			return nil, err
+		}
+		p.owner = p.standby
+		if err := p.waitFor(p.owner, true); err != nil {
+			return nil, err
+		}
+		longest, err := p.longestSince(begin)
+		if err != nil {
+			return nil, err
+		}
+		if _, err := p.startStandby(ctx); err != nil {
+			return nil, err
+		}
+		sorted = append(sorted, longest)
+	}
+	slices.Sort(sorted)
+	return sorted, nil
 }
 
 // start starts a process without files.
 func (p *pair) start(ctx context.Context) (*dispatcherProcess, error) {
 	p.started++
-	c, err := spawn(ctx, "dispatcher", p.b.dir(fmt.Sprint("pair-", p.started)), p.file, "", "", p.log, "standby")
+	c, err := spawn(ctx, "dispatcher", p.b.dir(fmt.Sprint("pair-", p.started)), p.configs+"*", "", "", p.log, "standby")
 	if err != nil {
 		return nil, err
 	}
@@ -206,8 +341,8 @@ func (p *pair) waitFor(d *dispatcherProcess, owner bool) error {
 	}
 }
 
-// probe sends small calls to the processes in turn, until stop is called.
-func (p *pair) probe() (stop func()) {
+// probe sends small calls of a Source to the processes in turn, until stop is called.
+func (p *pair) probe(source int) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	client := &http.Client{Timeout: time.Second}
 	var group sync.WaitGroup
@@ -221,7 +356,7 @@ func (p *pair) probe() (stop func()) {
 				p.mu.Unlock()
 				body := fmt.Sprintf(`{"userId":"u","event":"Probe","messageId":"probe-%d-%d"}`, os.Getpid(), id)
 				req, _ := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/track", strings.NewReader(body))
-				req.Header.Set("Authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(writeKey(0)+":")))
+				req.Header.Set("Authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(writeKey(source)+":")))
 				resp, err := client.Do(req)
 				if err != nil {
 					continue

@@ -251,6 +251,7 @@ func TestInvalidValues(t *testing.T) {
 		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
 		"log without servers":   {"log.type=JetStream,log.jetStream.name=a", "at '/log/jetStream/url': minLength: got 0, want 1"},
 		"log without a name":    {"log.type=JetStream,log.jetStream.url=nats://nats:4222", "at '/log/jetStream/name': minLength: got 0, want 1"},
+		"installation, a space": {"log.jetStream.installation=a b", "at '/log/jetStream/installation': 'a b' does not match pattern '^(?<up_to_200_letters_digits_and_dot_underscore_colon_slash_dash>"},
 		"log of HTTP":           {"log.jetStream.url=http://nats:4222", "at '/log/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
 		"scaled, on volumes":    {"dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},
 		"scaled, one slot":      {jetStream + ",dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},

@@ -289,7 +289,12 @@ var situations = []situation{
 	{"PosthornLogFilling", `posthorn_log_stream_bytes{pod="d-0"} 65x60
 		posthorn_log_stream_max_bytes{pod="d-0"} 0x60`, false}, // Without a bound.
 	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x60
-		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // None yet.
+		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, true}, // None yet.
+	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x40 3000x20
+		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // The first one took a while.
+	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x60
+		posthorn_log_snapshot_timestamp_seconds{pod="d-1"} 3000x60
+		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // A standby has none.
 	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 1x60
 		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, true},
 }

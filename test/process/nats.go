@@ -8,11 +8,13 @@ import (
 	"strings"
 )
 
+const nats = "github.com/nats-io/nats-server/v2"
+
 // BuildNATS builds the NATS server of the module's version into a directory and returns the binary's
 // path.
 func BuildNATS(dir string) (string, error) {
 	binary := filepath.Join(dir, "nats-server")
-	cmd := exec.Command("go", "build", "-trimpath", "-o", binary, "github.com/nats-io/nats-server/v2")
+	cmd := exec.Command("go", "build", "-trimpath", "-o", binary, nats)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	_, err := run(cmd)
 	return binary, err

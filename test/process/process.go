@@ -26,12 +26,12 @@ const module = "github.com/posthorn/posthorn"
 // Build builds posthorn into a directory and returns the binary's path.
 func Build(dir string) (string, error) {
 	// The directory also differs in other modules that use this one, such as benchmarks.
-	root, err := run(exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module))
+	root, err := moduleDir(module)
 	if err != nil {
 		return "", err
 	}
 	binary := filepath.Join(dir, "posthorn")
-	return binary, Compile(strings.TrimSpace(root), "./cmd/posthorn", binary)
+	return binary, Compile(root, "./cmd/posthorn", binary)
 }
 
 // Compile builds a main package of the module in a directory. It uses the flags of

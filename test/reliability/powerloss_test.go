@@ -28,7 +28,8 @@ import (
 // that keeps a random part of the unsynced data, while the config changes. After a power loss
 // at any time, also during a start: every call that was answered 200 is delivered or rejected
 // by the receiver, a call that is sent again is not accepted twice, the ledger balances at
-// every start, and only deliveries in flight or not yet recorded are repeated.
+// every start, and only deliveries in flight or not yet recorded are repeated. A dispatcher that
+// starts with an old config sends nothing and accepts no call until it has a newer one.
 //
 // POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
 func TestPowerLoss(t *testing.T) { testPowerLoss(t, false) }
@@ -95,6 +96,10 @@ type world struct {
 	sent  map[string]bool // all calls
 	acked map[string]bool // calls that were answered 200 before a power loss
 	got   [receivers]map[string]int
+	// number is that of the newest config, and proven that of a config that the store must know, because calls
+	// were answered 200 after it; 0 for none.
+	number, proven int64
+	oldURL         string // of the receivers in old configs
 	// unrecorded counts deliveries that the ledger did not contain at the starts; peak is the
 	// maximum for a receiver and a start.
 	unrecorded, peak int
@@ -206,6 +211,7 @@ func (w *world) run(m machine) {
 		w.got[i] = map[string]int{}
 		w.urls[i] = receive(t, func(rw http.ResponseWriter, r *http.Request) { w.deliver(i, rw, r) }).url
 	}
+	w.oldURL = receive(t, func(http.ResponseWriter, *http.Request) { t.Error("delivery: got one by an old config, want none") }).url
 	var pending [4][]string // the unanswered calls of each sender
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
@@ -264,13 +270,15 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 			t.Error(err)
 		}
 	}()
+	w.setOld(l, r)
 	destinations := make([]liveconfig.Destination, receivers)
 	for i := range destinations {
 		destinations[i] = destination(names[i], "web", w.urls[i]+l.path)
 		destinations[i].Delivery.MaxInFlight = maxInFlight
 	}
 	destinations[partial].Filter = &liveconfig.Filter{Events: []string{"Order"}}
-	r.set(t, config([]liveconfig.Source{source("web")}, destinations...))
+	w.set(r, destinations)
+	number := w.number
 	if dead(l) {
 		w.total.Lock()
 		w.total.early++
@@ -291,7 +299,12 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 						pending[s] = append(pending[s], fmt.Sprintf("%d-%d-%d-%d", n, s, i, j))
 					}
 				}
+				// The store may have the calls of an earlier life already: then their answer proves no write.
+				isNew := strings.HasPrefix(pending[s][0], fmt.Sprintf("%d-", n))
 				if w.send(ctx, c, r, l, pending[s]) {
+					if isNew {
+						w.prove(number)
+					}
 					pending[s] = nil
 				}
 			}
@@ -348,9 +361,59 @@ func (w *world) change(l *life, r *running, destinations []liveconfig.Destinatio
 			}
 			changed = append(changed, d)
 		}
-		r.set(w.t, config([]liveconfig.Source{source("web")}, changed...))
+		w.set(r, changed)
 	}
 	return false
+}
+
+// set activates a config that is newer than all before.
+func (w *world) set(r *running, destinations []liveconfig.Destination) {
+	w.number += 2
+	r.Set(namespace, w.numbered(w.number, destinations))
+	r.Synced()
+	for _, n := range r.Report().Namespaces {
+		if n.Refused != nil {
+			w.t.Fatalf("config %d: got error %s, want none", w.number, n.Refused.Error)
+		}
+	}
+}
+
+// prove notes that a call was answered 200 after a config had been set.
+func (w *world) prove(number int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.proven = number
+}
+
+// setOld passes an old config, as a process does whose watch hangs. It must have no effect.
+func (w *world) setOld(l *life, r *running) {
+	if w.proven == 0 {
+		return
+	}
+	old := make([]liveconfig.Destination, receivers)
+	for i := range old {
+		old[i] = destination(names[i], "web", w.oldURL)
+	}
+	r.Set(namespace, w.numbered(w.proven-1, old))
+	r.Synced()
+	c := newClient()
+	defer c.close()
+	if a, err := c.batch(w.t.Context(), r.Addr(), "web", call("old", "")); err == nil && a.status != http.StatusServiceUnavailable && !dead(l) {
+		w.t.Errorf("call to a dispatcher with an old config: got status %d, want 503", a.status)
+	}
+}
+
+// numbered returns the stored form of a config.
+func (w *world) numbered(number int64, destinations []liveconfig.Destination) liveconfig.Stored {
+	data, revision, err := liveconfig.Encode(config([]liveconfig.Source{source("web")}, destinations...))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	head, err := liveconfig.EncodeHead(liveconfig.Head{Version: liveconfig.HeadVersion, Number: number, Revision: revision})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return liveconfig.Stored{Config: data, Head: head}
 }
 
 // changing counts an operation of the file system, or a record of the log.

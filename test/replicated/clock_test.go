@@ -1,6 +1,7 @@
 package replicated
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -31,19 +32,9 @@ func wantClock(t *testing.T, p *pod, problem string) {
 	}
 }
 
-// The clock of the owner is set six hours ahead, longer than the retry window, while messages wait for a
-// receiver that fails. The standby takes over and delivers all of them: none has become a dead letter, and
-// no retry is planned six hours later. The former owner takes no slot until its clock is right.
-func TestClockOfTheOwner(t *testing.T) {
-	if testing.Short() {
-		t.Skip("builds the binary with another package time")
-	}
-	withClock, err := process.BuildWithClock(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
-	s, r := startServers(t), newReceiver(t)
-	var fails atomic.Bool
+// failingReceiver is a receiver that answers 503 while fails is true.
+func failingReceiver(t *testing.T) (r *receiver, fails *atomic.Bool) {
+	r, fails = newReceiver(t), new(atomic.Bool)
 	deliver := r.Config.Handler
 	r.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		if fails.Load() {
@@ -52,7 +43,29 @@ func TestClockOfTheOwner(t *testing.T) {
 		}
 		deliver.ServeHTTP(w, q)
 	})
-	pods := startPodsOf(t, withClock, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	return r, fails
+}
+
+// startWithClock starts processes whose clocks can be set, with a receiver that answers 503 while fails is true.
+func startWithClock(t *testing.T, n int) (pods []*pod, r *receiver, fails *atomic.Bool) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("builds the binary with another package time")
+	}
+	withClock, err := process.BuildWithClock(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := startServers(t)
+	r, fails = failingReceiver(t)
+	return startPodsOf(t, withClock, n, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi"), r, fails
+}
+
+// The clock of the owner is set six hours ahead, longer than the retry window, while messages wait for a
+// receiver that fails. The standby takes over and delivers all of them: none has become a dead letter, and
+// no retry is planned six hours later. The former owner takes no slot until its clock is right.
+func TestClockOfTheOwner(t *testing.T) {
+	pods, r, fails := startWithClock(t, 2)
 	before := owner(t, pods)
 	next := pods[0]
 	if next == before {
@@ -89,6 +102,46 @@ func TestClockOfTheOwner(t *testing.T) {
 	stop()
 	repeated := checkDelivered(t, all.acknowledged, r)
 	t.Logf("%d acknowledged calls, %d repeated deliveries; longest time without an acknowledged call %v", len(all.acknowledged), repeated, all.gap.Round(10*time.Millisecond))
+	if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
+		t.Errorf("ledger: got %+v, want everything delivered", ledger)
+	}
+}
+
+// The clock of the only process is set six hours ahead, longer than the retry window, while messages wait for a
+// receiver that fails. It continues to send, and no message becomes a dead letter. After its clock was corrected,
+// its next start does not wait six hours for the retries.
+func TestClockOfTheOnlyProcess(t *testing.T) {
+	pods, r, fails := startWithClock(t, 1)
+	only := owner(t, pods)
+	all := &sender{pods: pods}
+	stop := all.start(t, "clock")
+	defer stop()
+	fails.Store(true)
+	acknowledge(t, all, 200)
+	only.setClock(6 * time.Hour)
+	wantClock(t, only, "the clock of this process is ")
+	acknowledge(t, all, 200)
+	if err := wait.Until(func() error {
+		for a, err := range (&adminapi.Client{URL: "http://" + only.Admin}).Attempts(t.Context(), "default/crm", "") {
+			if err != nil {
+				return err
+			}
+			if time.Until(a.Time) > time.Hour && a.Reason != "" {
+				return nil
+			}
+		}
+		return errors.New("no attempt has failed with the wrong clock")
+	}); err != nil {
+		t.Fatal(err)
+	}
+	only.end(syscall.SIGTERM)
+	only.setClock(0)
+	only.start()
+	fails.Store(false)
+	acknowledge(t, all, 200)
+	stop()
+	repeated := checkDelivered(t, all.acknowledged, r)
+	t.Logf("%d acknowledged calls, %d repeated deliveries", len(all.acknowledged), repeated)
 	if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
 		t.Errorf("ledger: got %+v, want everything delivered", ledger)
 	}

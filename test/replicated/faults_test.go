@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -58,23 +59,30 @@ func large(prefix string, n int) (body string, ids []string) {
 	return `{"batch":[` + strings.Join(calls, ",") + `]}`, ids
 }
 
+// track sends a call of a user, and returns the answer within 2 s.
+func track(t *testing.T, p *pod, user string) (resp *http.Response, body string, err error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.calls+"/v1/track", strings.NewReader(`{"event":"E","userId":"`+user+`"}`))
+	if err != nil {
+		return nil, "", err
+	}
+	q.SetBasicAuth(key, "")
+	if resp, err = http.DefaultClient.Do(q); err != nil {
+		return nil, "", err
+	}
+	return resp, readAll(resp), nil
+}
+
 // checkFull checks the answer of a process whose stream is full.
 func checkFull(t *testing.T, p *pod) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		// A call that is stored before the first refusal waits for the log.
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
-		defer cancel()
-		q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.calls+"/v1/track", strings.NewReader(`{"event":"E","userId":"u"}`))
+		resp, body, err := track(t, p, "u") // A call that is stored before the first refusal waits for the log.
 		if err != nil {
 			return err
 		}
-		q.SetBasicAuth(key, "")
-		resp, err := http.DefaultClient.Do(q)
-		if err != nil {
-			return err
-		}
-		body := readAll(resp)
 		if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" || !strings.Contains(body, "storage is full") {
 			return fmt.Errorf("got status %d, Retry-After %q and %s", resp.StatusCode, resp.Header.Get("Retry-After"), body)
 		}
@@ -84,8 +92,22 @@ func checkFull(t *testing.T, p *pod) {
 	}
 }
 
-// A stream that cannot be trimmed becomes full: calls are answered 503, deliveries continue, and calls
-// are accepted again as soon as snapshots free space. A stream that refuses every record stops the owner
+// waitMaxBytes waits until an owner knows the size of its stream.
+func waitMaxBytes(t *testing.T, p *pod, want int64) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		state, err := p.AdminAPI().Log(t.Context())
+		if err == nil && state.MaxBytes != want {
+			err = fmt.Errorf("the stream has max_bytes %d", state.MaxBytes)
+		}
+		return err
+	}); err != nil {
+		t.Fatalf("size of the stream, want %d: %v", want, err)
+	}
+}
+
+// A stream that cannot be trimmed becomes full: calls are answered 503, deliveries continue up to 90 %, and
+// both are resumed as soon as snapshots free space. A stream that refuses every record stops the owner
 // until it is larger. Nothing is lost.
 func TestFullStream(t *testing.T) {
 	t.Parallel()
@@ -96,9 +118,12 @@ func TestFullStream(t *testing.T) {
 	objects := s.settings(s.administrator(), "OBJ_"+stream).MaxBytes
 	s.setMaxBytes("OBJ_"+stream, 1) // No snapshot can be stored.
 	s.setMaxBytes(stream, size)
-	r.refuse.Store(true)
+	r.answer.Store(http.StatusServiceUnavailable)
 	all := &sender{pods: []*pod{before}}
 	for n := 0; ; n++ {
+		if n == 3<<20/200_000 { // The owner reads the size again after 1 % of the former one, at most once a second.
+			waitMaxBytes(t, before, size)
+		}
 		body, ids := large("full", n)
 		if !all.send(0, body) {
 			break
@@ -111,20 +136,39 @@ func TestFullStream(t *testing.T) {
 	if len(all.acknowledged) == 0 {
 		t.Fatal("no call was accepted")
 	}
-	r.refuse.Store(false)
+	r.answer.Store(0)
 	checkDelivered(t, all.acknowledged, r)
 	checkFull(t, before) // There is no snapshot yet.
 
 	s.setMaxBytes("OBJ_"+stream, objects)
-	ctx, cancel := context.WithCancel(t.Context())
-	sent := make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "after")
-	}()
+	stop := all.start(t, "after")
 	acknowledge(t, all, 100)
-	cancel()
-	<-sent
+	stop()
+
+	// Above 90 %, the results of attempts wait for space, and deliveries with them, until a snapshot can be stored.
+	s.setMaxBytes("OBJ_"+stream, 1)
+	r.answer.Store(http.StatusServiceUnavailable)
+	for n := range 40 {
+		body, ids := large("pending", n)
+		if !all.send(0, body) {
+			t.Fatal("a call was refused before the stream was full")
+		}
+		all.acknowledged = append(all.acknowledged, ids...)
+	}
+	state, err := before.AdminAPI().Log(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.setMaxBytes(stream, state.Bytes*100/93)
+	checkFull(t, before)
+	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_log_may_send 0\n") }); err != nil {
+		t.Errorf("lease of the owner with a stream that is full by 93 %%: %v", err)
+	}
+	r.answer.Store(0)
+	s.setMaxBytes("OBJ_"+stream, objects)
+	stop = all.start(t, "freed")
+	acknowledge(t, all, 100)
+	stop()
 
 	// The stream refuses all records, also those of an idle owner.
 	s.setMaxBytes(stream, 1)
@@ -133,15 +177,9 @@ func TestFullStream(t *testing.T) {
 		t.Errorf("lease of the owner: %v", err)
 	}
 	s.setMaxBytes(stream, 256<<20)
-	ctx, cancel = context.WithCancel(t.Context())
-	sent = make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "larger")
-	}()
+	stop = all.start(t, "larger")
 	acknowledge(t, all, 100)
-	cancel()
-	<-sent
+	stop()
 	if now := owner(t, pods); now != before {
 		t.Errorf("owner: got %s, want %s as before", now.name, before.name)
 	}
@@ -164,10 +202,11 @@ func checkLedger(t *testing.T, pods []*pod, all *sender, r *receiver) {
 	t.Logf("%d acknowledged calls, %d repeated deliveries", len(all.acknowledged), repeated)
 }
 
-// away is the time for which no process runs. POSTHORN_FAULT_AWAY is another one.
+// away is the time for which no process runs: longer than the retry window of awayManifests.
+// POSTHORN_FAULT_AWAY is another one.
 func away(t *testing.T) time.Duration {
 	t.Helper()
-	d := time.Second
+	d := 2 * awayWindow
 	if text := os.Getenv("POSTHORN_FAULT_AWAY"); text != "" {
 		var err error
 		if d, err = time.ParseDuration(text); err != nil {
@@ -177,55 +216,81 @@ func away(t *testing.T) time.Duration {
 	return d
 }
 
-// All processes are killed and lose their disks while messages are pending; later they are restarted one
-// after the other, under load. Nothing is lost.
+// awayWindow is the retry window of awayManifests.
+const awayWindow = time.Second
+
+// awayManifests are manifests with a short retry window.
+func awayManifests(url string) map[string]string {
+	all := manifests(url)
+	for name, text := range all {
+		all[name] = strings.Replace(text, "  signing:\n", fmt.Sprintf("  delivery: {retry: {window: %v}}\n  signing:\n", awayWindow), 1)
+	}
+	return all
+}
+
+// All processes are killed and lose their disks while messages are pending, and do not run for longer than the retry
+// window. Later they are restarted one after the other, under load. Each message is delivered, or is a dead letter.
 func TestAllProcessesAreAway(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 2, awayManifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
 	ownerOfCopied(t, pods)
 	all := &sender{pods: pods}
-	r.refuse.Store(true)
-	ctx, cancel := context.WithCancel(t.Context())
-	sent := make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "before")
-	}()
+	r.answer.Store(http.StatusServiceUnavailable)
+	stop := all.start(t, "before")
 	acknowledge(t, all, 400)
-	cancel()
-	<-sent
+	stop()
 	for _, p := range pods {
-		p.end(syscall.SIGKILL)
-		if err := os.RemoveAll(p.data); err != nil {
-			t.Fatal(err)
-		}
+		p.lose()
 	}
 	time.Sleep(away(t))
-	r.refuse.Store(false)
+	r.answer.Store(0)
 	for _, p := range pods {
 		p.start()
 	}
 	ownerOfCopied(t, pods)
 
-	ctx, cancel = context.WithCancel(t.Context())
-	sent = make(chan struct{})
-	go func() {
-		defer close(sent)
-		all.run(ctx, "after")
-	}()
+	stop = all.start(t, "after")
 	acknowledge(t, all, 100)
-	all.mu.Lock()
-	all.gap = 0
-	all.mu.Unlock()
 	for _, p := range pods {
 		p.end(syscall.SIGTERM)
 		p.start()
 		ownerOfCopied(t, pods)
 		acknowledge(t, all, 100)
 	}
-	cancel()
-	<-sent
-	t.Logf("rolling restart: longest time without an acknowledged call %v", all.gap.Round(10*time.Millisecond))
-	checkLedger(t, pods, all, r)
+	stop()
+	checkSettled(t, pods, all, r)
+}
+
+// checkSettled waits until no message is pending, and compares the receiver and the dead letters with the
+// acknowledged calls and the ledger.
+func checkSettled(t *testing.T, pods []*pod, all *sender, r *receiver) {
+	t.Helper()
+	var l queue.Ledger
+	if err := wait.Until(func() error {
+		if l = report(t, pods); l.Pending != 0 {
+			return fmt.Errorf("got %+v", l)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("ledger, want nothing pending: %v", err)
+	}
+	dead := map[string]bool{}
+	for d, err := range owner(t, pods).AdminAPI().DeadLetters(t.Context(), "default/crm", 10_000) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		dead[d.MessageID] = true
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, id := range all.acknowledged {
+		if r.got[id] == 0 && !dead[id] {
+			t.Errorf("message %s was acknowledged, and is neither delivered nor a dead letter", id)
+		}
+	}
+	if int(l.Accepted) < len(all.acknowledged) || int(l.DeadLettered) != len(dead) || l.Discarded != 0 {
+		t.Errorf("ledger: got %+v, want %d accepted or more, %d dead letters and none discarded", l, len(all.acknowledged), len(dead))
+	}
+	t.Logf("%d acknowledged calls, %d dead letters, %d repeated deliveries", len(all.acknowledged), len(dead), len(r.at)-len(r.got))
 }

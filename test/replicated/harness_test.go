@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"sort"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -57,13 +58,19 @@ type servers struct {
 // startServers starts a cluster.
 func startServers(t *testing.T) *servers {
 	t.Helper()
+	return startServersOf(t, server)
+}
+
+// startServersOf starts a cluster of a binary. The clock of each server can be set if BuildNATSWithClock has built it.
+func startServersOf(t *testing.T, binary string) *servers {
+	t.Helper()
 	s := &servers{t: t, dir: t.TempDir()}
 	var err error
-	if s.nodes, s.url, err = process.NATSServers(server, s.dir, replicas); err != nil {
+	if s.nodes, s.url, err = process.NATSServers(binary, s.dir, replicas); err != nil {
 		t.Fatal(err)
 	}
 	for i, n := range s.nodes {
-		n.Log = &s.logs[i]
+		n.Log, n.Env = &s.logs[i], []string{process.ClockFile + "=" + s.clockFile(i)}
 	}
 	for i := range s.nodes {
 		s.start(i)
@@ -96,6 +103,23 @@ func (s *servers) stop(i int) {
 // files is the folder of a server's files.
 func (s *servers) files(i int) string { return filepath.Join(s.dir, fmt.Sprint("nats-", i)) }
 
+// clockFile is the file with the clock of a server.
+func (s *servers) clockFile(i int) string { return s.files(i) + ".clock" }
+
+// setClock sets the clock of a server of BuildNATSWithClock.
+func (s *servers) setClock(i int, ahead time.Duration) {
+	s.t.Helper()
+	setClock(s.t, s.clockFile(i), ahead)
+}
+
+// setClock sets the clock of the process with a file.
+func setClock(t *testing.T, file string, ahead time.Duration) {
+	t.Helper()
+	if err := process.Replace(file, fmt.Sprint(int64(ahead.Seconds()))); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func (s *servers) signal(i int, signal syscall.Signal) { _ = syscall.Kill(s.nodes[i].Pid(), signal) }
 
 // pod is a process of posthorn.
@@ -103,12 +127,19 @@ type pod struct {
 	*process.Posthorn
 	t    *testing.T
 	name string
-	data string
-	log  process.Log
+	// manifests is the folder of the manifests.
+	manifests string
+	data      string
+	log       process.Log
+	// volume is true for a process without a replicated log.
+	volume bool
 	// calls is the address for calls; that of Posthorn is empty, because a process is not ready before
 	// it has the records of the log.
 	calls string
 }
+
+// number is the number of processes that were started.
+var number atomic.Int64
 
 // startPods starts processes with the same log and the same manifests.
 func startPods(t *testing.T, n int, manifests map[string]string, flags ...string) (pods []*pod) {
@@ -119,28 +150,35 @@ func startPods(t *testing.T, n int, manifests map[string]string, flags ...string
 // startPodsOf starts processes of a binary. The clock of each can be set if BuildWithClock has built it.
 func startPodsOf(t *testing.T, binary string, n int, manifests map[string]string, flags ...string) (pods []*pod) {
 	t.Helper()
-	for i := range n {
-		p := &pod{t: t, name: fmt.Sprint("pod ", i), data: filepath.Join(t.TempDir(), "data")}
+	for range n {
+		p := &pod{t: t, name: fmt.Sprint("pod ", number.Add(1)-1), data: filepath.Join(t.TempDir(), "data")}
 		dir := t.TempDir()
 		for name, text := range manifests {
 			if err := process.Replace(filepath.Join(dir, name), text); err != nil {
 				t.Fatal(err)
 			}
 		}
+		p.manifests = dir
 		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0"}, flags...)...)
-		p.calls, p.Addr, p.Log = p.Addr, "", &p.log
-		p.Env = []string{process.ClockFile + "=" + p.clockFile()}
-		p.start()
-		t.Cleanup(func() {
-			_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
-			p.end(syscall.SIGTERM)
-			if t.Failed() {
-				t.Logf("log of %s:\n%s", p.name, p.log.Tail())
-			}
-		})
+		p.launch()
 		pods = append(pods, p)
 	}
 	return pods
+}
+
+// launch starts the process, and ends it with the test.
+func (p *pod) launch() {
+	p.t.Helper()
+	p.calls, p.Addr, p.Log = p.Addr, "", &p.log
+	p.Env = []string{process.ClockFile + "=" + p.clockFile()}
+	p.start()
+	p.t.Cleanup(func() {
+		_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
+		p.end(syscall.SIGTERM)
+		if p.t.Failed() {
+			p.t.Logf("log of %s:\n%s", p.name, p.log.Tail())
+		}
+	})
 }
 
 func (p *pod) start() {
@@ -162,9 +200,34 @@ func (p *pod) clockFile() string { return p.data + ".clock" }
 // setClock sets the clock of a process of BuildWithClock.
 func (p *pod) setClock(ahead time.Duration) {
 	p.t.Helper()
-	if err := process.Replace(p.clockFile(), fmt.Sprint(int64(ahead.Seconds()))); err != nil {
+	setClock(p.t, p.clockFile(), ahead)
+}
+
+// lose ends the process with kill -9, and removes its disk.
+func (p *pod) lose() {
+	p.t.Helper()
+	p.end(syscall.SIGKILL)
+	if err := os.RemoveAll(p.data); err != nil {
 		p.t.Fatal(err)
 	}
+}
+
+// epoch returns the number of the claim of an owner.
+func (p *pod) epoch() (epoch uint64) {
+	p.t.Helper()
+	if err := wait.Until(func() error {
+		state, err := p.AdminAPI().Log(p.t.Context())
+		if err == nil && !state.Owner {
+			err = fmt.Errorf("%s is not the owner", p.name)
+		}
+		if err == nil {
+			epoch = state.Epoch
+		}
+		return err
+	}); err != nil {
+		p.t.Fatal(err)
+	}
+	return epoch
 }
 
 // isOwner returns why the process does not accept calls itself.
@@ -173,7 +236,7 @@ func (p *pod) isOwner() error {
 	switch {
 	case err != nil:
 		return err
-	case r.Log == nil || r.Log.Standby || !r.Ready:
+	case r.Log == nil && !p.volume || r.Log != nil && r.Log.Standby || !r.Ready:
 		return fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Log)
 	}
 	return nil
@@ -223,26 +286,48 @@ func report(t *testing.T, pods []*pod) (total queue.Ledger) {
 // receiver counts the requests by messageId.
 type receiver struct {
 	*httptest.Server
-	// refuse makes it answer 503.
-	refuse atomic.Bool
+	// answer is its status code, 200 when 0. Requests with another one do not count.
+	answer atomic.Int64
 	mu     sync.Mutex
 	got    map[string]int
+	// at are the times of the requests, in their order.
+	at []time.Time
 }
 
 func newReceiver(t *testing.T) *receiver {
 	r := &receiver{got: map[string]int{}}
 	r.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		_, _ = io.Copy(io.Discard, q.Body)
-		if r.refuse.Load() {
-			w.WriteHeader(http.StatusServiceUnavailable)
+		if status := r.answer.Load(); status != 0 {
+			w.WriteHeader(int(status))
 			return
 		}
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.got[q.Header.Get("Idempotency-Key")]++
+		r.at = append(r.at, time.Now())
 	}))
 	t.Cleanup(r.Close)
 	return r
+}
+
+// repeated returns the number of repeated requests.
+func (r *receiver) repeated() (n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.at) - len(r.got)
+}
+
+// receivedWithin returns the number of requests in the time before the last one before a moment.
+func (r *receiver) receivedWithin(d time.Duration, before time.Time) (n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	end := sort.Search(len(r.at), func(i int) bool { return !r.at[i].Before(before) })
+	if end == 0 {
+		return 0
+	}
+	since := r.at[end-1].Add(-d)
+	return end - sort.Search(end, func(i int) bool { return !r.at[i].Before(since) })
 }
 
 // sender sends batches to the processes, each until it is acknowledged.
@@ -260,6 +345,13 @@ const (
 	clients = 4
 )
 
+// setPods changes the processes that get the calls.
+func (s *sender) setPods(pods []*pod) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pods = pods
+}
+
 // start sends calls in the background, until stop is called.
 func (s *sender) start(t *testing.T, prefix string) (stop func()) {
 	t.Helper()
@@ -269,26 +361,24 @@ func (s *sender) start(t *testing.T, prefix string) (stop func()) {
 		defer close(sent)
 		s.run(ctx, prefix)
 	}()
-	return func() {
+	return sync.OnceFunc(func() {
 		cancel()
 		<-sent
-	}
+	})
 }
 
 // run sends until ctx is done. Each client repeats its batch until it is acknowledged.
 func (s *sender) run(ctx context.Context, prefix string) {
-	s.last = time.Now()
+	s.last, s.gap = time.Now(), 0
 	var group sync.WaitGroup
 	for client := range clients {
 		group.Go(func() {
 			for n := 0; ctx.Err() == nil; n++ {
-				var ids, calls []string
+				var ids []string
 				for i := range batch {
-					id := fmt.Sprintf("%s-%d-%d-%d", prefix, client, n, i)
-					ids = append(ids, id)
-					calls = append(calls, fmt.Sprintf(`{"type":"track","event":"E","userId":"u","messageId":%q}`, id))
+					ids = append(ids, fmt.Sprintf("%s-%d-%d-%d", prefix, client, n, i))
 				}
-				body := `{"batch":[` + strings.Join(calls, ",") + `]}`
+				body := batchOf(ids)
 				for turn := client; !s.send(turn, body); turn++ {
 					if ctx.Err() != nil {
 						return // It was not acknowledged.
@@ -300,16 +390,28 @@ func (s *sender) run(ctx context.Context, prefix string) {
 				now := time.Now()
 				s.gap, s.last = max(s.gap, now.Sub(s.last)), now
 				s.mu.Unlock()
+				time.Sleep(20 * time.Millisecond) // The processes share the cores with the test.
 			}
 		})
 	}
 	group.Wait()
 }
 
+// batchOf returns a batch of calls with messageIds.
+func batchOf(ids []string) string {
+	var calls []string
+	for _, id := range ids {
+		calls = append(calls, fmt.Sprintf(`{"type":"track","event":"E","userId":"u","messageId":%q}`, id))
+	}
+	return `{"batch":[` + strings.Join(calls, ",") + `]}`
+}
+
 func (s *sender) send(turn int, body string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
+	s.mu.Lock()
 	to := s.pods[turn%len(s.pods)]
+	s.mu.Unlock()
 	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.calls+"/v1/batch", strings.NewReader(body))
 	if err != nil {
 		return false

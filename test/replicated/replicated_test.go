@@ -2,71 +2,220 @@ package replicated
 
 import (
 	"bytes"
-	"context"
+	"cmp"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats.go/jetstream"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/metrics"
+	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// faults end the ownership of a process; each returns a function that undoes the fault.
-var faults = []struct {
+// cluster has processes on a log.
+type cluster struct {
+	*servers
+	pods []*pod
+	// more starts further processes.
+	more func(n int) []*pod
+}
+
+// standbys returns the processes that are not the owner.
+func (c *cluster) standbys(owner *pod) []*pod {
+	return slices.DeleteFunc(slices.Clone(c.pods), func(p *pod) bool { return p == owner })
+}
+
+// fault is a fault of processes or servers, under load.
+type fault struct {
 	name string
-	run  func(t *testing.T, s *servers, p *pod) (undo func())
-}{
-	{"kill -9 of the owner, and loss of its disk", func(t *testing.T, _ *servers, p *pod) func() {
-		p.end(syscall.SIGKILL)
-		if err := os.RemoveAll(p.data); err != nil {
-			t.Fatal(err)
-		}
-		return p.start
+	// begin begins the fault, and returns a function that ends it.
+	begin func(c *cluster, owner *pod) (end func())
+	// claims is the number of changes of the owner that it causes.
+	claims uint64
+	// silent is true if no call can be acknowledged before the end.
+	silent bool
+	// lost is true if the owner is lost with the positions that it has not stored.
+	lost bool
+	// within is the promised time to the next acknowledged call of a lost owner; takeover when 0.
+	within time.Duration
+}
+
+// faultsOfProcesses are the faults of processes of posthorn.
+var faultsOfProcesses = []fault{
+	{name: "kill -9 of the owner, and loss of its disk", claims: 1, lost: true, begin: func(_ *cluster, owner *pod) func() {
+		owner.lose()
+		return owner.start
 	}},
-	{"orderly end", func(_ *testing.T, _ *servers, p *pod) func() {
-		p.end(syscall.SIGTERM)
-		return p.start
+	{name: "orderly end of the owner", claims: 1, begin: func(_ *cluster, owner *pod) func() {
+		owner.end(syscall.SIGTERM)
+		return owner.start
 	}},
-	{"SIGSTOP of the owner", func(_ *testing.T, _ *servers, p *pod) func() {
-		_ = syscall.Kill(p.Pid(), syscall.SIGSTOP)
-		return func() { _ = syscall.Kill(p.Pid(), syscall.SIGCONT) }
+	{name: "SIGSTOP of the owner", claims: 1, lost: true, begin: func(_ *cluster, owner *pod) func() {
+		_ = syscall.Kill(owner.Pid(), syscall.SIGSTOP)
+		return func() { _ = syscall.Kill(owner.Pid(), syscall.SIGCONT) }
 	}},
-	{"kill -9 of the owner and of the server that leads the stream", func(_ *testing.T, s *servers, p *pod) func() {
-		leader := s.leader()
-		s.stop(leader)
-		p.end(syscall.SIGKILL)
+	{name: "kill -9 of the owner and of the server that leads the stream", claims: 1, lost: true, within: 2 * takeover, begin: func(c *cluster, owner *pod) func() {
+		leader := c.leader()
+		c.stop(leader)
+		owner.end(syscall.SIGKILL)
 		return func() {
-			s.start(leader)
-			p.start()
+			c.start(leader)
+			owner.start()
 		}
 	}},
-	{"slow server", func(_ *testing.T, s *servers, _ *pod) func() {
-		pid := s.nodes[s.leader()].Pid()
-		return slow(pid)
-	}},
-	{"slow process", func(_ *testing.T, _ *servers, p *pod) func() { return slow(p.Pid()) }},
-	{"SIGSTOP of a server", func(_ *testing.T, s *servers, _ *pod) func() {
-		s.signal(1, syscall.SIGSTOP)
-		time.Sleep(5 * time.Second)
-		return func() { s.signal(1, syscall.SIGCONT) }
-	}},
-	{"kill -9 of all servers", func(_ *testing.T, s *servers, _ *pod) func() {
-		for i := range s.nodes {
-			s.stop(i)
-		}
+	{name: "SIGSTOP of the owner and of the server that leads the stream", claims: 1, lost: true, within: 2 * takeover, begin: func(c *cluster, owner *pod) func() {
+		leader := c.leader()
+		c.signal(leader, syscall.SIGSTOP)
+		_ = syscall.Kill(owner.Pid(), syscall.SIGSTOP)
 		return func() {
-			for i := range s.nodes {
-				s.start(i)
+			c.signal(leader, syscall.SIGCONT)
+			_ = syscall.Kill(owner.Pid(), syscall.SIGCONT)
+		}
+	}},
+	// The owner writes its next record before the time of a takeover, so it remains the owner.
+	{name: "SIGSTOP of all processes, for longer than the lease", silent: true, begin: func(c *cluster, _ *pod) func() {
+		for _, p := range c.pods {
+			_ = syscall.Kill(p.Pid(), syscall.SIGSTOP)
+		}
+		time.Sleep(lease + 5*time.Second)
+		return func() {
+			for _, p := range c.pods {
+				_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
 			}
 		}
 	}},
+	{name: "slow owner", begin: func(_ *cluster, owner *pod) func() { return slow(owner.Pid()) }},
+	{name: "kill -9 of all processes, and loss of their disks", claims: 1, silent: true, lost: true, begin: func(c *cluster, _ *pod) func() {
+		for _, p := range c.pods {
+			p.lose()
+		}
+		return func() {
+			for _, p := range c.pods {
+				p.start()
+			}
+		}
+	}},
+	{name: "rolling restart of the processes", claims: 1, begin: func(c *cluster, owner *pod) func() {
+		for _, p := range append(c.standbys(owner), owner) {
+			p.end(syscall.SIGTERM)
+			p.start()
+			ownerOfCopied(p.t, c.pods)
+		}
+		return func() {}
+	}},
+	{name: "five processes, and two of them later", claims: 1, begin: func(c *cluster, owner *pod) func() {
+		c.pods = append(c.pods, c.more(5-len(c.pods))...)
+		ownerOfCopied(owner.t, c.pods)
+		standbys := c.standbys(owner)
+		for _, p := range []*pod{standbys[0], standbys[1], owner} {
+			p.end(syscall.SIGTERM)
+		}
+		c.pods = standbys[2:]
+		return func() {}
+	}},
+}
+
+// faultsOfServers are the faults of servers of the log. None of them changes the owner.
+var faultsOfServers = []fault{
+	{name: "SIGSTOP of a server", begin: func(c *cluster, _ *pod) func() { return c.freeze((c.leader() + 1) % replicas) }},
+	{name: "SIGSTOP of the server that leads the stream", begin: func(c *cluster, _ *pod) func() { return c.freeze(c.leader()) }},
+	{name: "kill -9 of a server", begin: func(c *cluster, _ *pod) func() { return c.kill((c.leader() + 1) % replicas) }},
+	{name: "kill -9 of the server that leads the stream", begin: func(c *cluster, _ *pod) func() { return c.kill(c.leader()) }},
+	{name: "slow leader", begin: func(c *cluster, _ *pod) func() { return slow(c.nodes[c.leader()].Pid()) }},
+	{name: "kill -9 of all servers", silent: true, begin: func(c *cluster, _ *pod) func() {
+		for i := range c.nodes {
+			c.stop(i)
+		}
+		return func() {
+			for i := range c.nodes {
+				c.start(i)
+			}
+		}
+	}},
+	{name: "rolling restart of the servers", begin: func(c *cluster, _ *pod) func() {
+		for i := range c.nodes {
+			if err := c.nodes[i].Stop(syscall.SIGTERM); err != nil {
+				c.t.Error(err)
+			}
+			c.start(i)
+			c.waitCurrent()
+		}
+		return func() {}
+	}},
+}
+
+// wrongClock needs servers of BuildNATSWithClock. The processes read the clocks of the leaders every 15 s, at
+// different times.
+var wrongClock = fault{name: "clock of the leader of all streams six hours ahead", begin: func(c *cluster, _ *pod) func() {
+	const read = 16 * time.Second
+	leader := c.leader()
+	c.leadAll(leader)
+	c.setClock(leader, 6*time.Hour)
+	time.Sleep(read)
+	return func() {
+		c.setClock(leader, 0)
+		time.Sleep(read)
+	}
+}}
+
+// leadAll makes a server the leader of all streams.
+func (s *servers) leadAll(i int) {
+	s.t.Helper()
+	js, name := s.administrator(), fmt.Sprint("n", i)
+	if err := wait.Until(func() error {
+		list := js.ListStreams(s.t.Context())
+		for info := range list.Info() {
+			if c := info.Cluster; c == nil || c.Leader != name {
+				_, _ = js.Conn().Request("$JS.API.STREAM.LEADER.STEPDOWN."+info.Config.Name, []byte(`{"placement":{"preferred":"`+name+`"}}`), time.Second)
+				return fmt.Errorf("stream %s: cluster %+v", info.Config.Name, c)
+			}
+		}
+		return list.Err()
+	}); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// freeze stops a server until the end, without the end of its connections.
+func (s *servers) freeze(i int) (end func()) {
+	s.signal(i, syscall.SIGSTOP)
+	time.Sleep(5 * time.Second)
+	return func() { s.signal(i, syscall.SIGCONT) }
+}
+
+// kill ends a server until the end.
+func (s *servers) kill(i int) (end func()) {
+	s.stop(i)
+	return func() { s.start(i) }
+}
+
+// waitCurrent waits until all servers have all records of the slot.
+func (s *servers) waitCurrent() {
+	s.t.Helper()
+	js := s.administrator()
+	if err := wait.Until(func() error {
+		info, err := js.Stream(s.t.Context(), stream)
+		if err != nil {
+			return err
+		}
+		c := info.CachedInfo().Cluster
+		if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
+			return fmt.Errorf("stream %s: cluster %+v", stream, c)
+		}
+		return nil
+	}); err != nil {
+		s.t.Fatal(err)
+	}
 }
 
 // slow stops a process for 45 of 50 ms, as a slow disk does, until undo.
@@ -91,73 +240,163 @@ func slow(pid int) (undo func()) {
 	}
 }
 
-// takeover is the promised time from the loss of the owner to the next acknowledged call.
-const takeover = 15 * time.Second
+// takeover is the promised time from the loss of the owner to the next acknowledged call, handOver that from its
+// orderly end, and lease the time for which an owner may send after its last record.
+const (
+	takeover = 15 * time.Second
+	handOver = 2 * time.Second
+	lease    = 7 * time.Second
+)
 
-// After each loss, every acknowledged call is delivered, the other process takes over, and few
-// calls are delivered twice. POSTHORN_FAULT_ROUNDS repeats all faults,
-// POSTHORN_FAULT selects those with a text in their name.
+// promised returns the promised time without an acknowledged call, and a bound that each fault must keep; 0 for a
+// fault without them. Other work on all cores has made takeovers longer than the promise by a half, so only the
+// share of many can be compared with it; the bound is several times the promise, and far below the limit of the waits.
+func (f fault) promised() (within, bound time.Duration) {
+	switch {
+	case f.silent || f.claims == 0:
+		return 0, 0
+	case f.lost:
+		within = cmp.Or(f.within, takeover)
+		return within, 4 * within
+	}
+	return handOver, 30 * handOver
+}
+
+// positionsWithin is the time after which an owner with positions that are not stored sends nothing, and inFlight
+// the most requests of the destination in flight.
+const (
+	positionsWithin = 2 * time.Second
+	inFlight        = 64
+)
+
+// After each fault, every acknowledged call is delivered, the ledger is balanced, the owner has changed only as often
+// as the fault demands, calls are accepted again in time, and an owner that is lost repeats only what was in flight
+// and what it sent since its last stored positions. POSTHORN_FAULT_ROUNDS repeats all faults, POSTHORN_FAULT selects
+// those with a text in their name.
 func TestNothingAcknowledgedIsLost(t *testing.T) {
+	t.Run("processes", func(t *testing.T) {
+		t.Parallel()
+		testFaults(t, startServers(t), faultsOfProcesses)
+	})
+	t.Run("servers", func(t *testing.T) {
+		t.Parallel()
+		if testing.Short() {
+			testFaults(t, startServers(t), faultsOfServers)
+			return
+		}
+		withClock, err := process.BuildNATSWithClock(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		testFaults(t, startServersOf(t, withClock), append(faultsOfServers, wrongClock))
+	})
+}
+
+func testFaults(t *testing.T, s *servers, faults []fault) {
+	t.Helper()
 	rounds := 1
 	if n, err := strconv.Atoi(os.Getenv("POSTHORN_FAULT_ROUNDS")); err == nil {
 		rounds = n
 	}
-	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
-	syncMembers(t, owner(t, pods), "u1", "u2")
-	all := &sender{pods: pods}
-	var longest, quick, losses = time.Duration(0), 0, 0
+	r := newReceiver(t)
+	c := &cluster{servers: s}
+	c.more = func(n int) []*pod {
+		return startPods(t, n, manifests(r.URL), "--log", c.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	}
+	c.pods = c.more(2)
+	syncMembers(t, owner(t, c.pods), "u1", "u2")
+	all := &sender{pods: c.pods}
+	sum := faultSum{}
 	for round := range rounds {
 		for i, f := range faults {
-			if !strings.Contains(f.name, os.Getenv("POSTHORN_FAULT")) {
-				continue
+			if strings.Contains(f.name, os.Getenv("POSTHORN_FAULT")) {
+				sum.add(f, runFault(t, c, f, all, r, fmt.Sprintf("r%d-f%d", round, i)))
 			}
-			before := owner(t, pods)
-			ctx, cancel := context.WithCancel(t.Context())
-			sent := make(chan struct{})
-			go func() {
-				defer close(sent)
-				all.run(ctx, fmt.Sprintf("r%d-f%d", round, i))
-			}()
-			acknowledge(t, all, 200)
-			undo := f.run(t, s, before)
-			if f.name != "kill -9 of all servers" {
-				acknowledge(t, all, 200)
-			}
-			after := "the same process"
-			undo()
-			acknowledge(t, all, 200)
-			if now := owner(t, pods); now != before {
-				after = now.name
-			}
-			cancel()
-			<-sent
-			t.Logf("%s: %s continues; longest time without an acknowledged call %v", f.name, after, all.gap.Round(10*time.Millisecond))
-			if strings.Contains(f.name, "of the owner") && !strings.Contains(f.name, "server") {
-				if losses++; all.gap <= takeover {
-					quick++
-				}
-			}
-			longest, all.gap = max(longest, all.gap), 0
 		}
 	}
-	repeated := checkDelivered(t, all.acknowledged, r)
-	checkMetrics(t, pods)
-	checkCopies(t, s, pods)
-	t.Logf("%d acknowledged calls, %d repeated deliveries; %d of %d takeovers after the loss of the owner within %v; longest time without an acknowledged call %v",
-		len(all.acknowledged), repeated, quick, losses, takeover, longest.Round(10*time.Millisecond))
-	ledger := report(t, pods)
-	if ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 {
-		t.Errorf("ledger: got %+v, want everything delivered", ledger)
-	}
+	sum.check(t)
+	checkMetrics(t, c.pods)
+	checkCopies(t, c.servers, c.pods)
 	// The members of the first sync were stored with another owner. The standby forwards the sync.
-	standby := pods[0]
-	if owner(t, pods) == standby {
-		standby = pods[1]
-	}
-	if out := syncMembers(t, standby, "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
+	if out := syncMembers(t, c.standbys(owner(t, c.pods))[0], "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
 		t.Errorf("second sync of an audience: got %q, want 1 added and 1 removed member", out)
 	}
+	t.Logf("%d faults, %d acknowledged calls, %d repeated deliveries; %d of %d takeovers after the loss of the owner within the promised time; longest time without an acknowledged call %v",
+		sum.faults, len(all.acknowledged), sum.repeated, sum.quick, sum.losses, sum.longest.Round(10*time.Millisecond))
+}
+
+// faultSum has the sums of several faults.
+type faultSum struct {
+	faults, repeated, losses, quick int
+	longest                         time.Duration
+}
+
+func (s *faultSum) add(f fault, got faultResult) {
+	s.faults++
+	s.repeated += got.repeated
+	s.longest = max(s.longest, got.gap)
+	if within, _ := f.promised(); f.lost && within > 0 {
+		if s.losses++; got.gap <= within {
+			s.quick++
+		}
+	}
+}
+
+// manyLosses is the number of takeovers from which the promise is checked for 49 of 50. Only a long form has as many,
+// and needs a machine without other work.
+const manyLosses = 50
+
+func (s *faultSum) check(t *testing.T) {
+	t.Helper()
+	if s.losses >= manyLosses && s.quick*50 < s.losses*49 {
+		t.Errorf("takeovers within the promised time: got %d of %d, want 49 of 50 on a machine without other work", s.quick, s.losses)
+	}
+}
+
+// faultResult is what a fault caused: repeated deliveries, and the longest time without an acknowledged call.
+type faultResult struct {
+	repeated int
+	gap      time.Duration
+}
+
+// runFault runs a fault under load, and checks its consequences.
+func runFault(t *testing.T, c *cluster, f fault, all *sender, r *receiver, prefix string) (got faultResult) {
+	t.Helper()
+	c.waitCurrent()
+	before := ownerOfCopied(t, c.pods)
+	epoch := before.epoch()
+	all.setPods(c.pods)
+	stop := all.start(t, prefix)
+	defer stop()
+	acknowledge(t, all, 200)
+	begin, repeated := time.Now(), r.repeated()
+	end := f.begin(c, before)
+	all.setPods(c.pods)
+	if !f.silent {
+		acknowledge(t, all, 200)
+	}
+	end()
+	acknowledge(t, all, 200)
+	stop()
+	checkLedger(t, c.pods, all, r)
+
+	after := ownerOfCopied(t, c.pods)
+	if claims := after.epoch() - epoch; claims != f.claims {
+		t.Errorf("%s: the owner changed %d times, want %d", f.name, claims, f.claims)
+	}
+	got = faultResult{r.repeated() - repeated, all.gap}
+	if within, bound := f.promised(); bound > 0 && got.gap > bound {
+		t.Errorf("%s: longest time without an acknowledged call %v, want at most %v, and %v on an idle machine", f.name, got.gap, bound, within)
+	}
+	most := inFlight
+	if f.lost {
+		most += r.receivedWithin(positionsWithin, begin)
+	}
+	if got.repeated > most {
+		t.Errorf("%s: %d repeated deliveries, want at most %d: those in flight, and those since the last stored positions", f.name, got.repeated, most)
+	}
+	t.Logf("%s: %s, %s before, is the owner; longest time without an acknowledged call %v; %d repeated deliveries of at most %d", f.name, after.name, before.name, got.gap.Round(10*time.Millisecond), got.repeated, most)
+	return got
 }
 
 // checkMetrics compares the metrics of a process with docs/metrics.md.
@@ -260,14 +499,9 @@ func checkDelivered(t *testing.T, acknowledged []string, r *receiver) (repeated 
 		return nil
 	})
 	if err != nil {
-		t.Error(err)
+		t.Fatal(err) // Each later check would wait for them, too.
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, n := range r.got {
-		repeated += n - 1
-	}
-	return repeated
+	return r.repeated()
 }
 
 // syncMembers sends the full list of an audience's members, and returns the output.

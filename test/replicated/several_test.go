@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -24,10 +23,12 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// severalSlots is the number of slots, and severalNamespaces that of the namespaces.
+// severalSlots is the number of slots, severalNamespaces that of the namespaces, and severalInFlight the most requests
+// of a destination in flight.
 const (
 	severalSlots      = 4
 	severalNamespaces = 6
+	severalInFlight   = 8
 )
 
 // host is a process with several slots, in the process of the test.
@@ -85,16 +86,16 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 	return h
 }
 
+// api returns a client of the admin API.
+func (h *host) api() *adminapi.Client {
+	return &adminapi.Client{URL: "http://" + h.listeners.AdminAddr().String()}
+}
+
 // slots returns the slots that a process owns, and the number of those that it could take.
 func (h *host) slots(t *testing.T) (owned []int, ready int) {
 	t.Helper()
-	resp, err := http.Get("http://" + h.listeners.AdminAddr().String() + "/slots") //nolint:noctx // bounded by the test
+	states, err := h.api().Slots(t.Context())
 	if err != nil {
-		t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	var states []adminapi.LogState
-	if err := json.NewDecoder(resp.Body).Decode(&states); err != nil {
 		t.Fatal(err)
 	}
 	for _, s := range states {
@@ -105,6 +106,21 @@ func (h *host) slots(t *testing.T) (owned []int, ready int) {
 		}
 	}
 	return owned, ready
+}
+
+// claims returns how often the slots of processes got an owner.
+func claims(t *testing.T, hosts ...*host) (sum uint64) {
+	t.Helper()
+	for _, h := range hosts {
+		states, err := h.api().Slots(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range states {
+			sum += s.Epoch
+		}
+	}
+	return sum
 }
 
 // waitOwned waits until processes own all slots, each at most a number of them.
@@ -133,34 +149,42 @@ func severalConfigs(t *testing.T, url string) map[string]liveconfig.Stored {
 	configs := map[string]liveconfig.Stored{}
 	for n := range severalNamespaces {
 		namespace := fmt.Sprintf("team-%d", n)
-		sum := sha256.Sum256([]byte(namespace))
-		config, revision, err := liveconfig.Encode(liveconfig.Config{
-			Version: liveconfig.FormatVersion, Namespace: namespace,
-			Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
-			Destinations: []liveconfig.Destination{{
-				Name: "crm", Generation: 1, Revision: "d", State: liveconfig.Active, Sources: []string{"web"},
-				Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
-				Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
-				Success:     liveconfig.AnyEndpoint,
-				Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 100, MaxBackoffMS: 1000, MaxInFlight: 8},
-				DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
-			}},
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		head, err := liveconfig.EncodeHead(liveconfig.Head{Version: liveconfig.HeadVersion, Number: 1, Revision: revision})
-		if err != nil {
-			t.Fatal(err)
-		}
-		configs[namespace] = liveconfig.Stored{Config: config, Head: head}
+		configs[namespace] = severalConfig(t, url, namespace, namespace)
 	}
 	return configs
 }
 
-// load sends calls of all namespaces to all processes, each until it is acknowledged.
+// severalConfig is the live config of a namespace with a write key.
+func severalConfig(t *testing.T, url, namespace, key string) liveconfig.Stored {
+	t.Helper()
+	sum := sha256.Sum256([]byte(key))
+	config, revision, err := liveconfig.Encode(liveconfig.Config{
+		Version: liveconfig.FormatVersion, Namespace: namespace,
+		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
+		Destinations: []liveconfig.Destination{{
+			Name: "crm", Generation: 1, Revision: "d", State: liveconfig.Active, Sources: []string{"web"},
+			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
+			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
+			Success:     liveconfig.AnyEndpoint,
+			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 100, MaxBackoffMS: 1000, MaxInFlight: severalInFlight},
+			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
+		}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	head, err := liveconfig.EncodeHead(liveconfig.Head{Version: liveconfig.HeadVersion, Number: time.Now().UnixMilli(), Revision: revision})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return liveconfig.Stored{Config: config, Head: head}
+}
+
+// load sends calls of all namespaces to all processes, each until it is acknowledged. A namespace changes the process
+// when a call is not.
 type load struct {
 	mu           sync.Mutex
+	addresses    []string
 	acknowledged []string
 	// count is the number of acknowledged calls of a namespace, last the time of the last one, and gap
 	// the longest time without one.
@@ -169,14 +193,15 @@ type load struct {
 	gap   time.Duration
 }
 
-func (l *load) run(ctx context.Context, hosts []*host) {
+// run sends until ctx is done.
+func (l *load) run(ctx context.Context) {
 	var group sync.WaitGroup
 	for n := range severalNamespaces {
 		namespace := fmt.Sprintf("team-%d", n)
 		group.Go(func() {
-			for i := 0; ctx.Err() == nil; i++ {
+			for i, turn := 0, n; ctx.Err() == nil; i++ {
 				id := fmt.Sprintf("%s-%d", namespace, i)
-				for turn := n; !post(hosts[turn%len(hosts)], namespace, id); turn++ {
+				for ; !post(l.address(turn), namespace, id); turn++ {
 					if ctx.Err() != nil {
 						return // It was not acknowledged.
 					}
@@ -191,10 +216,29 @@ func (l *load) run(ctx context.Context, hosts []*host) {
 				l.last[namespace] = now
 				l.count[namespace]++
 				l.mu.Unlock()
+				time.Sleep(5 * time.Millisecond) // The processes share the cores with the test.
 			}
 		})
 	}
 	group.Wait()
+}
+
+func newLoad(addresses ...string) *load {
+	return &load{addresses: addresses, count: map[string]int{}, last: map[string]time.Time{}}
+}
+
+// address returns the address of one of the processes.
+func (l *load) address(turn int) string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.addresses[turn%len(l.addresses)]
+}
+
+// replace changes the address of a process.
+func (l *load) replace(i int, address string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.addresses[i] = address
 }
 
 // progress waits until each namespace has further acknowledged calls, and returns the longest time
@@ -224,10 +268,10 @@ func (l *load) progress(t *testing.T) time.Duration {
 	return gap
 }
 
-func post(h *host, namespace, id string) bool {
+func post(address, namespace, id string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
-	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+h.listeners.Addr().String()+"/v1/track", bytes.NewBufferString(`{"event":"E","userId":"u","messageId":"`+id+`"}`))
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track", bytes.NewBufferString(`{"event":"E","userId":"u","messageId":"`+id+`"}`))
 	if err != nil {
 		return false
 	}
@@ -284,14 +328,19 @@ func TestSeveralSlots(t *testing.T) {
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	l := &load{count: map[string]int{}, last: map[string]time.Time{}}
+	var addresses []string
+	for _, h := range hosts {
+		addresses = append(addresses, h.listeners.Addr().String())
+	}
+	l := newLoad(addresses...)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		l.run(ctx, hosts)
+		l.run(ctx)
 	}()
 	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.progress(t).Round(time.Millisecond))
 
+	before := claims(t, hosts...)
 	hung := startHost(t, s, "hung", nil)
 	more := []*host{startHost(t, s, "process-3", configs), startHost(t, s, "process-4", configs)}
 	waitOwned(t, 1, append(hosts[:3:3], more...)...)
@@ -302,9 +351,17 @@ func TestSeveralSlots(t *testing.T) {
 		t.Errorf("/readyz of the process without live configs: got %+v, want 503 with the reason", resp)
 	}
 	t.Logf("with five processes: %v", l.progress(t).Round(time.Millisecond))
-	for _, h := range append(more, hung) {
+	// The two do not join at once, and the promise is the minimum plus one.
+	if got := claims(t, append(hosts[:3:3], more...)...) - before; got < 1 || got > 2 {
+		t.Errorf("with two further processes: got %d slots with another owner, want the one of two of a process, and one more at most", got)
+	}
+	for _, h := range append(more, hung, hosts[2]) {
 		h.stop()
 	}
+	waitOwned(t, 2, hosts[:2]...)
+	t.Logf("with two processes: %v", l.progress(t).Round(time.Millisecond))
+	hosts[2] = startHost(t, s, "process-5", configs)
+	l.replace(2, hosts[2].listeners.Addr().String())
 	waitOwned(t, 2, hosts...)
 	t.Logf("with three processes again: %v", l.progress(t).Round(time.Millisecond))
 

@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -121,22 +120,16 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	all := &sender{pods: pods}
 	send := func(prefix string) {
 		t.Helper()
-		ctx, cancel := context.WithCancel(t.Context())
-		sent := make(chan struct{})
-		go func() {
-			defer close(sent)
-			all.run(ctx, prefix)
-		}()
+		stop := all.start(t, prefix)
 		acknowledge(t, all, 200)
-		cancel()
-		<-sent
+		stop()
 	}
 	continues := func(before *pod, prefix string) {
 		t.Helper()
 		checkRefused(t, pods)
 		s.adopt(before)
 		ownerOfCopied(t, pods)
-		r.refuse.Store(false)
+		r.answer.Store(0)
 		send(prefix)
 		checkDelivered(t, all.acknowledged, r)
 		if ledger := report(t, pods); ledger.Pending != 0 || ledger.DeadLettered != 0 || ledger.Discarded != 0 || int(ledger.Accepted) != len(all.acknowledged) {
@@ -145,7 +138,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	}
 
 	before := ownerOfCopied(t, pods)
-	r.refuse.Store(true)
+	r.answer.Store(http.StatusServiceUnavailable)
 	send("deleted")
 	settings := s.settings(js, stream)
 	if err := js.DeleteStream(t.Context(), stream); err != nil {
@@ -167,7 +160,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 		return err
 	})
 	before = ownerOfCopied(t, pods)
-	r.refuse.Store(true)
+	r.answer.Store(http.StatusServiceUnavailable)
 	send("after-the-backup")
 	waitCopied(t, before, pods) // A copy that is older than the backup is a part of it.
 	s.restart(func() (err error) {

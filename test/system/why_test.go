@@ -1,9 +1,12 @@
 package system
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -56,6 +59,47 @@ func TestWhyUnauthorized(t *testing.T) {
 	for _, want := range []string{"To do: remove the line break at the end of the secret", "NOTICE    Destination", "answered 401"} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("why: got\n%s\nwant %q", stdout, want)
+		}
+	}
+}
+
+// After a kill -9, why and attempts show the last failure with the receiver's answer. The status, the report, the
+// metrics and the log do not have the answer.
+func TestAnswerSurvivesAKill(t *testing.T) {
+	const answer = "the customer is unknown here"
+	r := newReceiver(t)
+	var killed atomic.Bool // Attempts that are repeated after the kill have no answer.
+	r.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusForbidden)
+		if !killed.Load() {
+			_, _ = w.Write([]byte(answer))
+		}
+	})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	for i := range 2 { // The first failure is stored long before the second one.
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+		p.ledger("crm")
+	}
+	p.kill(syscall.SIGKILL)
+	killed.Store(true)
+	p.run()
+	p.eventually("why with the receiver's answer", func() error {
+		stdout, _, _ := cli(t, "", "why", "crm", "--admin", p.Admin)
+		if !strings.Contains(stdout, fmt.Sprintf("it answered %q", answer)) {
+			return errors.New(stdout)
+		}
+		return nil
+	})
+	stdout, _, _ := cli(t, "", "attempts", "crm", "--admin", p.Admin, "-o", "json")
+	if n := strings.Count(stdout, fmt.Sprintf(`"response":%q`, answer)); n != 1 {
+		t.Errorf("attempts with the answer: got %d in\n%s\nwant 1", n, stdout)
+	}
+	status, _, _ := cli(t, "", "get", "destinations", "crm", "-o", "json", "--admin", p.Admin)
+	_, report := p.get("/report")
+	_, metrics := p.get("/metrics")
+	for name, text := range map[string]string{"status": status, "report": report, "metrics": metrics, "log": p.log.String()} {
+		if text == "" || strings.Contains(text, answer) {
+			t.Errorf("%s: got %q, want a text without the receiver's answer", name, text)
 		}
 	}
 }

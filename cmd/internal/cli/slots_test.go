@@ -135,3 +135,57 @@ func TestProcessWithoutMessages(t *testing.T) {
 		})
 	}
 }
+
+// Of several processes, that of --admin names its slots and the owner of the others when it has not found
+// something.
+func TestProcessWithSomeSlots(t *testing.T) {
+	states := `[{"pod":"dispatcher-0","slot":0,"owner":true},{"pod":"dispatcher-0","slot":1,"ownerName":"dispatcher-1 (10.0.0.7:8444)"},{"pod":"dispatcher-0","slot":2,"owner":true}]`
+	const (
+		owns   = "dispatcher-0 owns 2 of 3 slots (0, 2); set --admin to the admin "
+		others = owns + "addresses of the other owners, too, dispatcher-1 (10.0.0.7:8444)"
+		owner  = `namespace "shop" is in slot 1, and ` + owns + "address of the owner of slot 1, dispatcher-1 (10.0.0.7:8444)"
+		absent = `no destination "crm" in this process: `
+		plain  = `no dispatcher has a destination "crm" in namespace "shop"`
+	)
+	for name, c := range map[string]struct {
+		args, states, slot string
+		want               string
+	}{
+		"attempts, another owner":           {"attempts crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
+		"attempts, an owner is not known":   {"attempts crm -n shop", states, `{"slot":1}`, absent + strings.Replace(owner, "dispatcher-1 (10.0.0.7:8444)", "which is not known at the moment", 1)},
+		"attempts, this process owns it":    {"attempts crm -n shop", states, `{"slot":2,"owned":true}`, plain},
+		"attempts, a namespace without one": {"attempts crm -n shop", states, "null", plain},
+		"attempts, an earlier release":      {"attempts crm -n shop", states, "", absent + others},
+		"attempts, all slots":               {"attempts crm -n shop", strings.Replace(states, `"slot":1`, `"slot":1,"owner":true`, 1), "", plain},
+		"list":                              {"deadletters list crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
+		"show":                              {"deadletters show crm key -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, "404 Not Found: no dead letter key; " + owner},
+		"redeliver":                         {"deadletters redeliver crm --all -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
+		"tail":                              {"tail crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
+		"trace":                             {"trace m1", states, "", "--since 6h searches older messages; " + others},
+	} {
+		t.Run(name, func(t *testing.T) {
+			mux := http.NewServeMux()
+			answer := func(pattern, text string) {
+				mux.HandleFunc(pattern, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
+			}
+			answer("GET /slots", c.states)
+			answer("GET /report", `{"pod":"dispatcher-0","ready":true,"log":{"number":3}}`)
+			if c.slot != "" {
+				answer("GET /namespaces/shop/slot", c.slot)
+			}
+			answer("GET /slots/{slot}/report", `{"pod":"dispatcher-0","ready":true}`)
+			answer("GET /slots/{slot}/attempts", "")
+			answer("GET /slots/{slot}/deadletters", "")
+			answer("GET /slots/{slot}/trace", "{}")
+			answer("POST /slots/{slot}/deadletters/redeliver", `{"done":true}`)
+			mux.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no dead letter key", http.StatusNotFound) })
+			server := httptest.NewServer(mux)
+			defer server.Close()
+			var out, problems strings.Builder
+			code := execute(append(strings.Fields(c.args), "--admin", server.URL), strings.NewReader(""), &out, &problems)
+			if got := strings.TrimSpace(problems.String()); code != command.ExitFailure || !strings.HasSuffix(got, c.want) {
+				t.Errorf("got exit code %d and %q, want %d and %q", code, got, command.ExitFailure, c.want)
+			}
+		})
+	}
+}

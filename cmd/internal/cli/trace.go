@@ -32,7 +32,8 @@ Messages of the duplicate window (10 minutes by default) are found by an index, 
 dead letters at any age. Older messages are kept while a destination still has to
 deliver them: --since searches these from a time on, within a bound, and reports
 when the bound ended the search. The last attempts at each endpoint are in the memory
-of the dispatchers; older ones are not shown.
+of the dispatchers, after a restart only the last failed one; older ones are not
+shown.
 
 With --user-id it shows the messages with this userId that a destination still has to
 deliver, and the dead letters: up to 100 of each per dispatcher, oldest first. It reads
@@ -104,13 +105,15 @@ Exits 1 if no message is found.`,
 			case found:
 				return nil
 			case !whole:
-				return errors.New("the message may exist, because not all messages were searched")
+				err = errors.New("the message may exist, because not all messages were searched")
 			case userID != "":
-				return fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
+				err = fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
 			case since > 0:
-				return fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
+				err = fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
+			default:
+				err = fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
 			}
-			return fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
+			return orElsewhere(cmd.Context(), r, "", err)
 		},
 	}
 	r = flags(cmd)

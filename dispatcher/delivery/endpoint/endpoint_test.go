@@ -413,9 +413,15 @@ func TestRecord(t *testing.T) {
 	changed.Restore(r, "r2", d.now)
 	check.Equal(t, "ProbeDue with another revision", changed.ProbeDue(d.now), true)
 
+	before := d.now.Add(-100 * time.Hour)
 	back := New(64, start)
-	back.Restore(r, "r1", d.now.Add(-100*time.Hour))
-	check.Equal(t, "wait after the clock was set back", back.ProbeAt().Sub(d.now.Add(-100*time.Hour)), 2*time.Hour)
+	back.Restore(r, "r1", before)
+	check.Equal(t, "wait after the clock was set back", back.ProbeAt().Sub(before), d.ProbeAt().Sub(r.LastFailure.Time))
+
+	r.LastFailure = nil
+	old := New(64, start)
+	old.Restore(r, "r1", before)
+	check.Equal(t, "wait of a record without a failure after the clock was set back", old.ProbeAt().Sub(before), 2*time.Hour)
 }
 
 // A scheduler must not pay for the state machine with garbage.

@@ -60,8 +60,11 @@ func (m *Machine) restoreOpen(r Record, revision string, now time.Time) {
 	m.open, m.gone = true, r.Gone
 	m.interval = time.Duration(r.IntervalMS) * time.Millisecond
 	m.probeAt = r.ProbeAt
-	// After the clock was set back, the probe must not be postponed without a bound.
-	if latest := now.Add(2 * maxProbeDelay); latest.Before(r.ProbeAt) {
+	// The clock was set back, or that of another process was ahead: the probe waits as long as planned.
+	if f := r.LastFailure; f != nil && f.Time.After(now) {
+		m.probeAt = now.Add(r.ProbeAt.Sub(f.Time))
+	}
+	if latest := now.Add(2 * maxProbeDelay); latest.Before(m.probeAt) {
 		m.probeAt = latest
 	}
 	if r.Revision != revision {

@@ -286,12 +286,10 @@ func (c *committer) assign(cm *commit) {
 	}
 }
 
-// submit submits the batch of a commit. On an error it takes the positions back, so that the
-// next commit assigns them again.
+// submit submits the batch of a commit. That of duplicates has no writes, and is durable with the
+// batches before: a batch with the same messageIds may be among those, and may fail. On an error submit
+// takes the positions back, so that the next commit assigns them again.
 func (c *committer) submit(cm *commit) {
-	if cm.batch.Count() == 0 {
-		return
-	}
 	wait, err := c.s.commitLog.submit(cm.batch)
 	c.s.disk.addWritten(cm.bytes)
 	if err == nil {

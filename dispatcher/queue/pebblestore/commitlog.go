@@ -20,7 +20,8 @@ type commitLog interface {
 	apply(b *pebble.Batch) error
 	// submit applies a batch and starts to make it durable. After an error the batch is not
 	// durable; otherwise the caller calls wait once before it closes the batch. wait returns
-	// when the batch is durable; after its error no later write becomes durable.
+	// when the batch is durable; after its error no later write becomes durable. A batch without
+	// writes is not applied: it is durable with the batches that were submitted before.
 	submit(b *pebble.Batch) (wait func() error, err error)
 	// sync returns when all applied batches are durable.
 	sync() error
@@ -51,6 +52,9 @@ func (l *localLog) apply(b *pebble.Batch) error {
 }
 
 func (l *localLog) submit(b *pebble.Batch) (wait func() error, err error) {
+	if b.Count() == 0 { // The process ends when a sync of a former batch fails.
+		return func() error { return nil }, nil
+	}
 	l.flusher.markSynced()
 	err = l.db.ApplyNoSyncWait(b, pebble.Sync)
 	return func() error {

@@ -424,12 +424,15 @@ func (s *Store) DeadLetterMark(destination string) (string, error) {
 	return codec.DeadLetterID(codec.DeadLetterKey(destination, d.floor, 0, 0)), nil
 }
 
-// DeleteDeadLetters implements queue.Store. It ignores unknown keys. The deletion is durable.
+// DeleteDeadLetters implements queue.Store. It ignores unknown keys.
 func (s *Store) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
 	if err := s.enter(); err != nil {
 		return err
 	}
 	defer s.leave()
+	if len(keys) == 0 {
+		return s.commitLog.sync()
+	}
 	d := s.destination(destination)
 	for len(keys) > 0 {
 		if err := ctx.Err(); err != nil {
@@ -472,10 +475,11 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 	return s.applyCounts(d, b, count, bytes)
 }
 
-// applyCounts applies a batch that removes dead letters.
+// applyCounts applies a batch that removes dead letters. Without any, those that a caller names may be removed
+// by another batch that is not durable yet.
 func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64) error {
 	if b.Count() == 0 {
-		return b.Close()
+		return errors.Join(b.Close(), s.commitLog.sync())
 	}
 	before, beforeBytes := d.count.Swap(count), d.bytes.Swap(bytes)
 	d.put(b)

@@ -3,7 +3,6 @@ package pebblestore
 import (
 	"cmp"
 	"errors"
-	"fmt"
 
 	"github.com/cockroachdb/pebble/v2"
 
@@ -31,27 +30,13 @@ func (f Formats) Check() error {
 
 // ErrNewerFormat reports data in a format of a newer release. The data are sound: nothing may be removed or
 // replaced because of this error.
-var ErrNewerFormat = errors.New("a newer release wrote the data")
+var ErrNewerFormat = codec.ErrNewerFormat
 
 // CheckFormat returns ErrNewerFormat if the format of the store or of the log is higher than the highest one
 // that this release reads. kind is the format's name.
 func CheckFormat(what, kind string, format, readable uint64) error {
-	if format <= readable {
-		return nil
-	}
-	return &formatError{what, kind, format, readable}
+	return codec.CheckFormat(what, kind, format, readable)
 }
-
-type formatError struct {
-	what, kind       string
-	format, readable uint64
-}
-
-func (e *formatError) Error() string {
-	return fmt.Sprintf("a newer release wrote the %s (%s format %d, this release reads %d): use that release or a newer one", e.what, e.kind, e.format, e.readable)
-}
-
-func (e *formatError) Is(target error) bool { return target == ErrNewerFormat }
 
 // Formats returns the formats of the files.
 func (s *Store) Formats() (f Formats, err error) {

@@ -7,13 +7,12 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 
-	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
@@ -73,14 +72,9 @@ func (s *Store) inspect() error {
 		}
 		return nil
 	}
-	format, err := atomicfs.ReadMarker(s.fs, s.dir, "format-version")
+	format, err := codec.CheckPebbleFormat(s.fs, s.dir, s.what())
 	if err != nil {
 		return err
-	}
-	if version, err := strconv.ParseUint(format, 10, 64); err == nil {
-		if err := CheckFormat(s.what(), "Pebble", version, uint64(pebble.FormatNewest)); err != nil {
-			return err
-		}
 	}
 	if format == "" && slices.ContainsFunc(names, func(name string) bool {
 		return strings.HasSuffix(name, ".sst") || name == integrity.AcceptedName

@@ -123,6 +123,9 @@ func (s *Store) loadLane(l *lane) error {
 	}
 	l.released = open
 	if l.Retries > 0 {
+		if err := s.correctDue(l); err != nil {
+			return err
+		}
 		if _, err := s.scanDue(l, 0, 0, nil); err != nil {
 			return err
 		}
@@ -130,6 +133,54 @@ func (s *Store) loadLane(l *lane) error {
 	}
 	return nil
 }
+
+// correctAhead is the time until a retry above which its clock is examined at the start. It bounds how many
+// retries are read: nearly all are due earlier, because they wait for their backoff.
+const correctAhead = 10 * time.Minute
+
+// correctDue plans the retries again that were planned with a clock that was ahead of this one. Each of them
+// waits as long from now as it was to wait from its last attempt.
+func (s *Store) correctDue(l *lane) (err error) {
+	now := s.o.Now().UnixMilli()
+	it, err := s.db.NewIter(&pebble.IterOptions{
+		LowerBound: codec.Key(codec.PrefixDue, l.number, uint64(now+correctAhead.Milliseconds())),
+		UpperBound: codec.After(codec.PrefixDue, l.number),
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	b := s.db.NewBatch()
+	for ok := it.First(); ok; ok = it.Next() {
+		due, seq := int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)
+		key := codec.Key(codec.PrefixRetry, l.number, seq)
+		v, err := s.get(key)
+		d := codec.Decoder{Rest: v}
+		_, attempt := d.Retry()
+		f := d.Failure()
+		if err != nil || d.Bad || f.Time.UnixMilli() <= now {
+			continue // The next attempt reports a damaged entry.
+		}
+		corrected := now + max(0, due-f.Time.UnixMilli())
+		f.Time = codec.FromMillis(now)
+		_ = b.Delete(it.Key(), nil)
+		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(corrected), seq), it.Value(), nil)
+		_ = b.Set(key, codec.AppendRetry(nil, corrected, attempt, &f), nil)
+		if b.Count() >= maxCorrected {
+			if err := s.apply(b); err != nil {
+				return err
+			}
+			b = s.db.NewBatch()
+		}
+	}
+	if err := it.Error(); err != nil || b.Count() == 0 {
+		return errors.Join(err, b.Close())
+	}
+	return s.apply(b)
+}
+
+// maxCorrected is the largest number of changes in a batch of correctDue.
+const maxCorrected = 3 << 10
 
 // put adds the lane's state to a batch. The caller holds mu until the batch is applied.
 func (l *lane) put(b *pebble.Batch) {

@@ -2,6 +2,7 @@ package pebblestore
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -11,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
@@ -324,5 +327,38 @@ func TestRepairRefuses(t *testing.T) {
 	r, err := repair.Run(dir, true, Verify)
 	if err != nil || len(r.Damaged)+len(r.Lost) > 0 || r.Aside != "" {
 		t.Errorf("a sound store: %+v %v", r, err)
+	}
+}
+
+// A store of a newer release is refused, also if it is damaged, and nothing is changed.
+func TestRepairRefusesNewerFormats(t *testing.T) {
+	for kind, newer := range raiseFormats {
+		for _, damaged := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s format, damaged %v", kind, damaged), func(t *testing.T) {
+				folder := t.TempDir()
+				dir := filepath.Join(folder, "queue")
+				if err := errors.Join(open(t, dir, Options{}).Close(), newer.raise(vfs.Default, dir)); err != nil {
+					t.Fatal(err)
+				}
+				if damaged {
+					if err := os.Remove(files(t, dir, "MANIFEST-*")[0]); err != nil {
+						t.Fatal(err)
+					}
+				}
+				before := fingerprints(t, dir)
+				for _, apply := range []bool{false, true} {
+					_, err := repair.Run(dir, apply, Verify)
+					if want := "repair the queue in " + dir + ": a newer release wrote the store " + newer.error + ": use that release or a newer one"; !errors.Is(err, ErrNewerFormat) || err.Error() != want {
+						t.Errorf("repair with apply %v: got error %v, want %s", apply, err, want)
+					}
+				}
+				if after := fingerprints(t, dir); !maps.Equal(before, after) {
+					t.Errorf("files: got %v, want %v", after, before)
+				}
+				if found := files(t, folder, "*"); len(found) != 1 {
+					t.Errorf("files beside the store: got %v, want none", found)
+				}
+			})
+		}
 	}
 }

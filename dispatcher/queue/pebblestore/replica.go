@@ -110,3 +110,9 @@ func (r *Replica) Close() error {
 	r.s.fs.StopWaiting()
 	return errors.Join(r.s.db.Flush(), r.s.closeDB())
 }
+
+// Detach makes the files those of a store with a log of its own, which Open opens, and closes them.
+func (r *Replica) Detach() error {
+	err := r.s.db.Delete(codec.KeyLogPosition, pebble.NoSync)
+	return errors.Join(err, r.Close())
+}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"syscall"
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
@@ -62,6 +63,9 @@ func readPosition(db *pebble.DB) (Position, error) {
 // ReadPosition returns the position of the closed store, or of the checkpoint, in dir.
 func ReadPosition(fs vfs.FS, dir string) (p Position, err error) {
 	db, err := pebble.Open(dir, &pebble.Options{FS: fs, ReadOnly: true, Logger: silentLogger{}})
+	if errors.Is(err, syscall.EAGAIN) {
+		err = inUseError{}
+	}
 	if err != nil {
 		return p, fmt.Errorf("read the position of the store in %s: %w", dir, err)
 	}
@@ -100,6 +104,10 @@ func (l *replicatedLog) apply(b *pebble.Batch) error {
 }
 
 func (l *replicatedLog) submit(b *pebble.Batch) (wait func() error, err error) {
+	if b.Count() == 0 {
+		number := l.position().Batch
+		return func() error { return l.log.Wait(number) }, nil
+	}
 	l.flusher.markSynced()
 	number, err := l.append(b)
 	return func() error { return l.log.Wait(number) }, err

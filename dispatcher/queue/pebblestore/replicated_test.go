@@ -22,7 +22,7 @@ type memoryLog struct {
 }
 
 func (l *memoryLog) Session() Session  { return l.session }
-func (l *memoryLog) Ready() error      { return l.failure() }
+func (l *memoryLog) Ready() error      { return nil } // The session can end after it.
 func (l *memoryLog) Wait(uint64) error { return l.failure() }
 
 func (l *memoryLog) Append(number uint64, batch []byte) error {
@@ -199,16 +199,36 @@ func TestKindOfLogIsKept(t *testing.T) {
 // A commit that does not become durable is neither acknowledged nor visible.
 func TestLogFails(t *testing.T) {
 	log := &memoryLog{}
-	s := open(t, "data", Options{FS: vfs.NewMem(), Log: log})
+	s := open(t, "data", Options{FS: vfs.NewMem(), Log: log, DuplicateWindow: time.Hour})
 	settleSome(t, s, []byte("a"), []byte("b"))
+	var letter string
+	if err := s.DeadLetters(t.Context(), replicatedLane.Destination, "", func(d queue.DeadLetter) bool {
+		letter = d.Key
+		return true
+	}); err != nil || letter == "" {
+		t.Fatalf("dead letter: got key %q and error %v", letter, err)
+	}
 	ended := errors.New("session ended")
 	log.fail(ended)
 	message := []queue.Message{{Source: replicatedLane.Source, ID: "c", AcceptedAt: time.Now(), Body: []byte("{}")}}
 	if _, err := s.Append(context.Background(), message); !errors.Is(err, ended) {
 		t.Errorf("append: got error %v, want %v", err, ended)
 	}
+	// The messageId is in the files, and the message is not in the log.
+	if _, err := s.Append(context.Background(), message); !errors.Is(err, ended) {
+		t.Errorf("append of the same message again: got error %v, want %v", err, ended)
+	}
 	if got := s.SourceStats(replicatedLane.Source).Accepted; got != 2 {
 		t.Errorf("accepted messages: got %d, want 2", got)
+	}
+	if got, err := s.Trace(t.Context(), "c", time.Time{}); err != nil || len(got.Traces) > 0 || !got.Storing {
+		t.Errorf("trace of the message: got %+v and error %v, want none, and that it is being stored", got, err)
+	}
+	// After the first removal the dead letter is not in the files.
+	for _, keys := range [][]string{{letter}, {letter}, nil} {
+		if err := s.DeleteDeadLetters(t.Context(), replicatedLane.Destination, keys...); !errors.Is(err, ended) {
+			t.Errorf("removal of dead letters %q: got error %v, want %v", keys, err, ended)
+		}
 	}
 	if err := s.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/mail"}); !errors.Is(err, ended) {
 		t.Errorf("open a lane: got error %v, want %v", err, ended)

@@ -118,8 +118,8 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 			}
 			end := codec.Millis(t.AcceptedAt.Add(delay))
 			var whole bool
-			seq, rec, whole, err = s.findIn(ctx, log, id, first, func(n uint64, r *codec.Record) bool {
-				return n <= head && r.AcceptedAt <= end
+			seq, rec, whole, err = s.findIn(ctx, log, id, first, func(_ uint64, r *codec.Record) bool {
+				return r.AcceptedAt <= end
 			}, nil)
 			if err != nil {
 				return t, false, err
@@ -144,8 +144,12 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 		}
 		result.Complete = result.Complete && (whole || seq > 0)
 	}
-	if seq == 0 {
+	switch {
+	case seq == 0:
 		return t, indexed, nil
+	case seq > log.durable.Load():
+		result.Storing = true
+		return t, false, nil
 	}
 	return t, true, s.describe(log, seq, &rec, &t)
 }

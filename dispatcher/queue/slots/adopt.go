@@ -9,6 +9,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -203,12 +205,12 @@ func (s Slot) storeSnapshot(ctx context.Context) (err error) {
 	}
 	defer w.Close()
 	o := s.Store
-	o.Log, o.Logger = w, s.Logger
+	o.Log, o.Logger, o.DuplicateWindow = w, s.Logger, pebblestore.MaxDuplicateWindow // A shorter one removes messageIds.
 	store, err := pebblestore.Open(s.Dir, o)
 	if err != nil {
 		return fmt.Errorf("open the store of the slot: %w", err)
 	}
-	snapshots := &Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger}
+	snapshots := &Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger, Limiter: rate.NewLimiter(rate.Inf, 0)}
 	err = snapshots.Take(ctx)
 	if err = errors.Join(err, store.Close()); err != nil {
 		return err

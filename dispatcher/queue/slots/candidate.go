@@ -11,7 +11,7 @@ import (
 
 // candidate is the state machine of a pod that follows a slot which it does not own: it decides
 // when to question the owner, and when to claim the slot. It does no I/O: next returns what to do,
-// and apply, listed, answered and refused take the result.
+// and apply, answered and refused take the result.
 //
 // Invariants:
 //
@@ -38,10 +38,9 @@ type candidate struct {
 	// stream is the ID of the stream; empty if it has none.
 	stream string
 
-	// readAt is the time at which the last record was read. listedAt is the time at which the owner
-	// last announced the slot. lacksSince is the time from which on the stream lacks applied records;
-	// zero while it has them.
-	readAt, listedAt, lacksSince time.Time
+	// readAt is the time at which the last record was read. lacksSince is the time from which on the stream
+	// lacks applied records; zero while it has them.
+	readAt, lacksSince time.Time
 	// proposal is the record that is being published, or nil.
 	proposal   *outgoing
 	pauseUntil time.Time
@@ -51,7 +50,7 @@ type candidate struct {
 
 // newCandidate returns the candidate for a stream with a state.
 func newCandidate(f *follower, s State, now time.Time) *candidate {
-	return &candidate{follower: f, end: s.Last, stream: s.ID, claimAfter: claimAfter, readAt: now, listedAt: now}
+	return &candidate{follower: f, end: s.Last, stream: s.ID, claimAfter: claimAfter, readAt: now}
 }
 
 // next returns the next step. After actOwn, the slot belongs to the session of won.
@@ -84,8 +83,6 @@ func (c *candidate) due() (kind, time.Time) {
 		return kindClaim, time.Time{}
 	case c.lastKind == kindSuspect:
 		return kindClaim, c.readAt.Add(c.claimAfter)
-	case c.listedAt.After(c.readAt):
-		return kindSuspect, c.listedAt.Add(suspectAfter)
 	}
 	return kindSuspect, c.readAt.Add(suspectAfter)
 }
@@ -139,9 +136,6 @@ func (c *candidate) checked(now time.Time, s State, err error) error {
 	}
 	return nil
 }
-
-// listed takes note that a pod announced itself as the owner of the slot.
-func (c *candidate) listed(now time.Time) { c.listedAt = now }
 
 // answered takes the sequence of the published proposal.
 func (c *candidate) answered(now time.Time, sequence uint64) error {

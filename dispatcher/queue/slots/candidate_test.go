@@ -74,18 +74,15 @@ func TestSuspectThenClaim(t *testing.T) {
 	}
 }
 
-// A record of the owner, or its announcement, delays the suspect; a record also ends the wait for a
-// claim.
+// A record of the owner delays the suspect, and ends the wait for a claim.
 func TestLivingOwnerKeepsTheSlot(t *testing.T) {
 	c := newTestCandidate(t, ownerClaims)
 	if err := c.apply(start.Add(time.Second), ownerWrites); err != nil {
 		t.Fatal(err)
 	}
 	wantWait(t, c, start.Add(time.Second), time.Second+suspectAfter)
-	c.listed(start.Add(2 * time.Second))
-	wantWait(t, c, start.Add(2*time.Second), 2*time.Second+suspectAfter)
 
-	suspected := start.Add(2*time.Second + suspectAfter)
+	suspected := start.Add(time.Second + suspectAfter)
 	wantProposal(t, c, suspected, kindSuspect, 2)
 	if err := c.answered(suspected, 3); err != nil {
 		t.Fatal(err)
@@ -93,7 +90,7 @@ func TestLivingOwnerKeepsTheSlot(t *testing.T) {
 	if err := c.apply(suspected.Add(time.Second), entry(4, header{kindHeartbeat, foreign, 1, 3, 2, 1, 0})); err != nil {
 		t.Fatal(err)
 	}
-	wantWait(t, c, suspected.Add(time.Second), 2*time.Second+suspectAfter+time.Second+suspectAfter)
+	wantWait(t, c, suspected.Add(time.Second), time.Second+suspectAfter+time.Second+suspectAfter)
 }
 
 // The suspect of another pod is used in place of an own one.

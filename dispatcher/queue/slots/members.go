@@ -28,8 +28,9 @@ type Heartbeat struct {
 	Leaving bool `json:"leaving,omitempty"`
 	// Starting is that of Member.
 	Starting bool `json:"starting,omitempty"`
-	// ClockSkew is that of Member, in milliseconds.
+	// ClockSkew is that of Member, in milliseconds, and Clock its wall clock in milliseconds since 1970.
 	ClockSkew int64 `json:"clockSkew,omitempty"`
+	Clock     int64 `json:"clock,omitempty"`
 	// OldConfig is that of Member.
 	OldConfig bool `json:"oldConfig,omitempty"`
 	// Configs are the newest live configs that the process has.
@@ -163,16 +164,20 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 }
 
 // member returns what Place uses of a heartbeat.
-func (h Heartbeat) member() Member {
-	return Member{Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, Starting: h.Starting, ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond, OldConfig: h.OldConfig}
+func (h heard) member(now time.Time) Member {
+	return Member{
+		Name: h.Member, Age: time.Duration(h.Milliseconds) * time.Millisecond, Leaving: h.Leaving, Starting: h.Starting, OldConfig: h.OldConfig,
+		ClockSkew: time.Duration(h.ClockSkew) * time.Millisecond, Clock: time.UnixMilli(h.Clock).Add(now.Sub(h.at)),
+	}
 }
 
 // List returns the members.
 func (m *Members) List() (members []Member) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for _, h := range m.alive(m.now()) {
-		members = append(members, h.member())
+	now := m.now()
+	for _, h := range m.alive(now) {
+		members = append(members, h.member(now))
 	}
 	return members
 }
@@ -198,8 +203,9 @@ func (m *Members) HasSuccessor(slot int) bool {
 	members := m.List()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for _, h := range m.alive(m.now()) {
-		if !h.Leaving && h.member().HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
+	now := m.now()
+	for _, h := range m.alive(now) {
+		if !h.Leaving && h.member(now).HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
 			return true
 		}
 	}
@@ -221,7 +227,7 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	now := m.now()
 	placed = make([]Placed, slots)
 	for _, h := range m.alive(now) {
-		members = append(members, h.member())
+		members = append(members, h.member(now))
 		for _, c := range h.Copies {
 			if c.Slot >= 0 && c.Slot < slots {
 				placed[c.Slot].Followers = append(placed[c.Slot].Followers, Follower{h.Member, c.Ready, c.Failed})

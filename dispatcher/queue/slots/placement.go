@@ -17,23 +17,27 @@ type Member struct {
 	Leaving bool
 	// Starting members have not been ready for calls yet.
 	Starting bool
-	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log.
+	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log, and Clock is its
+	// present time.
 	ClockSkew time.Duration
+	Clock     time.Time
 	// OldConfig is true while it lacks a live config that another member has had for a while.
 	OldConfig bool
 }
 
 // HasRightClock reports whether the clock of one of the members is right: it agrees with a server of the
-// log, or all members agree with each other, and the clocks of the servers are wrong.
+// log, or with all members, and the clocks of the servers are wrong. The members may have read those at
+// different times.
 func (m Member) HasRightClock(members []Member) bool {
 	if m.ClockSkew.Abs() <= MaxClockSkew {
 		return true
 	}
-	least, most := m.ClockSkew, m.ClockSkew
 	for _, other := range members {
-		least, most = min(least, other.ClockSkew), max(most, other.ClockSkew)
+		if m.Clock.Sub(other.Clock).Abs() > MaxClockSkew {
+			return false
+		}
 	}
-	return len(members) > 1 && most-least <= MaxClockSkew
+	return len(members) > 1
 }
 
 // Placed is the state of a slot, as a process sees it.

@@ -29,7 +29,7 @@ func TestPlace(t *testing.T) {
 	leaving := Member{Name: "a", Age: time.Hour, Leaving: true}
 	outdated := Member{Name: "a", Age: time.Hour, OldConfig: true}
 	skewed := func(name string, skew time.Duration) Member {
-		return Member{Name: name, Age: time.Hour, ClockSkew: skew}
+		return Member{Name: name, Age: time.Hour, ClockSkew: skew, Clock: time.Time{}.Add(skew)}
 	}
 	for _, c := range []struct {
 		name     string
@@ -92,6 +92,7 @@ func TestPlace(t *testing.T) {
 			[]Move{{"b", HandOver, 0}}},
 		{"members that agree with each other are right", []Member{skewed("a", time.Hour), skewed("b", time.Hour+30*time.Second)}, []Placed{{}, {}}, 0,
 			[]Move{{"a", Take, 0}, {"b", Take, 1}}},
+		{"also if they have read the servers at different times", []Member{{Name: "a", Age: time.Hour, ClockSkew: time.Hour}, {Name: "b", Age: time.Hour}}, []Placed{{Owner: "a", Followers: ready("b")}}, 1, nil},
 		{"a standby follows", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b", Followers: ready("a")}}, 1,
 			[]Move{{"b", StartFollowing, 0}}},
 		{"a copy that is not wanted ends", old("a", "b", "c"), []Placed{{Owner: "a", Followers: ready("b", "c")}}, 1,
@@ -157,7 +158,8 @@ func TestServes(t *testing.T) {
 		{"ready", Member{Name: "a"}, true},
 		{"starting", Member{Name: "a", Starting: true}, false},
 		{"leaving", Member{Name: "a", Leaving: true}, false},
-		{"with a wrong clock", Member{Name: "a", ClockSkew: time.Hour}, false},
+		{"with a wrong clock", Member{Name: "a", ClockSkew: time.Hour, Clock: time.Time{}.Add(time.Hour)}, false},
+		{"with a clock like that of the other one", Member{Name: "a", ClockSkew: time.Hour}, true},
 		{"with an old config", Member{Name: "a", OldConfig: true}, false},
 		{"the same", Member{Name: "b"}, false},
 	} {

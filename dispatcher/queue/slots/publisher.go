@@ -32,6 +32,9 @@ type publisher struct {
 	// appended is the last batch; acknowledged the last durable one; wanted the last one that a
 	// caller waits for.
 	appended, acknowledged, wanted uint64
+	// snapshotEnd is the last batch of a stored snapshot. Batches up to it are published also while the others
+	// wait for space: the record of the snapshot follows them, and frees space.
+	snapshotEnd uint64
 	// claimed is the last batch before the session.
 	claimed uint64
 
@@ -88,8 +91,15 @@ func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publi
 	return p
 }
 
-// hasRoom reports whether a batch may be appended.
-func (p *publisher) hasRoom() bool { return p.waitingBytes < maxUnpublished }
+// hasRoom reports whether a batch may be appended. The batches of two snapshots fit into the reserve of the
+// stream: the first one may free no space, and the second one does.
+func (p *publisher) hasRoom() bool {
+	bound := int64(maxUnpublished)
+	if p.usage.max > 0 {
+		bound = min(bound, max(minUnpublished, p.usage.max/maxUnpublishedPart))
+	}
+	return int64(p.waitingBytes) < bound
+}
 
 // append adds the next batch. It copies the batch.
 func (p *publisher) append(now time.Time, batch []byte) {
@@ -194,7 +204,7 @@ func (p *publisher) start(now time.Time) bool {
 		p.inFlight = p.withoutBatches(kindHeartbeat, now)
 		p.inFlight.data = append(p.inFlight.data, p.announcement...)
 		p.announced = now
-	case len(p.waiting) > 0 && !p.usage.batchesWait() && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
+	case len(p.waiting) > 0 && (!p.usage.batchesWait() || p.waiting[0].first <= p.snapshotEnd) && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
 		p.inFlight = p.waiting[0]
 		p.waiting[0] = nil
 		p.waiting = p.waiting[1:]

@@ -340,6 +340,25 @@ func TestReserve(t *testing.T) {
 	}
 }
 
+// In a full stream, the batches of a stored snapshot are published before its record, and later ones wait.
+func TestBatchesOfASnapshotUseTheReserve(t *testing.T) {
+	p := owner()
+	p.usage.set(State{Bytes: 95 << 20, MaxBytes: 100 << 20}, start.Add(heartbeatInterval))
+	p.append(start, make([]byte, maxRecord/2))
+	p.snapshotEnd = p.appended
+	p.append(start, make([]byte, maxRecord))
+	p.want(7)
+	for i, want := range []kind{kindBatches, kindHeartbeat} {
+		s := wantStep(t, p, start.Add(time.Duration(i+1)*heartbeatInterval), actPublish)
+		h, _, _ := decodeRecord(s.data)
+		if h.kind != want {
+			t.Errorf("record %d: got %v, want %v", i+1, h.kind, want)
+		}
+		p.answered(uint64(11 + i))
+		p.usage.readAt = start.Add(time.Duration(i+2) * heartbeatInterval)
+	}
+}
+
 func TestLargeBatchGoesInParts(t *testing.T) {
 	p := owner()
 	p.append(start, []byte("a"))

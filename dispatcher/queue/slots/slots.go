@@ -174,8 +174,11 @@ func (o *Options) setDefaults() {
 const (
 	// maxRecord is the size of a record; NATS accepts 1 MiB with headers.
 	maxRecord = 900 << 10
-	// maxUnpublished bounds the batches that wait for the stream; then writers wait.
-	maxUnpublished = 64 << 20
+	// The batches that wait for the stream are at most a maxUnpublishedPart-th of it, between minUnpublished,
+	// which is that of the smallest stream, and maxUnpublished; then writers wait.
+	maxUnpublished     = 64 << 20
+	minUnpublished     = 8 << 20
+	maxUnpublishedPart = 32
 	// publishTimeout ends the wait for an answer; the record is then published again.
 	publishTimeout = time.Second
 	// repeatAfter is the time between an answer that is no acknowledgement and the next request.

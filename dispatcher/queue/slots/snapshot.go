@@ -47,7 +47,7 @@ type Checkpointer interface {
 // Invariants:
 //
 //   - A snapshot record is published after all objects that it needs. The files are a prefix of the
-//     log, because their last batch is read from them, and is acknowledged before.
+//     log, because their last batch is read from them, and is acknowledged before the record is published.
 //   - The stream has all records behind the last batch of the last two snapshots, and the objects of
 //     both exist. So a copy that is one snapshot behind follows the stream without a restore, and
 //     the loss of an object costs a longer restore only.
@@ -72,6 +72,10 @@ type Snapshotter struct {
 	kept []manifest
 	// uploaded are the tables that this session has uploaded, by object.
 	uploaded map[string]file
+	// untrimmed is true until the stream is trimmed behind the last snapshot.
+	untrimmed bool
+	// hasRest is true after a snapshot that failed: some of its objects may be needed no more.
+	hasRest bool
 
 	// taken is the time of the last snapshot of this session in Unix milliseconds; 0 for none.
 	taken atomic.Int64
@@ -120,6 +124,9 @@ func (s *Snapshotter) Uploaded() int64 { return s.bytes.Load() }
 // follow.
 func (s *Snapshotter) isDue() bool {
 	p := s.Writer.progress()
+	if s.untrimmed {
+		return true
+	}
 	if s.at.IsZero() {
 		return p.acknowledged > 0
 	}
@@ -137,18 +144,36 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 			return fmt.Errorf("take a snapshot: %w", err)
 		}
 	}
+	if s.untrimmed {
+		if err := s.clean(ctx); err != nil {
+			return err
+		}
+		if !s.isDue() {
+			return nil
+		}
+	}
 	p, at := s.Writer.progress(), time.Now()
 	m, err := s.upload(ctx, p.isHalfFull)
 	if err = errors.Join(err, s.FS.RemoveAll(s.Dir)); err != nil {
+		s.hasRest = true
 		return fmt.Errorf("take a snapshot: %w", err)
 	}
+	s.hasRest = false
 	s.kept = append(s.kept, m)
 	s.kept = s.kept[max(0, len(s.kept)-2):]
 	s.at, s.published = at, p.published
 	s.taken.Store(at.UnixMilli())
-	if err := errors.Join(s.trim(ctx), s.collect(ctx)); err != nil {
+	return s.clean(ctx)
+}
+
+// clean removes what the last snapshot replaces. After an error it is repeated before the next snapshot, whose
+// batches may use the reserve of the stream only once it was trimmed.
+func (s *Snapshotter) clean(ctx context.Context) error {
+	s.untrimmed = true
+	if err := errors.Join(s.trim(ctx), s.collect(ctx, nil)); err != nil {
 		return fmt.Errorf("remove what a snapshot replaces: %w", err)
 	}
+	s.untrimmed = false
 	return nil
 }
 
@@ -176,7 +201,7 @@ func (s *Snapshotter) begin(ctx context.Context) error {
 	}
 	// If a manifest was not found, its snapshot may be complete nevertheless.
 	if isComplete {
-		if err := s.collect(ctx); err != nil {
+		if err := s.collect(ctx, nil); err != nil {
 			return err
 		}
 	}
@@ -196,9 +221,6 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if m.Formats, err = s.Store.Formats(); err != nil {
 		return m, err
 	}
-	if err := s.Writer.Wait(position.Batch); err != nil {
-		return m, err
-	}
 	name := fmt.Sprintf("%d-%s", position.Batch, rand.Text())
 	if m.Files, err = s.putFiles(ctx, name, unlimited); err != nil {
 		return m, err
@@ -212,7 +234,7 @@ func (s *Snapshotter) upload(ctx context.Context, unlimited bool) (m manifest, e
 	if err := s.Objects.Put(ctx, m.object, bytes.NewReader(encoded)); err != nil {
 		return m, fmt.Errorf("store object %s: %w", m.object, err)
 	}
-	if err := s.Writer.publishSnapshot(reference(encoded, m.object)); err != nil {
+	if err := s.Writer.publishSnapshot(m.Batch, reference(encoded, m.object)); err != nil {
 		return m, err
 	}
 	m.sequence = s.Writer.progress().snapshot
@@ -225,6 +247,15 @@ func (s *Snapshotter) putFiles(ctx context.Context, snapshot string, unlimited b
 	names, err := s.FS.List(s.Dir)
 	if err != nil {
 		return nil, err
+	}
+	if s.hasRest {
+		var tables []string
+		for _, name := range names {
+			tables = append(tables, objectName(s.Writer, snapshot, name, true))
+		}
+		if err := s.collect(ctx, tables); err != nil {
+			return nil, err
+		}
 	}
 	listed, err := s.Objects.List(ctx)
 	if err != nil {
@@ -297,13 +328,17 @@ func (s *Snapshotter) trim(ctx context.Context) error {
 	if err := s.Log.Trim(ctx, min(e.Sequence, s.kept[0].sequence)); err != nil {
 		return fmt.Errorf("trim the log: %w", err)
 	}
+	s.Writer.readUsage()
 	return nil
 }
 
-// collect deletes the objects that neither of the last two snapshots needs. It runs while nothing is
-// uploaded.
-func (s *Snapshotter) collect(ctx context.Context) error {
+// collect deletes the objects that neither of the last two snapshots needs, except for others. It runs while
+// nothing is uploaded.
+func (s *Snapshotter) collect(ctx context.Context, others []string) error {
 	needed := map[string]bool{}
+	for _, name := range others {
+		needed[name] = true
+	}
 	for _, m := range s.kept {
 		needed[m.object] = true
 		for _, f := range m.Files {
@@ -313,6 +348,10 @@ func (s *Snapshotter) collect(ctx context.Context) error {
 	listed, err := s.Objects.List(ctx)
 	if err != nil {
 		return fmt.Errorf("list the objects: %w", err)
+	}
+	// The record of a snapshot may have landed when the session ended.
+	if err := s.Writer.Err(); err != nil {
+		return err
 	}
 	hadLease := s.Writer.MaySend()
 	for _, name := range listed {

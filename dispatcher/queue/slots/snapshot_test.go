@@ -2,6 +2,7 @@ package slots_test
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // snapshotSlot is a slot on a simulated stream and object store.
@@ -33,7 +35,9 @@ func newSnapshotSlot() *snapshotSlot {
 type snapshotOwner struct {
 	*slots.Snapshotter
 	store *pebblestore.Store
-	count int
+	// session is a part of the messageIds.
+	session string
+	count   int
 }
 
 // open takes over the slot with the files of a file system.
@@ -56,7 +60,7 @@ func (s *snapshotSlot) open(t *testing.T, fs vfs.FS) *snapshotOwner {
 		w.Close()
 		_ = store.Close()
 	})
-	return &snapshotOwner{store: store, Snapshotter: &slots.Snapshotter{
+	return &snapshotOwner{store: store, session: fmt.Sprintf("%x", w.Session()), Snapshotter: &slots.Snapshotter{
 		Log: slot.Log, Objects: s.objects, Writer: w, Store: store, FS: fs, Dir: slot.Dir + ".snapshot", Logger: slot.Store.Logger,
 	}}
 }
@@ -66,7 +70,7 @@ func (o *snapshotOwner) accept(t *testing.T, n int) {
 	t.Helper()
 	for range n {
 		o.count++
-		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("%x-%d", o.Writer.Session(), o.count), AcceptedAt: time.Now(), Body: []byte(strings.Repeat("x", 1000))}
+		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("%s-%d", o.session, o.count), AcceptedAt: time.Now(), Body: []byte(strings.Repeat("x", 1000))}
 		if _, err := o.store.Append(t.Context(), []queue.Message{m}); err != nil {
 			t.Fatal(err)
 		}
@@ -301,6 +305,81 @@ func TestFullObjectStore(t *testing.T) {
 	s.open(t, vfs.NewMem()).wantAccepted(t, 110)
 }
 
+// Snapshots that fail again and again do not fill the object store: an attempt deletes what earlier ones have
+// stored and neither it nor the last two snapshots need.
+func TestFailedSnapshotsLeaveABoundedRest(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 50)
+	owner.take(t)
+	owner.accept(t, 50)
+	owner.take(t)
+	before, _ := s.objects.List(t.Context())
+	for range 20 {
+		owner.accept(t, 300) // More than a memtable, so that tables are compacted.
+		owner.Objects = &cutObjects{s.objects, 3}
+		if err := owner.Take(t.Context()); !errors.Is(err, slotstest.ErrLost) {
+			t.Fatalf("snapshot with 3 uploads: got error %v, want %v", err, slotstest.ErrLost)
+		}
+		// The tables of the attempt, some of earlier ones that it needs as well, and the last two snapshots.
+		after, _ := s.objects.List(t.Context())
+		names, _ := owner.FS.List(owner.Dir)
+		if got, most := len(after), len(before)+len(names)+12; got > most {
+			t.Fatalf("objects after a failed snapshot: got %d, want at most %d", got, most)
+		}
+	}
+	owner.Objects = s.objects
+	owner.take(t)
+	owner.take(t)
+	s.open(t, vfs.NewMem()).wantAccepted(t, 6100)
+}
+
+// A stream in which batches wait for space is freed by a snapshot, also one that has waiting batches. As long as
+// the object store is full, none of them is published.
+func TestSnapshotFreesAStreamWithWaitingBatches(t *testing.T) {
+	const maxBytes = 64 << 20
+	s := newSnapshotSlot()
+	s.stream = slotstest.NewStream(maxBytes)
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 100)
+	s.objects.SetMaxBytes(1)
+	put := func(i int) {
+		t.Helper()
+		if err := owner.store.PutMeta(fmt.Sprint("value-", i), []byte(rand.Text()+strings.Repeat("x", 100<<10))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := 0
+	for ; owner.Writer.Status().Bytes < maxBytes*9/10; n++ {
+		put(n % 10)
+	}
+	for range 5 {
+		put(n % 10)
+		n++
+	}
+	for range 2 {
+		if err := owner.Take(t.Context()); !errors.Is(err, slots.ErrNoSpace) {
+			t.Errorf("snapshot to a full store: got error %v, want %v", err, slots.ErrNoSpace)
+		}
+	}
+	time.Sleep(2100 * time.Millisecond) // refuseAfter
+	if owner.Writer.MaySend() {
+		t.Error("with batches that wait for space: may send, want that it may not")
+	}
+	s.objects.SetMaxBytes(0)
+	owner.take(t)
+	put(n)
+	owner.take(t)
+	if err := wait.Until(owner.Writer.Ready); err != nil {
+		t.Errorf("after two snapshots: got error %v, want that calls are accepted", err)
+	}
+	owner.accept(t, 10)
+	if !owner.Writer.MaySend() {
+		t.Error("after two snapshots: may not send, want that it may")
+	}
+	s.open(t, vfs.NewMem()).wantAccepted(t, 110)
+}
+
 // staleLog does not return the records from a sequence on.
 type staleLog struct {
 	slots.Log
@@ -338,4 +417,45 @@ func TestStaleReads(t *testing.T) {
 		t.Errorf("first record: got %d, want %d", got, first)
 	}
 	s.open(t, vfs.NewMem()).wantAccepted(t, 50)
+}
+
+// untrimmedLog fails a number of trims.
+type untrimmedLog struct {
+	slots.Log
+	failures int
+}
+
+func (l *untrimmedLog) Trim(ctx context.Context, to uint64) error {
+	if l.failures > 0 {
+		l.failures--
+		return slotstest.ErrLost
+	}
+	return l.Log.Trim(ctx, to)
+}
+
+// A trim that failed is repeated, also without a change that needs another snapshot, and before a next one.
+func TestFailedTrimIsRepeated(t *testing.T) {
+	s := newSnapshotSlot()
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 50)
+	owner.take(t)
+	owner.Log = &untrimmedLog{owner.Log, 2}
+	for range 2 {
+		owner.accept(t, 50)
+		if err := owner.Take(t.Context()); !errors.Is(err, slotstest.ErrLost) {
+			t.Errorf("snapshot whose trim fails: got error %v, want %v", err, slotstest.ErrLost)
+		}
+		if got := s.first(t); got != 1 {
+			t.Errorf("first record: got %d, want 1", got)
+		}
+	}
+	before, _ := s.objects.List(t.Context())
+	owner.take(t)
+	if got := s.first(t); got == 1 {
+		t.Error("first record after the repeated trim: got 1, want a later one")
+	}
+	if after, _ := s.objects.List(t.Context()); len(after) > len(before) {
+		t.Errorf("objects after the repeated trim: got %d, want at most %d: no snapshot is due", len(after), len(before))
+	}
+	s.open(t, vfs.NewMem()).wantAccepted(t, 150)
 }

@@ -80,8 +80,11 @@ func (c *WallClock) Read(ctx context.Context, slot int, servers []ServerTime) er
 	return nil
 }
 
+// Now returns the wall clock.
+func (c *WallClock) Now() time.Time { return c.wall().Round(0) } // without the monotonic reading
+
 // ahead returns the wall clock minus the clock of leases.
-func (c *WallClock) ahead() time.Duration { return c.wall().Round(0).Sub(c.lease()) } // Round removes the monotonic reading.
+func (c *WallClock) ahead() time.Duration { return c.Now().Sub(c.lease()) }
 
 // skew returns by how much a wall clock is ahead of the server's.
 func (r clockReading) skew(ahead time.Duration) time.Duration {

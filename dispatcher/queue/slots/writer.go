@@ -53,7 +53,7 @@ func (w *Writer) Session() pebblestore.Session { return w.p.session }
 // session.
 func (w *Writer) Epoch() uint64 { return w.p.epoch }
 
-// Append implements pebblestore.Log. It waits while 64 MB are unpublished.
+// Append implements pebblestore.Log. It waits while 64 MB, or 3 % of a smaller stream, are unpublished.
 func (w *Writer) Append(number uint64, batch []byte) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -112,9 +112,17 @@ func (w *Writer) Acknowledged() uint64 {
 	return w.p.acknowledged
 }
 
-// publishSnapshot appends a snapshot record, and returns when it is in the stream. It is called by
-// one goroutine at a time.
-func (w *Writer) publishSnapshot(reference []byte) error {
+// publishSnapshot appends the record of a snapshot whose objects are stored, and returns when it is in the
+// stream. Before it, it publishes the batches up to the last one of the snapshot, also while others wait for
+// space. It is called by one goroutine at a time.
+func (w *Writer) publishSnapshot(batch uint64, reference []byte) error {
+	w.mu.Lock()
+	w.p.snapshotEnd = batch
+	w.signal()
+	w.mu.Unlock()
+	if err := w.Wait(batch); err != nil {
+		return err
+	}
 	if err := w.waitSnapshot(reference); err != nil {
 		return err
 	}
@@ -135,6 +143,14 @@ func (w *Writer) waitSnapshot(reference []byte) error {
 		w.changed.Wait()
 	}
 	return nil
+}
+
+// readUsage reads the size of the stream again. It is called when records were removed.
+func (w *Writer) readUsage() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.p.usage.readAt = time.Time{}
+	w.signal()
 }
 
 // onDurable sets the function that stores the last durable batch of the session: after each snapshot,

@@ -161,8 +161,8 @@ func (p *simulated) report() adminapi.Report {
 }
 
 func (p *simulated) since(cursor string) *adminapi.Report {
-	run, view := *p.run.Load(), p.fleet.view.Load()
-	if view == nil {
+	run := *p.run.Load()
+	if p.fleet.view.Load() == nil {
 		return nil
 	}
 	r := p.header()
@@ -176,6 +176,7 @@ func (p *simulated) since(cursor string) *adminapi.Report {
 		return &full
 	}
 	r.Cursor, r.Delta, r.RemovedNamespaces = run+changed.Cursor, true, changed.Removed
+	view := p.fleet.view.Load() // After Since: it has all changes up to the cursor.
 	for name, n := range changed.Namespaces {
 		config, _ := view.Namespace(name)
 		config.Namespace, config.Config = name, n.Select(config.Config)

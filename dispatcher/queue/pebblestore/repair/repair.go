@@ -47,7 +47,7 @@ type Verifier func(dir string) (lanes, deadLetters int, err error)
 // Unreadable messages become dead letters (queue.ReasonDamaged) of the lanes that still needed
 // them. A lane without a readable position restarts at the oldest message of the log. So
 // messages may be delivered again, and lost data is listed in Result.Lost. A repair needs as
-// much free disk space as the store uses.
+// much free disk space as the store uses. A store of a newer release is refused (codec.ErrNewerFormat).
 func Run(dir string, apply bool, verify Verifier) (r Result, err error) {
 	lock, err := lockStore(dir)
 	if err != nil {
@@ -90,14 +90,22 @@ func lockStore(dir string) (*pebble.Lock, error) {
 
 // rebuild writes a sound store into fresh from the files in dir.
 func rebuild(dir string, lock *pebble.Lock, fresh string, verify Verifier) (r Result, err error) {
-	if err := errors.Join(os.RemoveAll(fresh), os.Mkdir(fresh, 0o700)); err != nil {
-		return r, fmt.Errorf("repair: %w", err)
+	// A marker that cannot be read is damage.
+	if _, err := codec.CheckPebbleFormat(vfs.Default, dir, "store"); errors.Is(err, codec.ErrNewerFormat) {
+		return r, fmt.Errorf("repair the queue in %s: %w", dir, err)
 	}
 	s, err := newSalvager(dir, lock)
 	if err != nil {
 		return r, fmt.Errorf("repair: %w", err)
 	}
-	if err := writeStore(s, fresh, &r); err != nil {
+	v, err := s.survey()
+	if err != nil {
+		return r, fmt.Errorf("repair the queue in %s: %w", dir, err)
+	}
+	if err := errors.Join(os.RemoveAll(fresh), os.Mkdir(fresh, 0o700)); err != nil {
+		return r, fmt.Errorf("repair: %w", err)
+	}
+	if err := writeStore(s, v, fresh, &r); err != nil {
 		return r, fmt.Errorf("repair the queue in %s: %w", dir, err)
 	}
 	r.Damaged = s.damages()
@@ -123,12 +131,8 @@ func replace(dir, fresh string) (aside string, err error) {
 	return aside, integrity.SyncFolder(vfs.Default, vfs.Default.PathDir(dir))
 }
 
-// writeStore makes a store from the salvager's entries.
-func writeStore(s *salvager, dir string, r *Result) error {
-	v := &survey{latest: map[string]uint64{}, deleted: map[string]uint64{}, ranges: map[string][]deletedRange{}}
-	if err := s.each(v.add); err != nil {
-		return err
-	}
+// writeStore makes a store from the salvager's current entries.
+func writeStore(s *salvager, v *survey, dir string, r *Result) error {
 	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}, DisableWAL: true, MemTableSize: 16 << 20})
 	if err != nil {
 		return err

@@ -354,6 +354,17 @@ type survey struct {
 	// latest holds the keys that are written more than once, deleted the deleted ones.
 	latest, deleted map[string]uint64
 	ranges          map[string][]deletedRange
+	// format is the highest version of the keys and values that was found. It is never lowered.
+	format uint64
+}
+
+// survey reads all entries. It returns codec.ErrNewerFormat if this release does not read them.
+func (s *salvager) survey() (*survey, error) {
+	v := &survey{latest: map[string]uint64{}, deleted: map[string]uint64{}, ranges: map[string][]deletedRange{}}
+	if err := s.each(v.add); err != nil {
+		return nil, err
+	}
+	return v, codec.CheckFormat("store", "store", v.format, codec.Format)
 }
 
 type deletedRange struct {
@@ -385,6 +396,10 @@ func (v *survey) add(e entry) error {
 		}
 		v.ranges[group] = append(v.ranges[group], deletedRange{slices.Clone(e.key), slices.Clone(e.value), e.seq})
 	case e.kind == pebble.InternalKeyKindSet || e.kind == pebble.InternalKeyKindSetWithDelete:
+		if bytes.Equal(e.key, codec.KeyFormat) {
+			d := codec.Decoder{Rest: e.value}
+			v.format = max(v.format, d.Uvarint())
+		}
 		if !onceOnly(e.key) {
 			v.latest[string(e.key)] = max(v.latest[string(e.key)], e.seq)
 		}

@@ -29,6 +29,10 @@ type Config struct {
 	// Name is the installation. It begins the names of streams, subjects and object stores, so several
 	// installations can use the same servers.
 	Name string
+	// Installation identifies the processes that share the log: up to 200 letters, digits and ._:/-. It is
+	// recorded in the stream of each slot and in the directory. Streams of another installation are refused,
+	// because two installations can use the same Name by mistake. Empty: neither recorded nor checked.
+	Installation string
 	// Replicas is the number of servers with a copy.
 	Replicas int
 	// MaxBytes is the size at which a stream accepts no more records. The object store of the snapshots
@@ -60,6 +64,8 @@ const (
 var (
 	minVersion = version.MustParseGeneric("2.15.0")
 	name       = regexp.MustCompile(`^[A-Za-z0-9-]{1,40}$`)
+
+	installation = regexp.MustCompile(`^[A-Za-z0-9._:/-]{0,200}$`)
 )
 
 // Validate returns an error that names the field and the rule.
@@ -69,6 +75,8 @@ func (c Config) Validate() error {
 		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", redact(c.URL))
 	case !name.MatchString(c.Name):
 		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
+	case !installation.MatchString(c.Installation):
+		return fmt.Errorf("the installation %q is not up to 200 letters, digits and ._:/-", c.Installation)
 	case c.Replicas < 1 || c.Replicas > 5:
 		return fmt.Errorf("%d replicas: use %d to 5", c.Replicas, MinReplicas)
 	case c.Replicas < MinReplicas && !c.AllowWeak:
@@ -95,6 +103,8 @@ type Client struct {
 	closed chan struct{}
 	// single is true after a check that the log has no directory.
 	single atomic.Bool
+	// checked is true after a check that the log is not that of another installation.
+	checked atomic.Bool
 }
 
 // New starts to connect; it does not wait for the servers.
@@ -160,12 +170,8 @@ func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
 	}
 	// Later, no takeover waits for an answer about the directory.
 	if !c.single.Load() {
-		several, err := c.exists(ctx, c.directory())
-		if err != nil {
+		if err := c.checkNoDirectory(ctx); err != nil {
 			return r, err
-		}
-		if several {
-			return r, fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
 		}
 		if err := c.checkSecondSlot(ctx); err != nil {
 			return r, err
@@ -189,6 +195,33 @@ func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 		return false, explain(fmt.Errorf("look up stream %s: %w", name, err))
 	}
 	return true, nil
+}
+
+// checkInstallation returns ErrOtherInstallation if the directory or slot 0 exists and belongs to another
+// installation. It is the first check of a log: other errors advise settings that fit to the log, and a stream
+// of another installation that has none recorded must not get that of this process.
+func (c *Client) checkInstallation(ctx context.Context) error {
+	if c.c.Installation == "" || c.checked.Load() {
+		return nil
+	}
+	js, err := jetstream.New(c.nc)
+	if err != nil {
+		return err
+	}
+	for _, name := range []string{c.slotStream(0), c.directory()} {
+		stream, err := js.Stream(ctx, name)
+		switch {
+		case errors.Is(err, jetstream.ErrStreamNotFound):
+			continue
+		case err == nil:
+			err = checkInstallation(stream.CachedInfo().Config.Metadata, c.c.Installation)
+		}
+		if err != nil {
+			return explain(fmt.Errorf("open stream %s: %w", name, err))
+		}
+	}
+	c.checked.Store(true)
+	return nil
 }
 
 // checkSecondSlot returns ErrNoStream if a log without directory has a second slot.
@@ -216,19 +249,49 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	return c.openSlot(ctx, slot, c.slotStream(slot))
 }
 
-// OpenAdopted is OpenSlot for Slot.Adopt: it creates the stream also when it was deleted.
-func (c *Client) OpenAdopted(ctx context.Context, slot int) (r slots.Remote, err error) {
+// checkNoDirectory returns an error if the log has several slots.
+func (c *Client) checkNoDirectory(ctx context.Context) error {
+	several, err := c.exists(ctx, c.directory())
+	if err == nil && several {
+		err = fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
+	}
+	return err
+}
+
+// OpenAdopted is OpenSlot for Slot.Adopt, in a log with a number of slots: it creates the stream also when it was
+// deleted.
+func (c *Client) OpenAdopted(ctx context.Context, number, slot int) (r slots.Remote, err error) {
 	if err := c.check(ctx); err != nil {
 		return r, err
 	}
+	if number == 1 {
+		if err := c.checkNoDirectory(ctx); err != nil {
+			return r, err
+		}
+	}
 	return c.openSlot(ctx, slot, "")
+}
+
+// OpenExisting is OpenAdopted for a slot that exists.
+func (c *Client) OpenExisting(ctx context.Context, number, slot int) (r slots.Remote, err error) {
+	if err := c.check(ctx); err != nil {
+		return r, err
+	}
+	exists, err := c.exists(ctx, c.slotStream(slot))
+	if err == nil && !exists {
+		err = fmt.Errorf("the servers have no slot %d of the log %q; correct --log-name or --slot", slot, c.c.Name)
+	}
+	if err != nil {
+		return r, err
+	}
+	return c.OpenAdopted(ctx, number, slot)
 }
 
 // openSlot opens a slot. bucket is that of StreamConfig.
 func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots.Remote, err error) {
 	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
-		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes, Bucket: bucket,
+		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes, Bucket: bucket, Installation: c.c.Installation,
 	})
 	if err != nil {
 		return r, explain(err)
@@ -292,6 +355,7 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 	}
 	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
 		Name: c.directory(), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
+		Installation: c.c.Installation,
 	})
 	if err != nil {
 		return nil, explain(err)
@@ -329,8 +393,16 @@ func (c *Client) Subscribe(fn func([]byte)) (stop func(), err error) {
 // ErrNotConnected reports that no server has accepted a connection.
 var ErrNotConnected = errors.New("cannot be reached")
 
-// check checks the servers.
+// check checks the servers and the installation of the log.
 func (c *Client) check(ctx context.Context) error {
+	if err := c.checkServers(ctx); err != nil {
+		return err
+	}
+	return c.checkInstallation(ctx)
+}
+
+// checkServers checks the servers.
+func (c *Client) checkServers(ctx context.Context) error {
 	if !c.nc.IsConnected() {
 		cause := c.nc.LastError()
 		if cause == nil {

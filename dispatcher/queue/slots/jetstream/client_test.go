@@ -41,6 +41,7 @@ func TestValidate(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"nats://HOST:PORT":          func(c *Config) { c.URL = "http://n:4222" },
 		"letters, digits":           func(c *Config) { c.Name = "a.b" },
+		"up to 200 letters":         func(c *Config) { c.Installation = "a b" },
 		"the loss of one server":    func(c *Config) { c.AllowWeak = false },
 		"use 3 to 5":                func(c *Config) { c.Replicas = 6 },
 		"bytes per stream":          func(c *Config) { c.MaxBytes = 1 << 20 },
@@ -84,7 +85,7 @@ func connected(t *testing.T, c Config) *Client {
 		t.Fatal(err)
 	}
 	t.Cleanup(client.Close)
-	if err := wait.Until(func() error { return client.check(t.Context()) }); err != nil {
+	if err := wait.Until(func() error { return client.checkServers(t.Context()) }); err != nil {
 		t.Fatal(err)
 	}
 	return client
@@ -523,7 +524,7 @@ func TestDeletedStream(t *testing.T) {
 	}
 	defer client.Close()
 	if err := wait.Until(func() (err error) {
-		remote, err = client.OpenAdopted(t.Context(), 0)
+		remote, err = client.OpenAdopted(t.Context(), 1, 0)
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -832,7 +833,12 @@ func TestPermissions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	client, err := New(config(url), slog.New(slog.DiscardHandler))
+	c := config(url)
+	c.Installation = "shop/posthorn" // Recorded in the stream that exists.
+	if _, err := openSlot(t, c); err != nil {
+		t.Errorf("with an installation: %v", err)
+	}
+	client, err := New(c, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -867,6 +873,141 @@ func TestPermissions(t *testing.T) {
 	}
 	if _, err := directory.Assign(ctx, "shop", slots.PinNone); err != nil {
 		t.Error(err)
+	}
+}
+
+// recorded returns the installation in the metadata of a stream.
+func recorded(t *testing.T, js jetstream.JetStream, name string) string {
+	t.Helper()
+	stream, err := js.Stream(t.Context(), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return stream.CachedInfo().Config.Metadata[metadataInstallation]
+}
+
+// A log belongs to the first installation that names itself, and another one is refused, with one slot or
+// several. A process without a name is not checked, so the processes of two releases can use one log.
+func TestOtherInstallations(t *testing.T) {
+	one := func(c *Client) error {
+		_, err := c.OpenOnlySlot(t.Context())
+		return err
+	}
+	several := func(c *Client) error {
+		if _, err := c.OpenDirectory(t.Context(), 2); err != nil {
+			return err
+		}
+		_, err := c.OpenSlot(t.Context(), 1)
+		return err
+	}
+	adopt := func(c *Client) error {
+		_, err := c.OpenAdopted(t.Context(), 1, 0)
+		return err
+	}
+	export := func(c *Client) error {
+		_, err := c.OpenExisting(t.Context(), 2, 0)
+		return err
+	}
+	slot := func(c *Client) error {
+		_, err := c.OpenSlot(t.Context(), 1)
+		return err
+	}
+	for name, log := range map[string]struct {
+		open    func(*Client) error
+		streams []string
+		// refused are the calls that another installation tries.
+		refused map[string]func(*Client) error
+	}{
+		"one slot":      {one, []string{"PH_test_W0"}, map[string]func(*Client) error{"the slot": one, "several slots": several, "adopt": adopt}},
+		"several slots": {several, []string{"PH_test_DIR", "PH_test_W1"}, map[string]func(*Client) error{"the directory": several, "a slot": slot, "one slot": one, "export": export}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+			js := administer(t, s.ClientURL())
+			client := func(installation string) *Client {
+				c := config(s.ClientURL())
+				c.Installation = installation
+				return connected(t, c)
+			}
+			wantRecorded := func(when, want string) {
+				t.Helper()
+				for _, stream := range log.streams {
+					if got := recorded(t, js, stream); got != want {
+						t.Errorf("%s: installation of %s: got %q, want %q", when, stream, got, want)
+					}
+				}
+			}
+			if err := log.open(client("")); err != nil {
+				t.Fatalf("a new log without an installation: %v", err)
+			}
+			wantRecorded("without an installation", "")
+			for range 2 {
+				if err := log.open(client("shop/posthorn")); err != nil {
+					t.Fatalf("an installation with a log that has none: %v", err)
+				}
+			}
+			wantRecorded("with an installation", "shop/posthorn")
+			for what, open := range log.refused {
+				err := open(client("news/posthorn"))
+				wantError(t, what, err, ErrOtherInstallation)
+				wantText(t, what, err, `the log of "shop/posthorn"`, `this process belongs to "news/posthorn"`,
+					"use another --log-name (log.jetStream.name in the chart)", `set --log-installation (log.jetStream.installation) to "shop/posthorn"`)
+			}
+			if err := log.open(client("")); err != nil {
+				t.Errorf("a process without an installation: %v", err)
+			}
+			wantRecorded("at the end", "shop/posthorn")
+		})
+	}
+}
+
+// A new log has the installation from its creation on. An adoption keeps it, also if the command does not name it,
+// and a directory that was created by hand does not become that of another installation.
+func TestInstallationIsKept(t *testing.T) {
+	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
+	js := administer(t, s.ClientURL())
+	c := config(s.ClientURL())
+	c.Installation = "shop/posthorn"
+	client := connected(t, c)
+	if _, err := client.OpenDirectory(t.Context(), 2); err != nil {
+		t.Fatal(err)
+	}
+	for _, stream := range []string{"PH_test_DIR", "PH_test_W0", "PH_test_W1"} {
+		if got := recorded(t, js, stream); got != c.Installation {
+			t.Errorf("new stream %s: got the installation %q, want %q", stream, got, c.Installation)
+		}
+	}
+	remote, err := connected(t, config(s.ClientURL())).OpenAdopted(t.Context(), 2, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := remote.Rename(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := recorded(t, js, "PH_test_W0"); got != c.Installation {
+		t.Errorf("after an adoption without an installation: got %q, want %q", got, c.Installation)
+	}
+	directory, err := js.Stream(t.Context(), "PH_test_DIR")
+	if err != nil {
+		t.Fatal(err)
+	}
+	settings := directory.CachedInfo().Config
+	settings.Metadata = nil
+	if err := js.DeleteStream(t.Context(), "PH_test_DIR"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := js.CreateStream(t.Context(), settings); err != nil {
+		t.Fatal(err)
+	}
+	other := config(s.ClientURL())
+	other.Installation = "news/posthorn"
+	_, err = connected(t, other).OpenDirectory(t.Context(), 2)
+	wantError(t, "a directory that was created by hand", err, ErrOtherInstallation)
+	if got := recorded(t, js, "PH_test_DIR"); got != "" {
+		t.Errorf("a directory that another installation opened: got the installation %q, want none", got)
+	}
+	if _, err := client.OpenDirectory(t.Context(), 2); err != nil {
+		t.Errorf("the installation with a directory that was created by hand: %v", err)
 	}
 }
 

@@ -2,7 +2,6 @@ package jetstream
 
 import (
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -24,6 +23,8 @@ type DirectoryConfig struct {
 	Replicas int
 	// MaxBytes is the size at which the stream accepts no more records, of about 200 bytes each.
 	MaxBytes int64
+	// Installation is Config.Installation.
+	Installation string
 }
 
 // Assignments is the stream of the directory in JetStream.
@@ -50,7 +51,7 @@ func openAssignments(ctx context.Context, nc *nats.Conn, c DirectoryConfig) (*As
 		return nil, err
 	}
 	stream, err := openStream(ctx, js, jetstream.StreamConfig{
-		Metadata: map[string]string{metadataID: rand.Text()},
+		Metadata: metadata(c.Installation),
 		Name:     c.Name, Subjects: []string{c.Subject + ".*"}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
 		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
 		DenyDelete: true, DenyPurge: true,

@@ -41,6 +41,8 @@ type StreamConfig struct {
 	// Bucket is the object store of the slot; empty for none. If it exists without the stream, the stream
 	// was deleted, and is not created again.
 	Bucket string
+	// Installation is Config.Installation.
+	Installation string
 }
 
 // Log is the stream of one slot in JetStream.
@@ -69,7 +71,31 @@ const (
 	metadataReplaced = "posthorn-replaced"
 	// maxReplaced bounds the former ids.
 	maxReplaced = 32
+	// metadataInstallation is the key, in the metadata of a stream, of Config.Installation.
+	metadataInstallation = "posthorn-installation"
 )
+
+// metadata returns the metadata of a new stream of an installation.
+func metadata(installation string) map[string]string {
+	m := map[string]string{metadataID: rand.Text()}
+	if installation != "" {
+		m[metadataInstallation] = installation
+	}
+	return m
+}
+
+// ErrOtherInstallation reports that a stream has the name of another installation in its metadata.
+var ErrOtherInstallation = errors.New("the log belongs to another installation")
+
+// checkInstallation returns ErrOtherInstallation if the metadata of a stream has another installation. A
+// stream without one, and a process without one, are not checked.
+func checkInstallation(found map[string]string, installation string) error {
+	recorded := found[metadataInstallation]
+	if recorded == "" || installation == "" || recorded == installation {
+		return nil
+	}
+	return fmt.Errorf("%w: it is the log of %q, and this process belongs to %q; use another --log-name (log.jetStream.name in the chart) for a separate installation, or set --log-installation (log.jetStream.installation) to %q to continue with this log", ErrOtherInstallation, recorded, installation, recorded)
+}
 
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
 // has settings with which it cannot keep the records.
@@ -90,7 +116,7 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 		Name: c.Name, Subjects: []string{c.Subject}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
 		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
 		Duplicates: duplicateWindow, DenyDelete: true,
-		Metadata: map[string]string{metadataID: rand.Text()},
+		Metadata: metadata(c.Installation),
 	}
 	stream, err := openStream(ctx, js, want, func() error { return c.checkUnused(ctx, js) })
 	if err != nil {
@@ -99,9 +125,10 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 	return &Log{js, stream, want, c.Name, c.Subject}, nil
 }
 
-// openStream returns a stream. One that is missing is created if mayCreate returns nil. A smaller max_bytes,
-// of an earlier configuration, is raised. Other settings with which the stream cannot keep its messages are
-// an error.
+// openStream returns a stream. One that is missing is created if mayCreate returns nil. The installation of
+// want is recorded in a stream that has none; a stream of another installation is ErrOtherInstallation. A
+// smaller max_bytes, of an earlier configuration, is raised. Other settings with which the stream cannot keep
+// its messages are an error.
 func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig, mayCreate func() error) (jetstream.Stream, error) {
 	stream, err := js.Stream(ctx, want.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
@@ -116,6 +143,10 @@ func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.Stre
 		return nil, err
 	}
 	found := stream.CachedInfo().Config
+	installation := want.Metadata[metadataInstallation]
+	if err := checkInstallation(found.Metadata, installation); err != nil {
+		return nil, err
+	}
 	before := found.MaxBytes
 	if before > 0 {
 		found.MaxBytes = max(before, want.MaxBytes)
@@ -123,12 +154,30 @@ func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.Stre
 	if err := checkSettings(found, want); err != nil {
 		return nil, err
 	}
+	var changes []string
 	if found.MaxBytes > before {
+		changes = append(changes, fmt.Sprintf("raise max_bytes from %d to %d", before, found.MaxBytes))
+	}
+	if found.Metadata[metadataInstallation] != installation && installation != "" {
+		found.Metadata = withMetadata(found.Metadata, metadataInstallation, installation)
+		changes = append(changes, fmt.Sprintf("record the installation %q", installation))
+	}
+	if len(changes) > 0 {
 		if stream, err = js.UpdateStream(ctx, found); err != nil {
-			return nil, fmt.Errorf("raise max_bytes from %d to %d: %w", before, found.MaxBytes, err)
+			return nil, fmt.Errorf("%s: %w", strings.Join(changes, " and "), err)
 		}
 	}
 	return stream, nil
+}
+
+// withMetadata returns a copy of the metadata of a stream with another value.
+func withMetadata(m map[string]string, key, value string) map[string]string {
+	m = maps.Clone(m)
+	if m == nil {
+		m = map[string]string{}
+	}
+	m[key] = value
+	return m
 }
 
 // deletedFix is what to do about a deleted stream.
@@ -298,11 +347,8 @@ func (l *Log) rename(ctx context.Context, replaced ...string) error {
 			ids = append(ids, id)
 		}
 	}
-	c.Metadata = maps.Clone(c.Metadata)
-	if c.Metadata == nil {
-		c.Metadata = map[string]string{}
-	}
-	c.Metadata[metadataID], c.Metadata[metadataReplaced] = rand.Text(), strings.Join(ids[max(0, len(ids)-maxReplaced):], " ")
+	c.Metadata = withMetadata(c.Metadata, metadataReplaced, strings.Join(ids[max(0, len(ids)-maxReplaced):], " "))
+	c.Metadata[metadataID] = rand.Text()
 	_, err = l.js.UpdateStream(ctx, c)
 	return err
 }

@@ -1,0 +1,213 @@
+package standalone
+
+import (
+	"encoding/json"
+	"maps"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/test/check"
+)
+
+// metaStore is a store of records.
+type metaStore map[string][]byte
+
+func (m metaStore) AllMeta() (map[string][]byte, error) { return maps.Clone(m), nil }
+
+func (m metaStore) PutMeta(name string, value []byte) error {
+	if value == nil {
+		delete(m, name)
+	} else {
+		m[name] = value
+	}
+	return nil
+}
+
+// standby is the store of a process with its own folder.
+type standby struct {
+	t   *testing.T
+	dir string
+	*store
+}
+
+func newStandby(t *testing.T, files map[string]string) *standby {
+	t.Helper()
+	p := &standby{t, t.TempDir(), newStore()}
+	for name, text := range files {
+		put(t, p.dir, name, text)
+	}
+	return p
+}
+
+// own reads the records, loads the folder, and writes the records, as a new owner does.
+func (p *standby) own(records metaStore, now time.Time) {
+	p.t.Helper()
+	check.NoError(p.t, "read the records", p.readRecords(records))
+	p.reload(records, now)
+}
+
+func (p *standby) reload(records metaStore, now time.Time) {
+	p.t.Helper()
+	marks, err := manifests(p.dir)
+	check.NoError(p.t, "list the manifests", err)
+	p.load(marks, now)
+	check.NoError(p.t, "write the records", p.writeRecords(records))
+}
+
+func (p *standby) object(kind, name string) *stored {
+	p.t.Helper()
+	o := p.objects[id{kind, "default", name}]
+	if o == nil {
+		p.t.Fatalf("%s %s: got no object", kind, name)
+	}
+	return o
+}
+
+const forget = "apiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userId: u1}\n"
+
+// The next owner of a replicated log has the same objects as the last one, and not new ones.
+func TestRecordsOfTheLastOwner(t *testing.T) {
+	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "crm.yaml": webDestination, "forget.yaml": forget}
+	records, begin := metaStore{"deletion/x": []byte("{}")}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	first := newStandby(t, files)
+	first.own(records, begin)
+	put(t, first.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {enabled: false, ", 1))
+	request := first.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+	start := metav1.NewTime(begin)
+	request.Status.StartTime = &start
+	first.reload(records, begin.Add(time.Minute))
+	for name, value := range records {
+		if strings.Contains(string(value), "canary-key") {
+			t.Errorf("record %s has a Secret: %s", name, value)
+		}
+	}
+
+	// The folder of the next owner lacks the change of the Source, and one of its files cannot be read.
+	files["crm.yaml"] = "{"
+	next := newStandby(t, files)
+	next.own(records, begin.Add(time.Hour))
+	for _, o := range []id{{"DeletionRequest", "default", "forget"}, {"Source", "default", "web"}} {
+		check.Equal(t, "UID of "+o.String(), next.objects[o].resource.GetUID(), first.objects[o].resource.GetUID())
+	}
+	check.Equal(t, "generation of the Source with another spec", next.object("Source", "web").generation, 3)
+	got := next.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+	check.Equal(t, "start of the run", got.Status.StartTime != nil && got.Status.StartTime.Time.Equal(begin), true)
+	version := func(p *standby) string {
+		return p.snapshots(compile.Policy{})["default"].Secrets["web-key"].Version
+	}
+	check.Equal(t, "version of the Secret", version(next), version(first))
+	put(t, next.dir, "crm.yaml", webDestination)
+	next.reload(records, begin.Add(2*time.Hour))
+	crm := id{"WebhookDestination", "default", "crm"}
+	check.Equal(t, "UID of the destination whose file was not valid at first", next.objects[crm].resource.GetUID(), first.objects[crm].resource.GetUID())
+
+	// An object that is deleted and created again is a new one, with the same process and with another one.
+	put(t, next.dir, "forget.yaml", noObjects)
+	next.reload(records, begin.Add(3*time.Hour))
+	check.Equal(t, "the record of a deleted object exists", records[id{"DeletionRequest", "default", "forget"}.recordName()] != nil, false)
+	put(t, next.dir, "forget.yaml", forget)
+	next.reload(records, begin.Add(4*time.Hour))
+	again := next.object("DeletionRequest", "forget").resource
+	check.Equal(t, "the UID of an object that was created again differs", again.GetUID() != got.GetUID(), true)
+	files["forget.yaml"] = strings.Replace(forget, "u1", "u2", 1)
+	third := newStandby(t, files)
+	third.own(records, begin.Add(5*time.Hour))
+	other := third.object("DeletionRequest", "forget").resource
+	check.Equal(t, "the UID of a request for another user differs", other.GetUID() != again.GetUID(), true)
+
+	check.NoError(t, "forget the records", ForgetRecords(records))
+	check.Equal(t, "values without the records", len(records), 1)
+}
+
+// The records are newer than the state file of a process that was the owner before.
+func TestRecordsAreNewerThanTheState(t *testing.T) {
+	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "forget.yaml": forget}
+	records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	before := newStandby(t, files)
+	before.own(records, begin)
+	path := t.TempDir() + "/manifests.json"
+	check.NoError(t, "save the state", before.save(path))
+
+	// Another process ends the run, and creates the Source again.
+	name := id{"DeletionRequest", "default", "forget"}.recordName()
+	var r record
+	check.NoError(t, "decode a record", json.Unmarshal(records[name], &r))
+	r.Status = json.RawMessage(`{"startTime":"2026-01-02T03:05:00Z"}`)
+	records[name], _ = json.Marshal(r)
+	source := id{"Source", "default", "web"}.recordName()
+	check.NoError(t, "decode a record", json.Unmarshal(records[source], &r))
+	r.Status, r.Generation, r.Created = nil, 7, metav1.NewTime(begin.Add(time.Hour))
+	records[source], _ = json.Marshal(r)
+
+	after := &standby{t, before.dir, newStore()}
+	check.NoError(t, "restore the state", after.restore(path, nil))
+	after.own(records, begin.Add(2*time.Hour))
+	check.Equal(t, "generation of the Source", after.object("Source", "web").generation, 7)
+	check.Equal(t, "the UID of the Source differs", after.object("Source", "web").resource.GetUID() != before.object("Source", "web").resource.GetUID(), true)
+	check.Equal(t, "the run has started", after.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest).Status.StartTime != nil, true)
+}
+
+// A request that another process has run, and that was deleted and created again since, runs with the process that
+// remembers the former one. The UID does not depend on the time zone of a process.
+func TestRecordsOfARequestThatWasCreatedAgain(t *testing.T) {
+	zone := time.Local //nolint:gosmopolitan // The decoder of a record uses it.
+	defer func() { time.Local = zone }()
+	time.Local = time.FixedZone("CET", 3600)
+	for name, text := range map[string]string{"the same": forget, "for another user": strings.Replace(forget, "u1", "u2", 1)} {
+		t.Run(name, func(t *testing.T) {
+			files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "forget.yaml": forget}
+			records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+			first := newStandby(t, files)
+			first.own(records, begin)
+			former := first.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+			start := metav1.NewTime(begin)
+			former.Status.StartTime = &start
+			check.NoError(t, "write the records", first.writeRecords(records))
+			path := t.TempDir() + "/manifests.json"
+			check.NoError(t, "save the state", first.save(path))
+
+			second := newStandby(t, files)
+			second.own(records, begin.Add(time.Hour))
+			check.Equal(t, "UID with another process", second.object("DeletionRequest", "forget").resource.GetUID(), former.GetUID())
+			put(t, second.dir, "forget.yaml", noObjects)
+			second.reload(records, begin.Add(2*time.Hour))
+			put(t, second.dir, "forget.yaml", text)
+			second.reload(records, begin.Add(3*time.Hour))
+			again := second.object("DeletionRequest", "forget").resource
+
+			put(t, first.dir, "forget.yaml", text)
+			third := &standby{t, first.dir, newStore()}
+			check.NoError(t, "restore the state", third.restore(path, nil))
+			third.own(records, begin.Add(4*time.Hour))
+			got := third.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+			check.Equal(t, "UID of the request that was created again", got.GetUID(), again.GetUID())
+			check.Equal(t, "start of its run", got.Status.StartTime, (*metav1.Time)(nil))
+		})
+	}
+}
+
+// An object that appears later than a minute after the first complete load of an owner is a new one.
+func TestRecordsAreKeptForAMinute(t *testing.T) {
+	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "forget.yaml": forget}
+	records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	first := newStandby(t, files)
+	first.own(records, begin)
+	former := first.object("DeletionRequest", "forget").resource.GetUID()
+	for _, c := range []struct {
+		after time.Duration
+		same  bool
+	}{{recordsWait - time.Second, true}, {recordsWait, false}} {
+		files["forget.yaml"] = noObjects
+		next := newStandby(t, files)
+		kept := maps.Clone(records)
+		next.own(kept, begin.Add(time.Hour))
+		put(t, next.dir, "forget.yaml", forget)
+		next.reload(kept, begin.Add(time.Hour+c.after))
+		check.Equal(t, "the request is the same after "+c.after.String(), next.object("DeletionRequest", "forget").resource.GetUID() == former, c.same)
+	}
+}

@@ -1,0 +1,100 @@
+package slots
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// ErrUsed reports that a slot has content of its own.
+var ErrUsed = errors.New("the slot has messages, or was used by a process")
+
+// Import makes the store in Dir, which has a log of its own, the content of the slot: its messages, dead letters,
+// ledgers and states. The slot must not have been used; otherwise the error is ErrUsed. Import can be called again
+// after an error. The store then belongs to the slot, and does not open without it. It fails as Open of the store
+// does. rename is that of the Remote. prepare is called before anything is changed, when the import is possible.
+func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, prepare func() error) error {
+	s.setStoreDefaults()
+	at, err := pebblestore.ReadPosition(s.Store.FS, s.Dir)
+	if err != nil {
+		return err
+	}
+	state, err := s.Log.State(ctx)
+	if err != nil {
+		return fmt.Errorf("read the state of the log: %w", err)
+	}
+	if err := s.checkImport(ctx, state, at); err != nil {
+		return err
+	}
+	if err := prepare(); err != nil {
+		return err
+	}
+	if err := pebblestore.Attach(s.Dir, s.Store); err != nil {
+		return err
+	}
+	_, err = s.Adopt(ctx, rename, true)
+	return err
+}
+
+// checkImport returns an error unless the stream is unused, or begins with the store at a position.
+func (s Slot) checkImport(ctx context.Context, state State, at pebblestore.Position) error {
+	former, err := readLocal(s.Store.FS, s.Dir)
+	if err != nil {
+		return err
+	}
+	if err := former.checkStream(state, s.Dir); err != nil {
+		return fmt.Errorf("the store belongs to another log; use its --log-name, or export that log: %w", err)
+	}
+	if state.Last == 0 {
+		if err := s.checkUnused(ctx); err != nil {
+			return fmt.Errorf("%w: %w", ErrUsed, err)
+		}
+		return nil
+	}
+	if at.Batch == 0 {
+		return ErrUsed
+	}
+	_, h, err := findBatch(ctx, s.Log, state, at.Batch)
+	if errors.Is(err, ErrNoRecord) || err == nil && h.session != at.Session {
+		return ErrUsed
+	}
+	return err
+}
+
+// Export writes the content of the slot to Dir, which must not exist, as a store with a log of its own. No process
+// may use the slot; otherwise the error is ErrInUse. The slot keeps its content, so that only one of the two may be
+// used later.
+func (s Slot) Export(ctx context.Context) error {
+	s.setStoreDefaults()
+	if _, err := s.Store.FS.Stat(s.Dir); !errors.Is(err, fs.ErrNotExist) {
+		return errors.Join(err, fmt.Errorf("%s exists; use another directory", s.Dir))
+	}
+	state, err := s.checkIdle(ctx)
+	if err != nil {
+		return err
+	}
+	if state.Last == 0 {
+		return errors.New("the slot was not used yet")
+	}
+	w, err := s.TakeOver(ctx) // The claim has no batch, so the copy is the content of the slot.
+	if err != nil {
+		return err
+	}
+	defer w.Close()
+	releasing, cancel := context.WithTimeout(ctx, releaseTimeout)
+	defer cancel()
+	if err := w.Release(releasing); err != nil {
+		return err
+	}
+	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
+	if err != nil {
+		return err
+	}
+	if err := r.Detach(); err != nil {
+		return fmt.Errorf("detach the store in %s from the log: %w", s.Dir, err)
+	}
+	return s.Store.FS.Remove(s.Dir + localSuffix)
+}

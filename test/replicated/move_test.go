@@ -1,0 +1,178 @@
+package replicated
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// startVolume starts a process without a replicated log.
+func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range manifests {
+		if err := process.Replace(filepath.Join(dir, name), text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := &pod{t: t, name: "volume", data: data, volume: true, Posthorn: process.Run(binary, dir, data)}
+	p.calls, p.Log = p.Addr, &p.log
+	p.start()
+	t.Cleanup(func() {
+		p.end(syscall.SIGTERM)
+		if t.Failed() {
+			t.Logf("log of %s:\n%s", p.name, p.log.Tail())
+		}
+	})
+	return p
+}
+
+// move runs posthorn log import or export.
+func (s *servers) move(verb, data string, flags ...string) {
+	s.t.Helper()
+	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "dead letters, ledgers and audiences") {
+		s.t.Fatalf("posthorn log %s: got error %v and\n%s", verb, err, out)
+	}
+}
+
+// wantLedger waits until the ledger of the owner is another one.
+func wantLedger(t *testing.T, what string, pods []*pod, want func(queue.Ledger) bool) (got queue.Ledger) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if got = report(t, pods); !want(got) {
+			return fmt.Errorf("got %+v", got)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("ledger %s: %v", what, err)
+	}
+	return got
+}
+
+// wantDuplicates sends the acknowledged calls again, which must not be accepted twice.
+func wantDuplicates(t *testing.T, pods []*pod, all *sender, before queue.Ledger) {
+	t.Helper()
+	for ids := range slices.Chunk(all.acknowledged, 100) {
+		if err := wait.Until(func() error {
+			if !all.send(0, batchOf(ids)) {
+				return errors.New("the calls were not acknowledged")
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := report(t, pods); got != before {
+		t.Errorf("ledger after repeated calls: got %+v, want %+v as before", got, before)
+	}
+}
+
+// A store with a log of its own moves to a replicated log and back, after kill -9: waiting messages, dead letters,
+// the ledger, and the members of an audience. Nothing is lost, and nothing is delivered twice.
+func TestMoveToALogAndBack(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	data := filepath.Join(t.TempDir(), "data")
+	volume := []*pod{startVolume(t, manifests(r.URL), data)}
+	syncMembers(t, volume[0], "u1", "u2")
+	all := &sender{pods: volume}
+	send := func(prefix string) {
+		t.Helper()
+		stop := all.start(t, prefix)
+		acknowledge(t, all, 100)
+		stop()
+	}
+	send("delivered")
+	checkDelivered(t, all.acknowledged, r)
+	wantLedger(t, "without pending messages", volume, func(l queue.Ledger) bool { return l.Pending == 0 })
+	delivered := len(all.acknowledged)
+	r.answer.Store(http.StatusConflict)
+	send("rejected")
+	rejected := len(all.acknowledged) - delivered
+	wantLedger(t, "with dead letters", volume, func(l queue.Ledger) bool { return int(l.DeadLettered) == rejected })
+	r.answer.Store(http.StatusServiceUnavailable)
+	send("waiting")
+	waiting := slices.Clone(all.acknowledged[delivered+rejected:])
+	before := wantLedger(t, "with waiting messages", volume, func(l queue.Ledger) bool { return int(l.Pending) == len(waiting) })
+	volume[0].end(syscall.SIGKILL)
+
+	s.move("import", data)
+	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	wantLedger(t, "in the log, as before", pods, func(l queue.Ledger) bool { return l == before })
+	r.answer.Store(0)
+	checkDelivered(t, waiting, r)
+	if out := syncMembers(t, owner(t, pods), "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
+		t.Errorf("sync of an audience after the import: got %q, want 1 added and 1 removed member", out)
+	}
+	all.setPods(pods)
+	send("log")
+	logged := wantLedger(t, "without pending messages in the log", pods, func(l queue.Ledger) bool { return l.Pending == 0 })
+	wantDuplicates(t, pods, all, logged)
+	for _, p := range pods {
+		p.end(syscall.SIGTERM)
+	}
+
+	data = filepath.Join(t.TempDir(), "exported")
+	s.move("export", data)
+	volume = []*pod{startVolume(t, manifests(r.URL), data)}
+	wantLedger(t, "of the exported store, as before", volume, func(l queue.Ledger) bool { return l == logged })
+	if out := syncMembers(t, volume[0], "u3", "u4"); !strings.Contains(out, "added 1, removed 1") {
+		t.Errorf("sync of an audience after the export: got %q, want 1 added and 1 removed member", out)
+	}
+	all.setPods(volume)
+	send("exported")
+	end := wantLedger(t, "without pending messages at the end", volume, func(l queue.Ledger) bool { return l.Pending == 0 })
+	wantDuplicates(t, volume, all, end)
+	checkDelivered(t, slices.Concat(all.acknowledged[:delivered], all.acknowledged[delivered+rejected:]), r)
+	if repeated := r.repeated(); repeated != 0 || int(end.DeadLettered) != rejected {
+		t.Errorf("at the end: got %d repeated deliveries and the ledger %+v, want none and %d dead letters", repeated, end, rejected)
+	}
+}
+
+// A store moves to one of several slots. Its namespace remains in that slot, with the messages that wait.
+func TestMoveToOneOfSeveralSlots(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	data := filepath.Join(t.TempDir(), "data")
+	volume := startVolume(t, manifests(r.URL), data)
+	r.answer.Store(http.StatusServiceUnavailable)
+	all := &sender{pods: []*pod{volume}}
+	stop := all.start(t, "waiting")
+	acknowledge(t, all, 100)
+	stop()
+	volume.end(syscall.SIGTERM)
+	const slot = severalSlots - 1
+	s.move("import", data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
+
+	r.answer.Store(0)
+	h := startHost(t, s, "process-0", map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")})
+	checkDelivered(t, all.acknowledged, r)
+	for _, namespace := range []string{"default", "other"} {
+		if err := wait.Until(func() error {
+			at, err := h.api().SlotOf(t.Context(), namespace)
+			if err == nil && (at == nil || (at.Slot == slot) != (namespace == "default")) {
+				err = fmt.Errorf("got slot %+v", at)
+			}
+			return err
+		}); err != nil {
+			t.Errorf("slot of namespace %s: %v", namespace, err)
+		}
+	}
+	if repeated := r.repeated(); repeated != 0 {
+		t.Errorf("repeated deliveries: got %d, want none", repeated)
+	}
+}

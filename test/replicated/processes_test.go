@@ -1,0 +1,191 @@
+package replicated
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
+	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// storeConfigs writes the Secrets with the live configs that the operator writes, and its marker.
+func storeConfigs(t *testing.T, e *env.Env, configs map[string]liveconfig.Stored) {
+	t.Helper()
+	client, err := kubernetes.NewForConfig(e.Config)
+	check.NoError(t, "make a client", err)
+	_, err = client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: env.Release}}, metav1.CreateOptions{})
+	check.NoError(t, "create the namespace", err)
+	create := func(name string, data map[string][]byte) {
+		t.Helper()
+		_, err := client.CoreV1().Secrets(env.Release).Create(t.Context(), &corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{liveconfig.LabelLive: "true"}}, Data: data,
+		}, metav1.CreateOptions{})
+		check.NoError(t, "create Secret "+name, err)
+	}
+	for namespace, stored := range configs {
+		create(liveconfig.SecretName(namespace), map[string][]byte{liveconfig.DataKey: stored.Config, liveconfig.HeadKey: stored.Head})
+	}
+	create(liveconfig.MarkerName, nil)
+}
+
+// startDispatchers starts processes of posthorn dispatcher with several slots.
+func startDispatchers(t *testing.T, e *env.Env, s *servers, n int) (pods []*pod) {
+	t.Helper()
+	for i := range n {
+		p := &pod{t: t, name: fmt.Sprint("process-", i), data: filepath.Join(t.TempDir(), "data")}
+		p.Posthorn = &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr()}
+		p.Args = []string{
+			"dispatcher", "--namespace", env.Release, "--kubeconfig", e.Kubeconfig(), "--pod-name", p.name, "--data", p.data,
+			"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
+			"--log", s.url, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes),
+		}
+		p.launch()
+		pods = append(pods, p)
+	}
+	return pods
+}
+
+// ownersOf waits until each slot has one owner among the processes and a copy in another one, and the processes own as
+// many slots as each other, or one more. It returns the owners of the slots.
+func ownersOf(t *testing.T, pods []*pod) (owners [severalSlots]*pod) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		owners = [severalSlots]*pod{}
+		var copies [severalSlots]int
+		for _, p := range pods {
+			states, err := (&adminapi.Client{URL: "http://" + p.Admin, HTTP: &http.Client{Timeout: 2 * time.Second}}).Slots(t.Context())
+			if err != nil {
+				return err
+			}
+			owned := 0
+			for _, s := range states {
+				switch {
+				case s.Owner && owners[s.Slot] != nil:
+					return fmt.Errorf("slot %d has the owners %s and %s", s.Slot, owners[s.Slot].name, p.name)
+				case s.Owner:
+					owners[s.Slot] = p
+					owned++
+				case s.Ready:
+					copies[s.Slot]++
+				}
+			}
+			if least := severalSlots / len(pods); owned < least || owned > least+min(1, severalSlots%len(pods)) {
+				return fmt.Errorf("%s owns %d slots", p.name, owned)
+			}
+		}
+		for slot, p := range owners {
+			if p == nil || copies[slot] == 0 {
+				return fmt.Errorf("slot %d: owner %v, %d copies", slot, p != nil, copies[slot])
+			}
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("%d slots of %d processes, want one owner and a copy of each: %v", severalSlots, len(pods), err)
+	}
+	return owners
+}
+
+// severalLedger waits until no message is pending, and returns the sum of the ledgers of all slots.
+func severalLedger(t *testing.T, pods []*pod) (total queue.Ledger) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		total = queue.Ledger{}
+		for slot, p := range ownersOf(t, pods) {
+			r, err := p.AdminAPI().Slot(slot).Report(t.Context(), "")
+			if err != nil {
+				return err
+			}
+			for _, n := range r.Namespaces {
+				for _, source := range n.Sources {
+					if err := queue.Ledger(source.Messages).Balance(); err != nil {
+						return wait.Stop(fmt.Errorf("namespace %s in slot %d: %w", n.Namespace, slot, err))
+					}
+					total = total.Plus(queue.Ledger(source.Messages))
+				}
+			}
+		}
+		if total.Pending != 0 {
+			return fmt.Errorf("got %+v", total)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("ledgers, want them balanced and nothing pending: %v", err)
+	}
+	return total
+}
+
+// Three processes of posthorn dispatcher share four slots. One is killed with its disk, and later stopped: the others
+// take its slots over, it gets slots again, and no acknowledged call is lost.
+func TestSeveralSlotsOfProcesses(t *testing.T) {
+	t.Parallel()
+	e, _ := env.For(t)
+	s, r := startServers(t), newReceiver(t)
+	storeConfigs(t, e, severalConfigs(t, r.URL))
+	pods := startDispatchers(t, e, s, 3)
+	owners := ownersOf(t, pods)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	l, ended := newLoad(pods[0].calls, pods[1].calls, pods[2].calls), make(chan struct{})
+	go func() {
+		defer close(ended)
+		l.run(ctx)
+	}()
+	l.progress(t)
+
+	most := 0
+	for _, f := range []struct {
+		name       string
+		begin, end func(*pod)
+	}{
+		{"kill -9 of a process, and loss of its disk", (*pod).lose, (*pod).start},
+		{"SIGSTOP of a process", func(p *pod) { _ = syscall.Kill(p.Pid(), syscall.SIGSTOP) }, func(p *pod) { _ = syscall.Kill(p.Pid(), syscall.SIGCONT) }},
+	} {
+		lost := owners[0]
+		var others []*pod
+		for _, p := range pods {
+			if p != lost {
+				others = append(others, p)
+			}
+		}
+		most += severalNamespaces*severalInFlight + r.receivedWithin(positionsWithin, time.Now())
+		f.begin(lost)
+		ownersOf(t, others)
+		gap := l.progress(t)
+		f.end(lost)
+		owners = ownersOf(t, pods)
+		moved := l.progress(t)
+		t.Logf("%s: longest time without an acknowledged call of a namespace %v, and %v when it gets slots again", f.name, gap.Round(10*time.Millisecond), moved.Round(10*time.Millisecond))
+		_, bound := fault{claims: 1, lost: true}.promised()
+		check.Equal(t, fmt.Sprintf("%s: calls are accepted again after %v, which is at most %v", f.name, gap, bound), gap <= bound, true)
+		_, bound = fault{claims: 1}.promised()
+		check.Equal(t, fmt.Sprintf("%s: calls are accepted again after the hand-over in %v, which is at most %v", f.name, moved, bound), moved <= bound, true)
+		most += severalNamespaces * severalInFlight // A hand-over repeats what is in flight after 2 s.
+	}
+	stop()
+	<-ended
+	repeated := checkDelivered(t, l.acknowledged, r)
+	ledger := severalLedger(t, pods)
+	if int(ledger.Accepted) < len(l.acknowledged) || ledger.Delivered != ledger.Accepted {
+		t.Errorf("ledger: got %+v, want all delivered, %d or more", ledger, len(l.acknowledged))
+	}
+	if repeated > most {
+		t.Errorf("repeated deliveries: got %d, want at most %d: those in flight, and those since the last stored positions", repeated, most)
+	}
+	t.Logf("%d acknowledged calls, %d repeated deliveries of at most %d", len(l.acknowledged), repeated, most)
+}
