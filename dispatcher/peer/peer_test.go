@@ -25,6 +25,41 @@ type testOwner struct {
 	*Identity
 	server      *http.Server
 	connections atomic.Int64
+	// read and write are the last time limits of a connection.
+	read, write atomic.Pointer[time.Time]
+}
+
+// testListener records the time limits of the connections that it accepts.
+type testListener struct {
+	net.Listener
+	owner *testOwner
+}
+
+func (l *testListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &testConn{Conn: c, owner: l.owner}, nil
+}
+
+type testConn struct {
+	net.Conn
+	owner *testOwner
+}
+
+func (c *testConn) SetReadDeadline(at time.Time) error {
+	c.owner.read.Store(&at)
+	return c.Conn.SetReadDeadline(at)
+}
+
+func (c *testConn) SetWriteDeadline(at time.Time) error {
+	c.owner.write.Store(&at)
+	return c.Conn.SetWriteDeadline(at)
+}
+
+func (c *testConn) SetDeadline(at time.Time) error {
+	return errors.Join(c.SetReadDeadline(at), c.SetWriteDeadline(at))
 }
 
 // serveOwner starts an owner on a free port until the test ends.
@@ -52,7 +87,7 @@ func serveOwner(t *testing.T, next http.HandlerFunc, change ...func(*http.Server
 	for _, f := range change {
 		f(o.server)
 	}
-	go func() { _ = o.server.ServeTLS(l, "", "") }()
+	go func() { _ = o.server.ServeTLS(&testListener{l, o}, "", "") }()
 	t.Cleanup(func() { _ = o.server.Close() })
 	return o
 }
