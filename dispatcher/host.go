@@ -906,13 +906,15 @@ func (s *hosted) enter() *admitted {
 	return s.door.enter()
 }
 
-// fromPeer handles a request that another process has forwarded.
-func (h *host) fromPeer(w http.ResponseWriter, r *http.Request) {
-	inside := h.slotNamed(peer.TakeSlot(r)).enter()
-	if inside == nil {
-		peer.Misdirected(w, r)
-		return
-	}
-	defer inside.requests.Done()
-	inside.calls.ServeHTTP(w, r)
+// fromPeer returns the handler of the requests that other processes have forwarded, by that of a slot.
+func (h *host) fromPeer(serve func(*admitted, http.ResponseWriter, *http.Request)) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		inside := h.slotNamed(peer.TakeSlot(r)).enter()
+		if inside == nil {
+			peer.Misdirected(w, r)
+			return
+		}
+		defer inside.requests.Done()
+		serve(inside, w, r)
+	})
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/promtext"
 )
 
@@ -21,11 +22,15 @@ func (h *host) serve(ctx context.Context) error {
 	calls := http.NewServeMux()
 	admin.MountHealth(calls, h.ready)
 	calls.Handle("/", h.front())
-	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), http.HandlerFunc(h.fromPeer), h.ready}, func() time.Duration { return handOverTimeout })
+	peers := peer.Handlers{
+		Calls: h.fromPeer(func(a *admitted, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
+		Admin: h.fromPeer((*admitted).serveAdmin),
+	}
+	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), peers, h.ready}, func() time.Duration { return handOverTimeout })
 }
 
-// admin is the handler of the admin listener. The admin API of a slot that the process owns is below
-// /slots/N/.
+// admin is the handler of the admin listener. The admin API of slot N is below /slots/N/: requests are
+// forwarded to the owner of the slot.
 func (h *host) admin() http.Handler {
 	registry := newRegistry()
 	registry.MustRegister(h.o.clock.metric())
@@ -44,55 +49,36 @@ func (h *host) admin() http.Handler {
 		}
 		writeJSON(w, http.StatusOK, states)
 	})
-	guarded.HandleFunc("GET /namespaces/{namespace}/slot", func(w http.ResponseWriter, r *http.Request) {
-		writeJSON(w, http.StatusOK, h.slotOf(r.PathValue("namespace")))
-	})
-	guarded.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
-		http.Error(w, "this process has several slots; send the request to /slots/N/ for a slot of GET /slots", http.StatusNotFound)
-	})
-	others, refused := http.Handler(guarded), http.Handler(http.HandlerFunc(h.refuseSlot))
-	if h.o.AdminGuard != nil {
-		others, refused = h.o.AdminGuard(others), h.o.AdminGuard(refused)
+	unknown := func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, fmt.Sprintf("this log has %d slots; send the request to /slots/N/", len(h.slots)), http.StatusNotFound)
 	}
-	others, refused = admin.NotFromPages(others, h.o.AdminGuard != nil), admin.NotFromPages(refused, h.o.AdminGuard != nil)
+	guarded.HandleFunc("/", unknown)
 	root := http.NewServeMux()
+	root.HandleFunc("/slots/{slot}/", unknown)
 	admin.MountHealth(root, h.ready)
-	root.Handle("/", others)
-	root.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, r *http.Request) {
-		number := r.PathValue("slot")
+	root.Handle("/", protect(h.o, guarded))
+	for _, s := range h.slots {
+		path, forward := adminapi.SlotPath(s.slot), protect(h.o, forwardAdmin(s.forwarder))
 		// The permission to read /report includes those of all slots: both guards get the path without the slot.
-		handler := refused
-		if inside := h.slotNamed(number).enter(); inside != nil {
+		root.Handle(path+"/", http.StripPrefix(path, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			inside := s.enter()
+			if inside == nil {
+				forward.ServeHTTP(w, r)
+				return
+			}
 			defer inside.requests.Done()
-			handler = http.HandlerFunc(inside.serveAdmin)
-		}
-		http.StripPrefix("/slots/"+number, handler).ServeHTTP(w, r)
-	})
+			inside.serveAdmin(w, r)
+		})))
+	}
 	return root
 }
 
-// slotOf returns the slot of a namespace; nil if it has none.
-func (h *host) slotOf(namespace string) *adminapi.NamespaceSlot {
-	slot, ok := h.namespaces.SlotOf(namespace)
-	if !ok {
-		return nil
+// protect returns a handler of admin requests for authorized callers.
+func protect(o Options, h http.Handler) http.Handler {
+	if o.AdminGuard != nil {
+		h = o.AdminGuard(h)
 	}
-	at := &adminapi.NamespaceSlot{Slot: slot}
-	if s := h.slotNamed(strconv.Itoa(slot)); s != nil {
-		if at.Owned = s.term.Load() != nil; !at.Owned {
-			at.Owner = s.forwarder.Owner()
-		}
-	}
-	return at
-}
-
-// refuseSlot answers a request for a slot that this process does not own.
-func (h *host) refuseSlot(w http.ResponseWriter, r *http.Request) {
-	message := "this process does not own slot " + r.PathValue("slot")
-	if s := h.slotNamed(r.PathValue("slot")); s != nil && s.forwarder.Owner() != "" {
-		message += "; send the request to the owner, " + s.forwarder.Owner()
-	}
-	http.Error(w, message, http.StatusNotFound)
+	return admin.NotFromPages(h, o.AdminGuard != nil)
 }
 
 // report is the report of the process. The namespaces are in the reports of the slots.

@@ -281,7 +281,7 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 // serve answers requests until ctx is done. When process, the context of the process, is done, too, it
 // stops as an owner does: calls are still forwarded for the shutdown delay.
 func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
-	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), http.HandlerFunc(peer.Misdirected), s.ready}, func() time.Duration {
+	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), peer.NotOwner(), s.ready}, func() time.Duration {
 		if process.Err() == nil || s.calls == nil {
 			return drainTakeover
 		}
@@ -293,8 +293,9 @@ func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) e
 
 // handlers are those of the listeners of a process. The listener for probes has only ready.
 type handlers struct {
-	calls, admin, peers http.Handler
-	ready               func() error
+	calls, admin http.Handler
+	peers        peer.Handlers
+	ready        func() error
 }
 
 // serveProcess serves the listeners of a process until ctx is done. Calls in progress may then take as
@@ -424,12 +425,18 @@ func (s *standby) admin(o Options) http.Handler {
 		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
 	})
 	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
-	guarded.HandleFunc("/", s.refuseAdmin)
-	protected := http.Handler(guarded)
-	if o.AdminGuard != nil {
-		protected = o.AdminGuard(guarded)
+	forwarded := http.Handler(http.HandlerFunc(refuseAdmin))
+	if s.calls != nil {
+		forwarded = forwardAdmin(s.calls)
 	}
-	return s.handler(admin.NotFromPages(protected, o.AdminGuard != nil))
+	guarded.Handle("/", forwarded)
+	guarded.HandleFunc("/debug/", func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, "this process does not own the messages; use /slots/0/debug/ for the owner", http.StatusNotFound)
+	})
+	root, owner := http.NewServeMux(), adminapi.SlotPath(0)
+	root.Handle("/", protect(o, guarded))
+	root.Handle(owner+"/", http.StripPrefix(owner, protect(o, forwarded)))
+	return s.handler(root)
 }
 
 const standbyMessage = "this process does not own the messages: it is a standby, or the log cannot be reached; send the request to the owner, or again later"
@@ -454,21 +461,34 @@ func refuseForwarded(w http.ResponseWriter, err error) {
 	}
 }
 
-// refuseAdmin names the owner.
-func (s *standby) refuseAdmin(w http.ResponseWriter, _ *http.Request) {
-	message := standbyMessage
-	if s.calls != nil {
-		if owner := s.calls.Owner(); owner != "" {
-			message = "this process is a standby, without messages; send the request to the owner, " + owner
-		}
-	}
-	writeJSON(w, http.StatusServiceUnavailable, map[string]string{"error": message})
+func refuseAdmin(w http.ResponseWriter, _ *http.Request) {
+	http.Error(w, standbyMessage, http.StatusServiceUnavailable)
 }
 
-// newPeerServer makes the server for the calls that standbys forward. identity may be nil if it does
+// forwardAdmin is a handler that sends requests to the admin API of an owner.
+func forwardAdmin(f *peer.Forwarder) http.Handler {
+	return f.Admin(func(w http.ResponseWriter, err error) {
+		owner, status := cmp.Or(f.Owner(), "of the slot"), http.StatusBadGateway
+		message := fmt.Sprintf("the owner, %s, did not answer: %v; send the request again, or to its admin address", owner, err)
+		switch broken, isClient := errors.AsType[*peer.BodyError](err); {
+		case isClient:
+			status, message = http.StatusBadRequest, broken.Error()
+		case errors.Is(err, peer.ErrNoOwner):
+			status, message = http.StatusServiceUnavailable, "no process owns the slot at the moment; a standby takes it over within about 15 s: send the request again"
+		case errors.Is(err, peer.ErrBusy):
+			status, message = http.StatusServiceUnavailable, fmt.Sprintf("too many requests wait for the owner, %s; send the request again", owner)
+		case errors.Is(err, peer.ErrTimeout):
+			status = http.StatusGatewayTimeout
+			message = fmt.Sprintf("the owner, %s, did not answer within %v; it may have handled the request", owner, peer.AdminLimit)
+		}
+		http.Error(w, message, status)
+	})
+}
+
+// newPeerServer makes the server for the requests that standbys forward. identity may be nil if it does
 // not serve.
-func newPeerServer(identity *peer.Identity, next http.Handler, log *slog.Logger) *http.Server {
-	h := identity.Handler(next, log)
+func newPeerServer(identity *peer.Identity, to peer.Handlers, log *slog.Logger) *http.Server {
+	h := identity.Handler(to, log)
 	s := ingest.NewServer(h)
 	s.RegisterOnShutdown(h.Stop)
 	s.MaxHeaderBytes += peer.HeaderBytes

@@ -233,37 +233,113 @@ func TestRefusalsOfForwardedCalls(t *testing.T) {
 	}
 }
 
+// processes are those with one slot and the same log.
+type processes struct {
+	remote slots.Remote
+	bus    *bus
+}
+
+func newProcesses() *processes {
+	return &processes{slots.Remote{
+		Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30),
+		Clocks: []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now(), nil }},
+	}, &bus{}}
+}
+
+// start starts a process until the end of the test.
+func (p *processes) start(t *testing.T, o Options) *Listeners {
+	t.Helper()
+	o.DataDir, o.Bus, o.Logger = t.TempDir(), p.bus, slog.New(slog.DiscardHandler)
+	o.Listen, o.AdminListen, o.PeerListen = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
+	l, err := Listen(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Listeners = l
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return p.remote, nil }, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("process %s ended with %v", o.Pod, err)
+		}
+	})
+	return l
+}
+
+// A standby forwards the requests about messages to the owner, which authorizes them, too. Its own state,
+// metrics and report are those of the standby.
+func TestStandbyForwardsAdminRequests(t *testing.T) {
+	processes := newProcesses()
+	var guarded sync.Map // the names of the processes
+	start := func(name string) *Listeners {
+		return processes.start(t, Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
+			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
+					http.Error(w, "forbidden", http.StatusForbidden)
+					return
+				}
+				guarded.Store(name+r.URL.Path, true)
+				next.ServeHTTP(w, r)
+			})
+		}})
+	}
+	wantLog := func(l *Listeners, path, pod string, owner bool) {
+		t.Helper()
+		if err := wait.Until(func() error {
+			_, text := fetchText(t, "http://"+l.AdminAddr().String()+path)
+			var s adminapi.LogState
+			if err := json.Unmarshal([]byte(text), &s); err != nil {
+				return fmt.Errorf("%w: %s", err, text)
+			}
+			if s.Pod != pod || s.Owner != owner {
+				return fmt.Errorf("got %+v", s)
+			}
+			return nil
+		}); err != nil {
+			t.Fatalf("%s: want that of %s, owner %v: %v", path, pod, owner, err)
+		}
+	}
+	first := start("first")
+	wantLog(first, "/log", "first", true)
+	second := start("second")
+	wantLog(second, "/log", "second", false)
+	wantLog(second, "/slots/0/log", "first", true)
+	at := "http://" + second.AdminAddr().String()
+	if status, text := fetchText(t, at+"/deadletters?destination=shop/crm"); status != http.StatusOK || text != "" {
+		t.Errorf("dead letters: got status %d and %q, want the empty list of the owner", status, text)
+	}
+	for _, name := range []string{"first", "second"} {
+		if _, ok := guarded.Load(name + "/deadletters"); !ok {
+			t.Errorf("the %s process has not authorized the request", name)
+		}
+	}
+	if status, _ := fetchText(t, at+"/slots/0/forbidden"); status != http.StatusForbidden {
+		t.Errorf("a request without permission: got status %d, want 403", status)
+	}
+	if status, text := fetchText(t, at+"/debug/config"); status != http.StatusNotFound || !strings.Contains(text, "/slots/0/debug/") {
+		t.Errorf("debug: got status %d and %q, want 404 with the path for the owner", status, text)
+	}
+	for path, want := range map[string]string{"/report": `"standby":true`, "/slots/0/report?since=": `"pod":"first"`} {
+		if status, text := fetchText(t, at+path); status != http.StatusOK || !strings.Contains(text, want) {
+			t.Errorf("%s: got status %d and %s, want %s", path, status, text, want)
+		}
+	}
+	if _, text := fetchText(t, at+"/metrics"); !strings.Contains(text, "\nposthorn_log_owner 0") {
+		t.Errorf("metrics: got\n%s\nwant those of the standby", text)
+	}
+}
+
 // An owner with a wrong clock hands over the slot to a standby with a right clock, and is a standby that is
 // not ready until its clock is right.
 func TestOwnerWithAWrongClock(t *testing.T) {
-	remote := slots.Remote{
-		Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30),
-		Clocks: []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now(), nil }},
-	}
-	shared := &bus{}
+	processes := newProcesses()
 	start := func(name string) (*Listeners, *atomic.Int64) {
 		ahead := &atomic.Int64{}
-		o := Options{
-			DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name, Bus: shared, Logger: slog.New(slog.DiscardHandler),
-			WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) },
-		}
-		l, err := Listen(o)
-		if err != nil {
-			t.Fatal(err)
-		}
-		o.Listeners = l
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 1)
-		go func() {
-			ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
-		}()
-		t.Cleanup(func() {
-			cancel()
-			if err := <-ended; err != nil {
-				t.Errorf("process %s ended with %v", name, err)
-			}
-		})
-		return l, ahead
+		return processes.start(t, Options{Pod: name, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }}), ahead
 	}
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
 		t.Helper()

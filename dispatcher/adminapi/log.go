@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
-	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -81,30 +80,13 @@ func (c *Client) Slots(ctx context.Context) (states []LogState, err error) {
 	return states, err
 }
 
-// NamespaceSlot is the slot of a namespace, as a process with several slots knows it.
-type NamespaceSlot struct {
-	Slot int `json:"slot"`
-	// Owned is true if the process owns the slot. Otherwise Owner is the owner with its address; empty if
-	// none is known.
-	Owned bool   `json:"owned,omitempty"`
-	Owner string `json:"owner,omitempty"`
-}
+// SlotPath is the path of the admin API of a slot on a process that does not own all slots of its log. The process
+// forwards the requests to the owner of the slot.
+func SlotPath(slot int) string { return "/slots/" + strconv.Itoa(slot) }
 
-// SlotOf returns the slot of a namespace; nil if it has none. A process without several slots, or of an earlier
-// release, does not know it: the error is a *StatusError.
-func (c *Client) SlotOf(ctx context.Context, namespace string) (s *NamespaceSlot, err error) {
-	resp, err := c.Get(ctx, "/namespaces/"+url.PathEscape(namespace)+"/slot", "application/json")
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	err = json.NewDecoder(resp.Body).Decode(&s)
-	return s, err
-}
-
-// Slot returns a client of the admin API of a slot that the process owns.
+// Slot returns a client of the admin API of a slot; see SlotPath.
 func (c *Client) Slot(slot int) *Client {
 	other := *c
-	other.URL = strings.TrimSuffix(c.URL, "/") + "/slots/" + strconv.Itoa(slot)
+	other.URL = strings.TrimSuffix(c.URL, "/") + SlotPath(slot)
 	return &other
 }

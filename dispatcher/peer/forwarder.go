@@ -136,8 +136,8 @@ func (c *Connections) release(announcement []byte) {
 
 // Forwarder sends requests to the owner.
 type Forwarder struct {
-	// Refuse answers a request that the owner did not answer. The error wraps a *BodyError if the
-	// client caused it. With any other the client should send the request again: the owner may have
+	// Refuse answers a call that the owner did not answer. The error wraps a *BodyError if the
+	// client caused it. With any other the client should send the call again: the owner may have
 	// handled it.
 	Refuse func(w http.ResponseWriter, err error)
 	Logger *slog.Logger
@@ -240,7 +240,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				}
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
-			f.mark(p.Out, p.In)
+			f.mark(p.Out, p.In, kindOf(p.In))
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {
@@ -249,7 +249,11 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			if err := context.Cause(r.Request.Context()); err != nil {
 				return err
 			}
-			f.answered.Add(1)
+			if k := kindOf(r.Request); k.admin {
+				k.limit.stop() // The answer may have no end.
+			} else {
+				f.answered.Add(1)
+			}
 			r.Body = answerBody{r.Body, r.Request.Context()}
 			return nil
 		},
@@ -258,7 +262,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				err = ErrTimeout
 			}
 			f.Logger.Debug("forwarding a request to the owner failed", "owner", a, "error", err)
-			f.refuse(w, err)
+			f.refuse(w, kindOf(r), err)
 		},
 		ErrorLog: log.New(proxyLog{f.Logger}, "", 0),
 	}
@@ -273,45 +277,78 @@ func (l proxyLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// mark adds the client of a request in, and the slot, to the request that is sent.
-func (f *Forwarder) mark(out, in *http.Request) {
+// mark adds the client of a request in, its kind and the slot to the request that is sent. What the client
+// claims about them is removed.
+func (f *Forwarder) mark(out, in *http.Request, k *kind) {
 	out.Header.Set(clientHeader, in.RemoteAddr)
+	delete(out.Header, adminHeader)
+	if k.admin {
+		out.Header.Set(adminHeader, "1")
+	}
 	if f.Slot != "" {
 		out.Header.Set(slotHeader, f.Slot)
 	}
 }
 
+// kind is what the Forwarder knows of a request in progress.
+type kind struct {
+	// admin is true for a request to the admin API; refuse then answers it without the owner.
+	admin  bool
+	refuse func(w http.ResponseWriter, err error)
+	limit  *timeLimit
+}
+
+type kindKey struct{}
+
+// kindOf returns the kind of a request that is forwarded.
+func kindOf(r *http.Request) *kind {
+	k, _ := r.Context().Value(kindKey{}).(*kind)
+	return k
+}
+
 // ServeHTTP sends a call to the owner, and its answer to the client.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	f.serve(w, r, CallLimit, streamed(r))
+	f.serve(w, r, &kind{}, CallLimit, streamed(r))
 }
 
-// Limited returns a handler that sends requests to the owner with a time limit other than CallLimit, and
+// Limited returns a handler that sends calls to the owner with a time limit other than CallLimit, and
 // their answers to the clients as they arrive.
 func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, limit, false) })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{}, limit, false) })
 }
 
-func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Duration, inStream bool) {
+// Admin returns a handler that sends requests to the admin API of the owner, which authorizes them, and
+// answers to the clients as they arrive. An answer must begin within AdminLimit. refuse answers a request
+// that the owner did not answer; it may have handled it, except for ErrNoOwner and ErrBusy.
+func (f *Forwarder) Admin(refuse func(w http.ResponseWriter, err error)) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		f.serve(w, r, &kind{admin: true, refuse: refuse}, AdminLimit, false)
+	})
+}
+
+func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit time.Duration, inStream bool) {
 	o := f.owner.Load()
 	if o == nil {
-		f.refuse(w, ErrNoOwner)
+		f.refuse(w, k, ErrNoOwner)
 		return
 	}
 	defer o.forwards.Add(-1)
 	if o.forwards.Add(1) > maxForwards {
-		f.refuse(w, ErrBusy)
+		f.refuse(w, k, ErrBusy)
 		return
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	defer context.AfterFunc(o.replaced, func() { cancel(ErrNoOwner) })()
-	l := newTimeLimit(limit, func() { cancel(ErrTimeout) })
-	defer l.stop()
+	k.limit = newTimeLimit(limit, func() { cancel(ErrTimeout) })
+	defer k.limit.stop()
+	if !inStream {
+		ctx = context.WithValue(ctx, kindKey{}, k)
+	}
 	// On a copy, because the server checks on its own Request whether the body was read.
 	r = r.WithContext(ctx)
 	if r.Body != http.NoBody {
-		r.Body = body{r.Body, l}
+		r.Body = body{r.Body, k.limit}
 	}
 	if inStream {
 		f.sendStreamed(w, r, o)
@@ -321,7 +358,11 @@ func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, limit time.Dur
 }
 
 // refuse answers a request that was not sent.
-func (f *Forwarder) refuse(w http.ResponseWriter, err error) {
+func (f *Forwarder) refuse(w http.ResponseWriter, k *kind, err error) {
+	if k.admin {
+		k.refuse(w, err)
+		return
+	}
 	f.failed.Add(1)
 	f.Refuse(w, err)
 }

@@ -1,11 +1,11 @@
 // Package peer sends the requests that a standby gets to the owner of the slot.
 //
-//	client -> standby: Forwarder -> TLS -> Handler: owner -> the handler of calls
+//	client -> standby: Forwarder -> TLS -> Handler: owner -> the handler of calls or of the admin API
 //
 // Each process makes a certificate and a token at its start. The owner announces them with its address
 // in the log, so a process that can read the log, and with it all messages, can send requests to
-// the owner; no other one can. The owner decides everything about a request; the standby sends it
-// once, and never one that another process has forwarded.
+// the owner; no other one can. The owner decides everything about a request, also whether its client may
+// send it to the admin API; the standby sends it once, and never one that another process has forwarded.
 package peer
 
 import (
@@ -31,6 +31,8 @@ const (
 	// address of the client. Both are removed before the request is handled.
 	tokenHeader  = "Posthorn-Peer-Token"
 	clientHeader = "Posthorn-Peer-Client"
+	// adminHeader marks the requests to the admin API.
+	adminHeader = "Posthorn-Peer-Admin"
 	// slotHeader is the slot of the request, for a process with several slots.
 	slotHeader = "Posthorn-Peer-Slot"
 	// HeaderBytes bounds the size of these headers.
@@ -124,9 +126,21 @@ func TakeSlot(r *http.Request) string {
 	return slot
 }
 
+// Handlers handle the requests of other processes.
+type Handlers struct {
+	Calls http.Handler
+	// Admin authorizes the requests to the admin API, as those of its own clients.
+	Admin http.Handler
+}
+
+// NotOwner are the Handlers of a process that does not own the slot.
+func NotOwner() Handlers {
+	return Handlers{http.HandlerFunc(Misdirected), http.HandlerFunc(Misdirected)}
+}
+
 // Handler returns a handler of the requests of other processes.
-func (i *Identity) Handler(next http.Handler, log *slog.Logger) *Handler {
-	return &Handler{identity: i, next: next, log: log, stopping: make(chan struct{})}
+func (i *Identity) Handler(to Handlers, log *slog.Logger) *Handler {
+	return &Handler{identity: i, to: to, log: log, stopping: make(chan struct{})}
 }
 
 // decode returns the announcement in a record of the log.

@@ -9,6 +9,9 @@ const (
 	// CallLimit is the time within which an owner must answer a call. It is longer than the election of a server
 	// of the log, during which calls wait for their acknowledgement.
 	CallLimit = 15 * time.Second
+	// AdminLimit is the time within which an owner must begin its answer to a request to the admin API. A search
+	// for a message can take a while.
+	AdminLimit = time.Minute
 	// leastRate is the rate, in bytes per second, at which an owner must read a long body.
 	leastRate = 64 << 10
 )

@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"bufio"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -73,7 +74,7 @@ func serveOwner(t *testing.T, next http.HandlerFunc, change ...func(*http.Server
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := i.Handler(next, slog.New(slog.DiscardHandler))
+	h := i.Handler(Handlers{Calls: next, Admin: http.HandlerFunc(admin)}, slog.New(slog.DiscardHandler))
 	o := &testOwner{Identity: i}
 	o.server = &http.Server{ //nolint:gosec // a test
 		Handler: h, TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
@@ -90,6 +91,15 @@ func serveOwner(t *testing.T, next http.HandlerFunc, change ...func(*http.Server
 	go func() { _ = o.server.ServeTLS(&testListener{l, o}, "", "") }()
 	t.Cleanup(func() { _ = o.server.Close() })
 	return o
+}
+
+// admin is an admin API. The answer to a request for "/tail" has no end.
+func admin(w http.ResponseWriter, r *http.Request) {
+	fmt.Fprintln(w, "admin", r.Method, r.URL, r.Header.Get("Authorization"), r.RemoteAddr, r.Header.Get(adminHeader), r.Header.Get(tokenHeader))
+	if r.URL.Path == "/tail" {
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}
 }
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
@@ -499,4 +509,69 @@ func TestTokenIsNotPrinted(t *testing.T) {
 			t.Errorf("the text %q has the token", text)
 		}
 	}
+}
+
+// Requests to the admin API are handled by that of the owner, with the credentials of the client.
+func TestAdminRequests(t *testing.T) {
+	o := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "a call") })
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	refused := errors.New("none")
+	forward := f.Admin(func(w http.ResponseWriter, err error) {
+		refused = err
+		w.WriteHeader(http.StatusBadGateway)
+	})
+	request := func(of http.Handler, method, path string) string {
+		r := httptest.NewRequestWithContext(t.Context(), method, path, http.NoBody)
+		r.RemoteAddr = "192.0.2.1:5"
+		r.Header.Set("Authorization", "Bearer secret")
+		r.Header.Set(adminHeader, "1")
+		w := httptest.NewRecorder()
+		of.ServeHTTP(w, r)
+		return w.Body.String()
+	}
+	if got, want := request(forward, http.MethodGet, "/attempts?destination=a"), "admin GET /attempts?destination=a Bearer secret 192.0.2.1:5  \n"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	for _, method := range []string{http.MethodGet, http.MethodPost} { // A request of its own, and in a stream.
+		if got := request(f, method, "/attempts"); got != "a call" {
+			t.Errorf("%s with the header of admin requests: got %q, want the answer to a call", method, got)
+		}
+	}
+	if n := f.Answered(); n != 2 {
+		t.Errorf("got %d answered calls, want 2", n)
+	}
+	f.SetOwner(nil)
+	if request(forward, http.MethodGet, "/attempts"); !errors.Is(refused, ErrNoOwner) || f.Failed() != 0 {
+		t.Errorf("without an owner: got error %v and %d failed calls, want %v and 0", refused, f.Failed(), ErrNoOwner)
+	}
+}
+
+// An answer to a request to the admin API may take as long as the client reads it.
+func TestAdminAnswersHaveNoEnd(t *testing.T) {
+	o := serveOwner(t, echo, func(s *http.Server) { s.WriteTimeout = time.Hour })
+	f, _ := newForwarder(t)
+	f.SetOwner(o.Announce())
+	k := &kind{admin: true}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, time.Hour, false) }))
+	defer s.Close()
+	resp, err := s.Client().Get(s.URL + "/tail") //nolint:noctx // a test
+	if err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil || !strings.HasPrefix(line, "admin GET /tail") {
+		t.Fatalf("got %q and error %v, want the first line of the answer", line, err)
+	}
+	if k.limit.timer.Stop() {
+		t.Error("the limit of the request runs, want its end with the begin of the answer")
+	}
+	if at := *o.write.Load(); !at.IsZero() {
+		t.Errorf("the owner ends the answer in %v, want no limit", time.Until(at))
+	}
+	// The end of a term ends the answer, and the client notices that it is not complete.
+	f.SetOwner(nil)
+	if rest, err := io.ReadAll(resp.Body); err == nil {
+		t.Errorf("without an owner: got %q without an error", rest)
+	}
+	resp.Body.Close()
 }

@@ -270,7 +270,7 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 		if _, ok := errors.AsType[*BodyError](err); !ok {
 			err = &BodyError{err} // The body is shorter than its length.
 		}
-		f.refuse(w, err)
+		f.refuse(w, &kind{}, err)
 		return
 	}
 	q := &http.Request{Method: r.Method, URL: r.URL, Host: r.Host, Header: maps.Clone(r.Header), ContentLength: r.ContentLength, Body: http.NoBody}
@@ -281,14 +281,14 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 	if _, ok := q.Header["User-Agent"]; !ok {
 		q.Header["User-Agent"] = []string{""} // Otherwise net/http adds one.
 	}
-	f.mark(q, r)
+	f.mark(q, r, &kind{})
 	a := o.connections.stream(o.Announcement).send(r.Context(), q)
 	if a.err == nil && a.status == http.StatusMisdirectedRequest {
 		a.err = ErrNoOwner
 	}
 	if a.err != nil {
 		f.Logger.Debug("forwarding a request to the owner failed", "owner", o, "error", a.err)
-		f.refuse(w, a.err)
+		f.refuse(w, &kind{}, a.err)
 		return
 	}
 	f.answered.Add(1)
@@ -300,7 +300,7 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 // Handler admits the requests of other processes, as if the client had sent them here.
 type Handler struct {
 	identity *Identity
-	next     http.Handler
+	to       Handlers
 	log      *slog.Logger
 	stopping chan struct{}
 	stop     sync.Once
@@ -325,9 +325,17 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // serve handles a request as if the client had sent it here.
 func (h *Handler) serve(w http.ResponseWriter, r *http.Request) {
 	r.RemoteAddr = r.Header.Get(clientHeader)
+	admin := r.Header.Get(adminHeader) != ""
 	r.Header.Del(tokenHeader)
 	r.Header.Del(clientHeader)
-	h.next.ServeHTTP(w, r)
+	r.Header.Del(adminHeader)
+	if !admin {
+		h.to.Calls.ServeHTTP(w, r)
+		return
+	}
+	// The server's time limits are for calls.
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Time{})
+	h.to.Admin.ServeHTTP(w, r)
 }
 
 // serveStream handles the requests of a stream, each in a goroutine of its own.

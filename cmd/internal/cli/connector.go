@@ -51,6 +51,26 @@ func (t target) stores(ctx context.Context) (list []target, err error) {
 	return list, nil
 }
 
+// all returns the admin APIs of all slots of the log of the dispatcher, which forwards the requests to the owners, or
+// that of one with a single store.
+func (t target) all(ctx context.Context) (list []target, err error) {
+	if t.IsStandby(ctx) {
+		return []target{{t.pod, t.Slot(0)}}, nil
+	}
+	slots, err := t.Slots(ctx)
+	if err != nil || slots == nil {
+		return []target{t}, t.explain(err)
+	}
+	r, err := t.Report(ctx, "")
+	if err != nil {
+		return nil, t.explain(err)
+	}
+	for slot := range r.Log.Number {
+		list = append(list, target{t.pod, t.Slot(slot)})
+	}
+	return list, nil
+}
+
 // connector connects to dispatchers and knows their namespace.
 type connector interface {
 	// connect finds the dispatchers; the caller runs closeAll.
@@ -136,10 +156,7 @@ func (d *direct) connect(ctx context.Context) ([]target, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	targets, err := t.stores(ctx)
-	if err == nil && len(targets) == 0 {
-		err = errors.New("this process owns no slot of the log; set --admin to another one ('posthorn slots' shows the owners)")
-	}
+	targets, err := t.all(ctx)
 	return targets, func() {}, err
 }
 

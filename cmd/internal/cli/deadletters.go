@@ -51,13 +51,13 @@ func destination(r connector, arg string) (string, error) {
 
 // unknown fails with a similar name if no dispatcher has a destination ("namespace/name"). It is nil
 // for "", and if a dispatcher does not answer.
-func unknown(ctx context.Context, r connector, targets []target, destination string) error {
-	return unknownEndpoint(ctx, r, targets, destination, "")
+func unknown(ctx context.Context, targets []target, destination string) error {
+	return unknownEndpoint(ctx, targets, destination, "")
 }
 
 // unknownEndpoint also fails, with the known endpoints, if the destination has no such endpoint. Without
 // a destination, all have to be without it.
-func unknownEndpoint(ctx context.Context, r connector, targets []target, destination, endpoint string) error {
+func unknownEndpoint(ctx context.Context, targets []target, destination, endpoint string) error {
 	namespace, name, _ := strings.Cut(destination, "/")
 	if destination == "" && endpoint == "" {
 		return nil
@@ -96,9 +96,6 @@ func unknownEndpoint(ctx context.Context, r connector, targets []target, destina
 	if found {
 		slices.Sort(endpoints)
 		return fmt.Errorf("no endpoint %q of %s; use one of %s", endpoint, cmp.Or(destination, "any destination"), shortList(slices.Compact(endpoints)))
-	}
-	if other := elsewhere(ctx, r, namespace); other != "" {
-		return fmt.Errorf("no destination %q in this process: %s", name, other)
 	}
 	return fmt.Errorf("no dispatcher has a destination %q in namespace %q%s", name, namespace, command.DidYouMean(name, names))
 }
@@ -187,10 +184,6 @@ the body needs the Role posthorn-bodies-user; without it the rest is shown.`,
 			defer closeAll()
 			letter, withoutBody, err := findDeadLetter(cmd.Context(), targets, name, args[1])
 			if err != nil {
-				if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
-					namespace, _, _ := strings.Cut(name, "/")
-					err = orElsewhere(cmd.Context(), r, namespace, err)
-				}
 				return err
 			}
 			if withoutBody != nil {
@@ -419,7 +412,7 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 	}
 	hide()
 	if err == nil && sum.Matched == 0 {
-		if err := unknown(cmd.Context(), r, targets, a.Destination); err != nil {
+		if err := unknown(cmd.Context(), targets, a.Destination); err != nil {
 			return err
 		}
 	}
@@ -540,7 +533,7 @@ func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output,
 		}
 	}
 	if len(items) == 0 && err == nil {
-		if err := unknownEndpoint(cmd.Context(), r, targets, destination, endpoint); err != nil {
+		if err := unknownEndpoint(cmd.Context(), targets, destination, endpoint); err != nil {
 			return err
 		}
 	}

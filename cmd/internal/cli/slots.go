@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strconv"
-	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -79,7 +77,8 @@ a setting of the servers can lose calls.`,
 }
 
 // logStates returns the parts of the processes in the log, sorted by slot, the number of slots, and the names
-// of the processes with several slots that are not ready.
+// of the processes with several slots that are not ready. A process that is asked alone also gets those of the
+// owners of the other slots.
 func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, unready []string, err error) {
 	number = 1
 	for _, t := range targets {
@@ -109,6 +108,16 @@ func logStates(ctx context.Context, targets []target) (states []adminapi.LogStat
 			states = append(states, s)
 		}
 	}
+	if len(targets) == 1 && (len(states) > 0 || number > 1) {
+		for slot := range number {
+			if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Slot == slot && s.Owner }) {
+				continue
+			}
+			if s, err := targets[0].Slot(slot).Log(ctx); err == nil && s != nil { // The owner may not answer.
+				states = append(states, *s)
+			}
+		}
+	}
 	slices.SortStableFunc(states, func(a, b adminapi.LogState) int { return cmp.Compare(a.Slot, b.Slot) })
 	return states, number, unready, nil
 }
@@ -135,59 +144,6 @@ func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
 		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(s.Pod, "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
 	}
 	_ = table.Flush() // An error of w also ends the command's later output.
-}
-
-// elsewhere explains why the process of a direct connector has nothing of a namespace ("" for any): another process
-// owns the slot. It is "" if this process owns it, or all slots, and for connectors that connect to all owners.
-func elsewhere(ctx context.Context, r connector, namespace string) string {
-	d, ok := r.(*direct)
-	if !ok {
-		return ""
-	}
-	t, err := d.target()
-	if err != nil {
-		return ""
-	}
-	states, number, _, err := logStates(ctx, []target{t})
-	has, others := ownership(states, number)
-	if err != nil || others == "" {
-		return ""
-	}
-	if namespace != "" {
-		at, err := t.SlotOf(ctx, namespace)
-		switch {
-		case err != nil: // A process of an earlier release does not know it.
-		case at == nil || at.Owned:
-			return ""
-		default:
-			return fmt.Sprintf("namespace %q is in slot %d, and %s; set --admin to the admin address of the owner of slot %d, %s", namespace, at.Slot, has, at.Slot, cmp.Or(at.Owner, "which is not known at the moment"))
-		}
-	}
-	return fmt.Sprintf("%s; set --admin to the admin addresses of the other owners, too, %s", has, others)
-}
-
-// orElsewhere adds to an error about something that was not found what elsewhere explains.
-func orElsewhere(ctx context.Context, r connector, namespace string, err error) error {
-	if text := elsewhere(ctx, r, namespace); text != "" {
-		return fmt.Errorf("%w; %s", err, text)
-	}
-	return err
-}
-
-// ownership describes which slots a process owns, and the owners of the others; others is "" if it owns all.
-func ownership(states []adminapi.LogState, number int) (has, others string) {
-	process, owned, owners := "this process", []string{}, []string{}
-	for _, s := range states {
-		if s.Owner {
-			process, owned = cmp.Or(s.Pod, process), append(owned, strconv.Itoa(s.Slot))
-		} else if s.OwnerName != "" {
-			owners = append(owners, s.OwnerName)
-		}
-	}
-	if number > 1 && len(owned) < number {
-		others = cmp.Or(strings.Join(unique(owners), ", "), "which are not known at the moment")
-	}
-	return fmt.Sprintf("%s owns %d of %d slots (%s)", process, len(owned), number, strings.Join(owned, ", ")), others
 }
 
 // unique returns the texts without repetitions, in order.

@@ -111,81 +111,55 @@ func oneStore(next http.HandlerFunc) http.Handler {
 	})
 }
 
-// A process that is named by its address is not replaced by another one: its own answer names the owner.
-func TestProcessWithoutMessages(t *testing.T) {
+// The process at an address forwards the requests to the owners of all slots.
+func TestProcessOfALog(t *testing.T) {
+	attempt := func(slot string) string { return `{"destination":"shop/crm","messageId":"of-` + slot + `"}` + "\n" }
 	for name, c := range map[string]struct {
-		status     int
-		text, want string
+		standby      bool
+		slots        string
+		want, absent string
 	}{
-		"standby":        {http.StatusServiceUnavailable, "it is a standby; send the request to the owner, a (10.0.0.7:8444)", "send the request to the owner, a (10.0.0.7:8444)"},
-		"owns no slot":   {http.StatusOK, "[]", "this process owns no slot of the log; set --admin to another one"},
-		"follows a slot": {http.StatusOK, `[{"slot": 1}]`, "this process owns no slot of the log; set --admin to another one"},
+		"standby":           {standby: true, want: "of-0", absent: "of-1"},
+		"some of the slots": {slots: `[{"slot":1,"owner":true},{"slot":2}]`, want: "of-2", absent: "of-3"},
+		"none of the slots": {slots: "[]", want: "of-0"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-				w.Header().Set(adminapi.StandbyHeader, "1")
-				w.WriteHeader(c.status)
-				_, _ = w.Write([]byte(c.text))
-			}))
+			mux := http.NewServeMux()
+			mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
+				if c.standby {
+					w.Header().Set(adminapi.StandbyHeader, "1")
+				}
+			})
+			mux.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, c.slots) })
+			mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
+				_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":true,"log":{"number":3}}`)
+			})
+			mux.HandleFunc("GET /slots/{slot}/attempts", func(w http.ResponseWriter, r *http.Request) {
+				_, _ = io.WriteString(w, attempt(r.PathValue("slot")))
+			})
+			server := httptest.NewServer(mux)
 			defer server.Close()
 			var out, problems strings.Builder
-			if code := execute([]string{"deadletters", "list", "crm", "--admin", server.URL}, strings.NewReader(""), &out, &problems); code != command.ExitFailure || !strings.Contains(problems.String(), c.want) {
-				t.Errorf("got exit code %d and %q, want %d and %q", code, problems.String(), command.ExitFailure, c.want)
+			if code := execute(strings.Fields("attempts crm -n shop -o json --admin "+server.URL), strings.NewReader(""), &out, &problems); code != 0 {
+				t.Fatalf("got exit code %d and %q, want 0", code, problems.String())
+			}
+			if !strings.Contains(out.String(), c.want) || c.absent != "" && strings.Contains(out.String(), c.absent) {
+				t.Errorf("got %s, want %s and not %s", out.String(), c.want, c.absent)
 			}
 		})
 	}
 }
 
-// Of several processes, that of --admin names its slots and the owner of the others when it has not found
-// something.
-func TestProcessWithSomeSlots(t *testing.T) {
-	states := `[{"pod":"dispatcher-0","slot":0,"owner":true},{"pod":"dispatcher-0","slot":1,"ownerName":"dispatcher-1 (10.0.0.7:8444)"},{"pod":"dispatcher-0","slot":2,"owner":true}]`
-	const (
-		owns   = "dispatcher-0 owns 2 of 3 slots (0, 2); set --admin to the admin "
-		others = owns + "addresses of the other owners, too, dispatcher-1 (10.0.0.7:8444)"
-		owner  = `namespace "shop" is in slot 1, and ` + owns + "address of the owner of slot 1, dispatcher-1 (10.0.0.7:8444)"
-		absent = `no destination "crm" in this process: `
-		plain  = `no dispatcher has a destination "crm" in namespace "shop"`
-	)
-	for name, c := range map[string]struct {
-		args, states, slot string
-		want               string
-	}{
-		"attempts, another owner":           {"attempts crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
-		"attempts, an owner is not known":   {"attempts crm -n shop", states, `{"slot":1}`, absent + strings.Replace(owner, "dispatcher-1 (10.0.0.7:8444)", "which is not known at the moment", 1)},
-		"attempts, this process owns it":    {"attempts crm -n shop", states, `{"slot":2,"owned":true}`, plain},
-		"attempts, a namespace without one": {"attempts crm -n shop", states, "null", plain},
-		"attempts, an earlier release":      {"attempts crm -n shop", states, "", absent + others},
-		"attempts, all slots":               {"attempts crm -n shop", strings.Replace(states, `"slot":1`, `"slot":1,"owner":true`, 1), "", plain},
-		"list":                              {"deadletters list crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
-		"show":                              {"deadletters show crm key -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, "404 Not Found: no dead letter key; " + owner},
-		"redeliver":                         {"deadletters redeliver crm --all -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
-		"tail":                              {"tail crm -n shop", states, `{"slot":1,"owner":"dispatcher-1 (10.0.0.7:8444)"}`, absent + owner},
-		"trace":                             {"trace m1", states, "", "--since 6h searches older messages; " + others},
-	} {
-		t.Run(name, func(t *testing.T) {
-			mux := http.NewServeMux()
-			answer := func(pattern, text string) {
-				mux.HandleFunc(pattern, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
-			}
-			answer("GET /slots", c.states)
-			answer("GET /report", `{"pod":"dispatcher-0","ready":true,"log":{"number":3}}`)
-			if c.slot != "" {
-				answer("GET /namespaces/shop/slot", c.slot)
-			}
-			answer("GET /slots/{slot}/report", `{"pod":"dispatcher-0","ready":true}`)
-			answer("GET /slots/{slot}/attempts", "")
-			answer("GET /slots/{slot}/deadletters", "")
-			answer("GET /slots/{slot}/trace", "{}")
-			answer("POST /slots/{slot}/deadletters/redeliver", `{"done":true}`)
-			mux.HandleFunc("/slots/{slot}/", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no dead letter key", http.StatusNotFound) })
-			server := httptest.NewServer(mux)
-			defer server.Close()
-			var out, problems strings.Builder
-			code := execute(append(strings.Fields(c.args), "--admin", server.URL), strings.NewReader(""), &out, &problems)
-			if got := strings.TrimSpace(problems.String()); code != command.ExitFailure || !strings.HasSuffix(got, c.want) {
-				t.Errorf("got exit code %d and %q, want %d and %q", code, got, command.ExitFailure, c.want)
-			}
-		})
+// A request whose owner does not answer fails with the answer of the process at the address.
+func TestProcessWithoutAnOwner(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set(adminapi.StandbyHeader, "1")
+		w.WriteHeader(http.StatusServiceUnavailable)
+		_, _ = io.WriteString(w, "no process owns the slot at the moment")
+	}))
+	defer server.Close()
+	var out, problems strings.Builder
+	if code := execute([]string{"deadletters", "list", "crm", "--admin", server.URL}, strings.NewReader(""), &out, &problems); code != command.ExitFailure || !strings.Contains(problems.String(), "no process owns the slot") {
+		t.Errorf("got exit code %d and %q, want %d and the answer", code, problems.String(), command.ExitFailure)
 	}
 }

@@ -63,7 +63,7 @@ posthorn-bodies-user. The dispatcher's log names the reader.`,
 				return err
 			}
 			defer closeAll()
-			if err := unknownEndpoint(cmd.Context(), r, targets, o.destination, o.endpoint); err != nil {
+			if err := unknownEndpoint(cmd.Context(), targets, o.destination, o.endpoint); err != nil {
 				return err
 			}
 			return o.run(cmd, targets)

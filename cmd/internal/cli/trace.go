@@ -105,15 +105,13 @@ Exits 1 if no message is found.`,
 			case found:
 				return nil
 			case !whole:
-				err = errors.New("the message may exist, because not all messages were searched")
+				return errors.New("the message may exist, because not all messages were searched")
 			case userID != "":
-				err = fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
+				return fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
 			case since > 0:
-				err = fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
-			default:
-				err = fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
+				return fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
 			}
-			return orElsewhere(cmd.Context(), r, "", err)
+			return fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
 		},
 	}
 	r = flags(cmd)
