@@ -277,8 +277,8 @@ func (l proxyLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// mark adds the client of a request in, its kind and the slot to the request that is sent. What the client
-// claims about them is removed.
+// mark adds the client of a request in, its kind and the slot to the request that is sent, in place of headers
+// of the client with these names.
 func (f *Forwarder) mark(out, in *http.Request, k *kind) {
 	out.Header.Set(clientHeader, in.RemoteAddr)
 	delete(out.Header, adminHeader)
@@ -290,7 +290,7 @@ func (f *Forwarder) mark(out, in *http.Request, k *kind) {
 	}
 }
 
-// kind is what the Forwarder knows of a request in progress.
+// kind is the kind of a request in progress, with its limit.
 type kind struct {
 	// admin is true for a request to the admin API; refuse then answers it without the owner.
 	admin  bool

@@ -140,6 +140,30 @@ func object(p *pod, kind, name string, to any) error {
 	return json.Unmarshal(out, to)
 }
 
+// sameCommands checks that commands have the same output with the admin address of each process.
+func sameCommands(t *testing.T, pods []*pod, commands ...string) {
+	t.Helper()
+	for _, command := range commands {
+		if err := wait.Until(func() error { // Times in the output are relative, and a standby has other numbers of records at first.
+			var first string
+			for i, p := range pods {
+				out, err := exec.Command(binary, append(strings.Fields(command), "--admin", p.Admin)...).CombinedOutput()
+				if err != nil {
+					return fmt.Errorf("process %s: %w\n%s", p.name, err, out)
+				}
+				if i == 0 {
+					first = string(out)
+				} else if string(out) != first {
+					return fmt.Errorf("got\n%s\nand, from process %s,\n%s", first, p.name, out)
+				}
+			}
+			return nil
+		}); err != nil {
+			t.Errorf("posthorn %s, with the admin address of each process: %v", command, err)
+		}
+	}
+}
+
 // ended returns an error unless a condition of a run is True with a reason.
 func ended(s v1alpha1.JobStatus, condition, reason string) error {
 	if c := meta.FindStatusCondition(s.Conditions, condition); c == nil || c.Status != metav1.ConditionTrue || c.Reason != reason {
@@ -418,4 +442,5 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 			t.Errorf("destination %s at the end: got %+v and %d stored dead letters, want %+v", name, got, after.Stored[name], want)
 		}
 	}
+	sameCommands(t, pods, "get destinations", "get deletions gone -o json", "deadletters list held -o json", "why redelivery/again", "trace m0 -o json")
 }

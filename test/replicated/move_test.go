@@ -161,16 +161,25 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	r.answer.Store(0)
 	h := startHost(t, s, "process-0", map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")})
 	checkDelivered(t, all.acknowledged, r)
-	for _, namespace := range []string{"default", "other"} {
-		if err := wait.Until(func() error {
-			at, err := h.api().SlotOf(t.Context(), namespace)
-			if err == nil && (at == nil || (at.Slot == slot) != (namespace == "default")) {
-				err = fmt.Errorf("got slot %+v", at)
+	if err := wait.Until(func() error {
+		var found []string
+		for n := range severalSlots {
+			report, err := h.api().Slot(n).Report(t.Context(), "")
+			if err != nil {
+				return err
 			}
-			return err
-		}); err != nil {
-			t.Errorf("slot of namespace %s: %v", namespace, err)
+			for _, of := range report.Namespaces {
+				if (n == slot) == (of.Namespace == "default") {
+					found = append(found, of.Namespace)
+				}
+			}
 		}
+		if slices.Sort(found); !slices.Equal(found, []string{"default", "other"}) {
+			return fmt.Errorf("got %q", found)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("namespaces, want default in slot %d and the other one in another slot: %v", slot, err)
 	}
 	if repeated := r.repeated(); repeated != 0 {
 		t.Errorf("repeated deliveries: got %d, want none", repeated)

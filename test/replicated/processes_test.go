@@ -4,8 +4,10 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -188,4 +190,13 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 		t.Errorf("repeated deliveries: got %d, want at most %d: those in flight, and those since the last stored positions", repeated, most)
 	}
 	t.Logf("%d acknowledged calls, %d repeated deliveries of at most %d", len(l.acknowledged), repeated, most)
+	for _, id := range l.acknowledged[len(l.acknowledged)-severalNamespaces:] {
+		sameCommands(t, pods, "trace "+id+" -o json")
+	}
+	for _, p := range pods {
+		out, err := exec.Command(binary, "slots", "--admin", p.Admin).CombinedOutput()
+		if err != nil || strings.Count(string(out), " owner ") != severalSlots {
+			t.Errorf("posthorn slots of process %s: %v\n%s\nwant the owners of all slots", p.name, err, out)
+		}
+	}
 }
