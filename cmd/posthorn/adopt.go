@@ -166,12 +166,12 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 	return nil
 }
 
-// try repeats a function while the servers are not connected or do not answer, or another process has the lock of
+// try repeats a function while the servers are not connected, do not answer or are too few, or another process has the lock of
 // the files.
 func try(ctx context.Context, fn func() error) (err error) {
 	for range adoptTries {
 		err = fn()
-		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, syscall.EAGAIN) {
+		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, jetstream.ErrOffline) && !errors.Is(err, syscall.EAGAIN) {
 			return err
 		}
 		select {

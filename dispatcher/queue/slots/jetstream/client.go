@@ -578,6 +578,10 @@ func readServerSync(ctx context.Context, monitoring string) (slots.Sync, error) 
 	return slots.SyncAlways, nil
 }
 
+// ErrOffline reports that too few servers of the log run to create a stream, or that they have not found each
+// other yet.
+var ErrOffline = errors.New("start all servers, and wait until they have found each other")
+
 // explain adds the fix to errors of the servers.
 func explain(err error) error {
 	var refused *jetstream.APIError
@@ -586,6 +590,8 @@ func explain(err error) error {
 		return fmt.Errorf("%w; enable JetStream in the servers and for the account", err)
 	case errors.Is(err, nats.ErrPermissionViolation):
 		return fmt.Errorf("%w; the user needs the permissions of docs/replicated-log.md", err)
+	case errors.As(err, &refused) && strings.Contains(refused.Description, "peer offline"):
+		return fmt.Errorf("%w: %w", err, ErrOffline)
 	case errors.As(err, &refused) && (strings.Contains(refused.Description, "insufficient") || strings.Contains(refused.Description, "no suitable peers")):
 		return fmt.Errorf("%w; add servers or storage (max_file_store), or use fewer replicas or smaller streams", err)
 	}

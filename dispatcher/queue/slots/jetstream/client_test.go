@@ -1136,3 +1136,17 @@ func TestCurrentCopies(t *testing.T) {
 func cluster(replicas ...*jetstream.PeerInfo) jetstream.StreamInfo {
 	return jetstream.StreamInfo{Cluster: &jetstream.ClusterInfo{Leader: "a", Replicas: replicas}}
 }
+
+// Servers that do not run need another fix than too few servers.
+func TestErrorsHaveTheFix(t *testing.T) {
+	for description, want := range map[string]string{
+		"no suitable peers for placement, peer offline":         ErrOffline.Error(),
+		"no suitable peers for placement, insufficient storage": "add servers or storage (max_file_store)",
+		"insufficient resources":                                "add servers or storage (max_file_store)",
+	} {
+		err := explain(&jetstream.APIError{Code: 400, Description: description})
+		if got := errors.Is(err, ErrOffline); got != (want == ErrOffline.Error()) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want it with %q", description, err, want)
+		}
+	}
+}
