@@ -166,8 +166,8 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 	return nil
 }
 
-// try repeats a function while the servers are not connected, do not answer or are too few, or another process has the lock of
-// the files.
+// try repeats a function while the servers are not connected, do not answer or are too few, or another process has
+// the lock of the files.
 func try(ctx context.Context, fn func() error) (err error) {
 	for range adoptTries {
 		err = fn()

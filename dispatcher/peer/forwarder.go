@@ -240,7 +240,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				}
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
-			f.mark(p.Out, p.In, kindOf(p.In))
+			f.mark(p.Out, p.In, kindOf(p.In).admin)
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {
@@ -262,7 +262,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				err = ErrTimeout
 			}
 			f.Logger.Debug("forwarding a request to the owner failed", "owner", a, "error", err)
-			f.refuse(w, kindOf(r), err)
+			kindOf(r).refuse(w, err)
 		},
 		ErrorLog: log.New(proxyLog{f.Logger}, "", 0),
 	}
@@ -279,10 +279,10 @@ func (l proxyLog) Write(line []byte) (int, error) {
 
 // mark adds the client of a request in, its kind and the slot to the request that is sent, in place of headers
 // of the client with these names.
-func (f *Forwarder) mark(out, in *http.Request, k *kind) {
+func (f *Forwarder) mark(out, in *http.Request, admin bool) {
 	out.Header.Set(clientHeader, in.RemoteAddr)
 	delete(out.Header, adminHeader)
-	if k.admin {
+	if admin {
 		out.Header.Set(adminHeader, "1")
 	}
 	if f.Slot != "" {
@@ -292,8 +292,9 @@ func (f *Forwarder) mark(out, in *http.Request, k *kind) {
 
 // kind is the kind of a request in progress, with its limit.
 type kind struct {
-	// admin is true for a request to the admin API; refuse then answers it without the owner.
-	admin  bool
+	// admin is true for a request to the admin API.
+	admin bool
+	// refuse answers the request without the owner.
 	refuse func(w http.ResponseWriter, err error)
 	limit  *timeLimit
 }
@@ -308,13 +309,13 @@ func kindOf(r *http.Request) *kind {
 
 // ServeHTTP sends a call to the owner, and its answer to the client.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	f.serve(w, r, &kind{}, CallLimit, streamed(r))
+	f.serve(w, r, &kind{refuse: f.refuse}, CallLimit, streamed(r))
 }
 
 // Limited returns a handler that sends calls to the owner with a time limit other than CallLimit, and
 // their answers to the clients as they arrive.
 func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{}, limit, false) })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{refuse: f.refuse}, limit, false) })
 }
 
 // Admin returns a handler that sends requests to the admin API of the owner, which authorizes them, and
@@ -329,12 +330,12 @@ func (f *Forwarder) Admin(refuse func(w http.ResponseWriter, err error)) http.Ha
 func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit time.Duration, inStream bool) {
 	o := f.owner.Load()
 	if o == nil {
-		f.refuse(w, k, ErrNoOwner)
+		k.refuse(w, ErrNoOwner)
 		return
 	}
 	defer o.forwards.Add(-1)
 	if o.forwards.Add(1) > maxForwards {
-		f.refuse(w, k, ErrBusy)
+		k.refuse(w, ErrBusy)
 		return
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
@@ -357,12 +358,8 @@ func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit
 	o.proxy.ServeHTTP(w, r)
 }
 
-// refuse answers a request that was not sent.
-func (f *Forwarder) refuse(w http.ResponseWriter, k *kind, err error) {
-	if k.admin {
-		k.refuse(w, err)
-		return
-	}
+// refuse answers a call that was not sent.
+func (f *Forwarder) refuse(w http.ResponseWriter, err error) {
 	f.failed.Add(1)
 	f.Refuse(w, err)
 }

@@ -270,7 +270,7 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 		if _, ok := errors.AsType[*BodyError](err); !ok {
 			err = &BodyError{err} // The body is shorter than its length.
 		}
-		f.refuse(w, &kind{}, err)
+		f.refuse(w, err)
 		return
 	}
 	q := &http.Request{Method: r.Method, URL: r.URL, Host: r.Host, Header: maps.Clone(r.Header), ContentLength: r.ContentLength, Body: http.NoBody}
@@ -281,14 +281,14 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 	if _, ok := q.Header["User-Agent"]; !ok {
 		q.Header["User-Agent"] = []string{""} // Otherwise net/http adds one.
 	}
-	f.mark(q, r, &kind{})
+	f.mark(q, r, false)
 	a := o.connections.stream(o.Announcement).send(r.Context(), q)
 	if a.err == nil && a.status == http.StatusMisdirectedRequest {
 		a.err = ErrNoOwner
 	}
 	if a.err != nil {
 		f.Logger.Debug("forwarding a request to the owner failed", "owner", o, "error", a.err)
-		f.refuse(w, &kind{}, a.err)
+		f.refuse(w, a.err)
 		return
 	}
 	f.answered.Add(1)

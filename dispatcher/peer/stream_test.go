@@ -146,7 +146,7 @@ func TestSilentStreamIsReplaced(t *testing.T) {
 	f, _ := newForwarder(t)
 	f.SetOwner(o.Announce())
 	w := httptest.NewRecorder()
-	f.serve(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody), &kind{}, 50*time.Millisecond, true)
+	f.serve(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody), &kind{refuse: f.refuse}, 50*time.Millisecond, true)
 	if !strings.Contains(w.Body.String(), ErrTimeout.Error()) {
 		t.Errorf("silent stream: got %q, want %q", w.Body, ErrTimeout)
 	}
