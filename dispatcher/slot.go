@@ -336,7 +336,7 @@ func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drai
 
 // state returns the part of this standby in the log.
 func (s *standby) state(o Options) *adminapi.LogState {
-	state := &adminapi.LogState{Pod: o.Pod, Slot: o.hosted.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
+	state := &adminapi.LogState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.hosted.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
 	if s.calls != nil {
 		state.OwnerName = s.calls.Owner()
 	}
@@ -356,7 +356,8 @@ func (d *Dispatcher) logState() *adminapi.LogState {
 	}
 	status := t.writer.Status()
 	state := &adminapi.LogState{
-		Pod: d.options.Pod, Slot: t.slot, Owner: true, Ready: true, Sequence: status.Sequence, Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
+		Pod: d.options.Pod, Address: d.options.identity.Address(), Slot: t.slot, Owner: true, Ready: true, Sequence: status.Sequence,
+		Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
 	}
 	t.durability.describe(state)

@@ -14,6 +14,8 @@ import (
 type LogState struct {
 	// Pod is the name of the process.
 	Pod string `json:"pod"`
+	// Address is where other processes reach the process; empty if they do not, or if it has several slots.
+	Address string `json:"address,omitempty"`
 	// Slot is the number of the slot.
 	Slot int `json:"slot"`
 	// Owner is true for the process that accepts and delivers the messages.

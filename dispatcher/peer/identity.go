@@ -103,6 +103,14 @@ func (i *Identity) ID() string {
 	return hex.EncodeToString(hash[:8])
 }
 
+// Address is where other processes reach this one; "" for a nil Identity.
+func (i *Identity) Address() string {
+	if i == nil {
+		return ""
+	}
+	return i.announcement.Address
+}
+
 // Announce returns the text for the log.
 func (i *Identity) Announce() []byte {
 	text, _ := json.Marshal(i.announcement) // Strings and bytes always marshal.

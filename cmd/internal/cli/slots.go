@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -141,7 +142,7 @@ func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
 				snapshot = duration.HumanDuration(now.Sub(s.Snapshot)) + " ago"
 			}
 		}
-		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(s.Pod, "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
+		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(processOf(s, states), "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
 	}
 	_ = table.Flush() // An error of w also ends the command's later output.
 }
@@ -158,6 +159,14 @@ func unique(texts []string) (list []string) {
 
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
+// processOf names the process of a state, with its address if another one has the same name, as those of posthorn run.
+func processOf(s adminapi.LogState, states []adminapi.LogState) string {
+	if slices.ContainsFunc(states, func(o adminapi.LogState) bool { return o.Pod == s.Pod && o.Address != s.Address }) {
+		return strings.TrimSpace(s.Pod + " (" + s.Address + ")")
+	}
+	return s.Pod
+}
+
 // slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
 func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, unready ...string) error {
 	var problems []string
@@ -166,7 +175,7 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, un
 	}
 	owned := map[int]bool{}
 	for _, s := range states {
-		name := cmp.Or(s.Pod, "the process")
+		name := cmp.Or(processOf(s, states), "the process")
 		slot := "the slot"
 		if number > 1 {
 			slot = fmt.Sprintf("slot %d", s.Slot)

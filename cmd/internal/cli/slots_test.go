@@ -26,12 +26,16 @@ func TestSlots(t *testing.T) {
 	}
 	var table strings.Builder
 	ahead := in(1, with(owner, func(s *adminapi.LogState) { s.Sequence = 500 }))
-	printSlots(&table, []adminapi.LogState{owner, standby, ahead}, now)
+	run := in(2, with(standby, func(s *adminapi.LogState) { s.Pod, s.Address = "standalone", "10.0.0.8:8444" }))
+	other := with(run, func(s *adminapi.LogState) { s.Address = "10.0.0.9:8444" })
+	printSlots(&table, []adminapi.LogState{owner, standby, ahead, run, other}, now)
 	want := []string{
 		"SLOT PROCESS ROLE READY EPOCH RECORD BEHIND STREAM LAST SNAPSHOT",
 		"0 dispatcher-0 owner true 3 120 0 1.2 MB of 4000.0 MB 5m ago",
 		"0 dispatcher-1 standby true - 118 2 - -",
 		"1 dispatcher-0 owner true 3 500 0 1.2 MB of 4000.0 MB 5m ago",
+		"2 standalone (10.0.0.8:8444) standby true - 118 0 - -",
+		"2 standalone (10.0.0.9:8444) standby true - 118 0 - -",
 	}
 	for i, line := range strings.Split(strings.TrimSpace(table.String()), "\n") {
 		if got := strings.Join(strings.Fields(line), " "); i >= len(want) || got != want[i] {
