@@ -138,6 +138,8 @@ type standby struct {
 	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
 	caughtUp atomic.Bool
+	// hasKnown is true when the process has known the address of the owner.
+	hasKnown atomic.Bool
 	// unopened is the last failure to open the store; nil for none.
 	unopened atomic.Pointer[failedOpen]
 	// newer is why this release cannot follow the log: a newer one wrote it; nil if it can.
@@ -154,7 +156,7 @@ func newStandby(o Options) *standby {
 }
 
 // ready returns why the process must not get calls. One that forwards them to the owner is ready when
-// it could replace the owner.
+// it could replace the owner and has known its address once. It remains ready while the slot has no owner.
 func (s *standby) ready() error {
 	switch {
 	case s.stopping.Load():
@@ -165,10 +167,14 @@ func (s *standby) ready() error {
 		return errors.New(*s.newer.Load())
 	case s.openFailure() != "":
 		return errors.New(s.openFailure())
-	case s.calls != nil && s.caughtUp.Load():
-		return nil
+	case s.calls == nil || !s.caughtUp.Load():
+		return errors.New(*s.reason.Load())
+	case s.calls.Owner() != "":
+		s.hasKnown.Store(true)
+	case !s.hasKnown.Load():
+		return errors.New("standby: the owner of the slot has not announced its address yet, which it does every few seconds")
 	}
-	return errors.New(*s.reason.Load())
+	return nil
 }
 
 // connecting is the reason of a standby that has no answer of the log yet.

@@ -1,6 +1,7 @@
 package dispatcher
 
 import (
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -246,10 +247,10 @@ func newProcesses() *processes {
 	}, &bus{}}
 }
 
-// start starts a process until the end of the test.
-func (p *processes) start(t *testing.T, o Options) *Listeners {
+// start starts a process until stop is called, or the end of the test.
+func (p *processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 	t.Helper()
-	o.DataDir, o.Bus, o.Logger = t.TempDir(), p.bus, slog.New(slog.DiscardHandler)
+	o.DataDir, o.Bus, o.Logger = cmp.Or(o.DataDir, t.TempDir()), p.bus, slog.New(slog.DiscardHandler)
 	o.Listen, o.AdminListen, o.PeerListen = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
 	l, err := Listen(o)
 	if err != nil {
@@ -261,13 +262,50 @@ func (p *processes) start(t *testing.T, o Options) *Listeners {
 	go func() {
 		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return p.remote, nil }, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
 	}()
-	t.Cleanup(func() {
+	stop = sync.OnceFunc(func() {
 		cancel()
 		if err := <-ended; err != nil {
 			t.Errorf("process %s ended with %v", o.Pod, err)
 		}
+		l.Close()
 	})
-	return l
+	t.Cleanup(stop)
+	return l, stop
+}
+
+// wantLog waits until a path has the state of a process, as the owner or as a standby.
+func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		_, text := fetchText(t, "http://"+l.AdminAddr().String()+path)
+		var s adminapi.LogState
+		if err := json.Unmarshal([]byte(text), &s); err != nil {
+			return fmt.Errorf("%w: %s", err, text)
+		}
+		if s.Pod != pod || s.Owner != owner {
+			return fmt.Errorf("got %+v", s)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("%s: want that of %s, owner %v: %v", path, pod, owner, err)
+	}
+}
+
+// A standby that starts with a copy does not know the owner at once. It is ready when it can forward calls.
+func TestReadyStandbyKnowsTheOwner(t *testing.T) {
+	processes := newProcesses()
+	first, _ := processes.start(t, Options{Pod: "first"})
+	wantLog(t, first, "/log", "first", true)
+	o := Options{Pod: "second", DataDir: t.TempDir()}
+	for range 2 {
+		l, stop := processes.start(t, o)
+		waitReady(t, l)
+		state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Log(t.Context())
+		if err != nil || state == nil || !strings.HasPrefix(state.OwnerName, "first ") {
+			t.Errorf("a standby that is ready: got %+v and error %v, want the owner", state, err)
+		}
+		stop()
+	}
 }
 
 // A standby forwards the requests about messages to the owner, which authorizes them, too. Its own state,
@@ -276,7 +314,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	processes := newProcesses()
 	var guarded sync.Map // the names of the processes
 	start := func(name string) *Listeners {
-		return processes.start(t, Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
+		l, _ := processes.start(t, Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
 					http.Error(w, "forbidden", http.StatusForbidden)
@@ -286,28 +324,13 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 				next.ServeHTTP(w, r)
 			})
 		}})
-	}
-	wantLog := func(l *Listeners, path, pod string, owner bool) {
-		t.Helper()
-		if err := wait.Until(func() error {
-			_, text := fetchText(t, "http://"+l.AdminAddr().String()+path)
-			var s adminapi.LogState
-			if err := json.Unmarshal([]byte(text), &s); err != nil {
-				return fmt.Errorf("%w: %s", err, text)
-			}
-			if s.Pod != pod || s.Owner != owner {
-				return fmt.Errorf("got %+v", s)
-			}
-			return nil
-		}); err != nil {
-			t.Fatalf("%s: want that of %s, owner %v: %v", path, pod, owner, err)
-		}
+		return l
 	}
 	first := start("first")
-	wantLog(first, "/log", "first", true)
+	wantLog(t, first, "/log", "first", true)
 	second := start("second")
-	wantLog(second, "/log", "second", false)
-	wantLog(second, "/slots/0/log", "first", true)
+	wantLog(t, second, "/log", "second", false)
+	wantLog(t, second, "/slots/0/log", "first", true)
 	at := "http://" + second.AdminAddr().String()
 	if status, text := fetchText(t, at+"/deadletters?destination=shop/crm"); status != http.StatusOK || text != "" {
 		t.Errorf("dead letters: got status %d and %q, want the empty list of the owner", status, text)
@@ -339,7 +362,8 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	processes := newProcesses()
 	start := func(name string) (*Listeners, *atomic.Int64) {
 		ahead := &atomic.Int64{}
-		return processes.start(t, Options{Pod: name, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }}), ahead
+		l, _ := processes.start(t, Options{Pod: name, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+		return l, ahead
 	}
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
 		t.Helper()
