@@ -370,7 +370,11 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			f, _ := newForwarder(t)
 			f.SetOwner(c.owner.Announce())
-			s := httptest.NewServer(f.Limited(100 * time.Millisecond))
+			limit, k := 100*time.Millisecond, &kind{refuse: f.refuse}
+			if c.cut {
+				limit = wait.Limit
+			}
+			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, limit, false) }))
 			defer s.Close()
 			q, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, c.body)
 			if err != nil {
@@ -381,6 +385,11 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer resp.Body.Close()
+			if c.cut && !k.limit.timer.Stop() {
+				t.Error("the limit ended with the beginning of the answer")
+			} else if c.cut {
+				k.limit.timer.Reset(0)
+			}
 			text, err := io.ReadAll(resp.Body)
 			switch {
 			case c.cut && err == nil:

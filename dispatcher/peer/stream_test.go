@@ -137,8 +137,10 @@ func newManualLimit(t *testing.T) *manualLimit {
 func TestSilentStreamIsReplaced(t *testing.T) {
 	var silent atomic.Bool
 	silent.Store(true)
+	limit := newManualLimit(t)
 	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
 		if silent.Load() {
+			limit.exceed()
 			<-r.Context().Done()
 		}
 		echo(w, r)
@@ -146,7 +148,7 @@ func TestSilentStreamIsReplaced(t *testing.T) {
 	f, _ := newForwarder(t)
 	f.SetOwner(o.Announce())
 	w := httptest.NewRecorder()
-	f.serve(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody), &kind{refuse: f.refuse}, 50*time.Millisecond, true)
+	f.ServeHTTP(w, httptest.NewRequestWithContext(limit, http.MethodPost, "/", http.NoBody))
 	if !strings.Contains(w.Body.String(), ErrTimeout.Error()) {
 		t.Errorf("silent stream: got %q, want %q", w.Body, ErrTimeout)
 	}
