@@ -760,7 +760,8 @@ func TestWhoSendsNothingHoldsLittle(t *testing.T) {
 
 func TestSlowBodiesEnd(t *testing.T) {
 	f := newFixture(t)
-	addr, _ := serve(t, f, func(s *http.Server) { s.ReadTimeout = 100 * time.Millisecond })
+	// The server reads the headers at any time, so the timeout ends the wait for the body only.
+	addr, _ := serve(t, f, func(s *http.Server) { s.ReadHeaderTimeout, s.ReadTimeout = wait.Limit, 100*time.Millisecond })
 	c, err := net.Dial("tcp", addr)
 	if err != nil {
 		t.Fatal(err)
