@@ -7,7 +7,9 @@ import (
 	"iter"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -130,14 +132,23 @@ func TestReportTimeout(t *testing.T) {
 			t.Errorf("%s: got error %v, want %v", name, err, ErrReportTimeout)
 		}
 	}
-	c := serve(t, answer(`{}`, false))
-	c.ReportTimeout, c.ReportSlots = time.Second, make(chan struct{}, 1)
-	c.ReportSlots <- struct{}{}
-	time.AfterFunc(2*c.ReportTimeout, func() { <-c.ReportSlots })
-	if _, err := c.Report(t.Context(), ""); err != nil {
-		t.Errorf("a long wait for a slot: got error %v, want none", err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		transport := transportFunc(func(*http.Request) (*http.Response, error) {
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader("{}"))}, nil
+		})
+		c := &Client{URL: "http://dispatcher/", HTTP: &http.Client{Transport: transport}, ReportTimeout: time.Second, ReportSlots: make(chan struct{}, 1)}
+		c.ReportSlots <- struct{}{}
+		time.AfterFunc(2*c.ReportTimeout, func() { <-c.ReportSlots })
+		if _, err := c.Report(t.Context(), ""); err != nil {
+			t.Errorf("a long wait for a slot: got error %v, want none", err)
+		}
+	})
 }
+
+// transportFunc answers requests without a network.
+type transportFunc func(*http.Request) (*http.Response, error)
+
+func (f transportFunc) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
 func TestStatusErrors(t *testing.T) {
 	for _, c := range []struct{ name, body, want string }{
