@@ -590,11 +590,11 @@ func TestInterruptedBody(t *testing.T) {
 
 // A body without new data, at the owner or at another pod, is answered 408 and changes nothing.
 func TestStalledBody(t *testing.T) {
-	shortTimeout := func(o *Options) { o.IdleTimeout = 200 * time.Millisecond }
 	owner := newRig(t, memory(), newLog(), nil)
-	for _, r := range []*rig{newRig(t, memory(), newLog(), shortTimeout), newRig(t, memory(), owner.log, func(o *Options) { shortTimeout(o); o.Owner = owner.server.URL })} {
+	for _, r := range []*rig{newRig(t, memory(), newLog(), nil), newRig(t, memory(), owner.log, func(o *Options) { o.Owner = owner.server.URL })} {
 		r.sync(shoppers, "a", "b")
 		r.log.drain(t)
+		r.IdleTimeout = 200 * time.Millisecond // Only for the syncs that must exceed it.
 		for _, encoding := range []string{"identity", "gzip"} {
 			body, feed := io.Pipe()
 			defer feed.Close()
@@ -608,6 +608,7 @@ func TestStalledBody(t *testing.T) {
 			}
 			r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding).want(t, encoding, http.StatusRequestTimeout, "body_too_slow")
 		}
+		r.IdleTimeout = DefaultIdleTimeout
 		owner.eventually(func() bool { return owner.busy() == "" })
 		r.sync(shoppers, "a", "b")
 		r.wantCalls()
@@ -1122,7 +1123,8 @@ func TestChangedKeyHasNoMembers(t *testing.T) {
 func TestSourceDeletedDuringASync(t *testing.T) {
 	l := newLog()
 	l.onAppend(func(int) error { return queue.ErrFull })
-	r := newRig(t, memory(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
+	var ahead atomic.Int64
+	r := newRig(t, memory(), l, func(o *Options) { o.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) } })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	for i, q := range []Request{{Namespace: "shop", Audience: config().Audiences[0]}, {Namespace: "shop", Audience: config().Audiences[2]}} {
@@ -1140,6 +1142,12 @@ func TestSourceDeletedDuringASync(t *testing.T) {
 		return a.status == http.StatusConflict && strings.Contains(a.Error.Message, "source shop/web does not exist")
 	}
 	r.eventually(func() bool { return waits(r.do(http.MethodPut, shoppers, "ios-key", ids("b"))) })
+	r.eventually(func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return !r.audiences[name{"shop", "shoppers"}].gone.IsZero()
+	})
+	ahead.Store(int64(r.OrphanGrace))
 	r.eventually(func() bool {
 		a := r.do(http.MethodPut, shoppers, "ios-key", ids("b"))
 		return a.status == http.StatusOK && a.Before == 0 && a.Added == 1
