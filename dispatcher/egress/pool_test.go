@@ -2,6 +2,7 @@ package egress
 
 import (
 	"bufio"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -375,7 +376,11 @@ func TestConcurrentPosts(t *testing.T) {
 // them.
 func TestEarlierDeadlines(t *testing.T) {
 	noLeaks(t)
-	const first = time.Second
+	withTimeouts(t, func(first time.Duration) error { return postAfterADeadline(t, first) })
+}
+
+// postAfterADeadline posts with a timeout, and then with a generous one until that timeout has passed.
+func postAfterADeadline(t *testing.T, first time.Duration) error {
 	server := listen(t, func(_ int, c net.Conn) {
 		r := bufio.NewReader(c)
 		if readRequest(r) == nil {
@@ -392,6 +397,7 @@ func TestEarlierDeadlines(t *testing.T) {
 	post(t, withTimeout(t, first), c, e)
 	r := c.Post(withTimeout(t, generousTimeout), e, nil, make([]byte, 16<<20))
 	if r.StatusCode != 200 || server.connections.Load() != 1 {
-		t.Errorf("unexpected result %+v on connection %d", r, server.connections.Load())
+		return fmt.Errorf("unexpected result %+v on connection %d", r, server.connections.Load())
 	}
+	return nil
 }

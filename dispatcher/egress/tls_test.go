@@ -218,17 +218,17 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 	tests := []struct {
 		name    string
 		serve   func(n int, c net.Conn)
-		timeout time.Duration
+		timeout bool // The timeout is the expected outcome.
 		reason  Reason
 		message string
 	}{
 		{"plain HTTP", func(_ int, c net.Conn) {
 			_, _ = bufio.NewReader(c).ReadByte()
 			_, _ = io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-		}, generousTimeout, TLSFailed, "does not speak TLS"},
-		{"closes", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 1<<16)) }, generousTimeout, TLSFailed, "closed the connection during the TLS handshake"},
-		{"resets", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 10)); resets(c) }, generousTimeout, TLSFailed, "during the TLS handshake"},
-		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, time.Second, TimedOut, "no complete TLS handshake"},
+		}, false, TLSFailed, "does not speak TLS"},
+		{"closes", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 1<<16)) }, false, TLSFailed, "closed the connection during the TLS handshake"},
+		{"resets", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 10)); resets(c) }, false, TLSFailed, "during the TLS handshake"},
+		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, true, TimedOut, "no complete TLS handshake"},
 		{"trickles", func(_ int, c net.Conn) {
 			for _, b := range append([]byte("\x16\x03\x03\x40\x00"), bytes.Repeat([]byte{0}, 1<<14)...) {
 				if _, err := c.Write([]byte{b}); err != nil {
@@ -236,16 +236,24 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 				}
 				time.Sleep(20 * time.Millisecond)
 			}
-		}, time.Second, TimedOut, "no complete TLS handshake"},
+		}, true, TimedOut, "no complete TLS handshake"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			noLeaks(t)
-			server := listen(t, test.serve)
-			c := newClient(t, "127.0.0.1")
-			r := post(t, withTimeout(t, test.timeout), c, secretEndpoint(t, c, "https://"+server.address, nil))
-			if r.Reason != test.reason || r.Sent || !strings.Contains(r.Message, test.message) || r.RemoteAddr != server.address {
-				t.Errorf("unexpected result %+v", r)
+			check := func(timeout time.Duration) error {
+				server := listen(t, test.serve)
+				c := newClient(t, "127.0.0.1")
+				r := post(t, withTimeout(t, timeout), c, secretEndpoint(t, c, "https://"+server.address, nil))
+				if r.Reason != test.reason || r.Sent || !strings.Contains(r.Message, test.message) || r.RemoteAddr != server.address {
+					return fmt.Errorf("unexpected result %+v", r)
+				}
+				return nil
+			}
+			if test.timeout {
+				withTimeouts(t, check)
+			} else if err := check(generousTimeout); err != nil {
+				t.Error(err)
 			}
 		})
 	}

@@ -28,6 +28,19 @@ import (
 // generousTimeout is a timeout for slow machines.
 const generousTimeout = wait.Limit
 
+// withTimeouts runs a check of an attempt whose timeout is part of the result. The timeout also bounds the
+// steps before, so a check that fails runs again with a longer one.
+func withTimeouts(t *testing.T, check func(timeout time.Duration) error) {
+	t.Helper()
+	var err error
+	for _, timeout := range []time.Duration{time.Second, 5 * time.Second, 20 * time.Second} {
+		if err = check(timeout); err == nil {
+			return
+		}
+	}
+	t.Error(err)
+}
+
 // noLeaks fails the test when goroutines or sockets remain at its end.
 func noLeaks(t *testing.T) {
 	t.Helper()
@@ -174,14 +187,15 @@ func postBody(t testing.TB, ctx context.Context, c *Client, e *Endpoint, body []
 const ok = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 func TestWireFaults(t *testing.T) {
-	const short = time.Second // For cases that never end: the timeout is the expected outcome.
+	// It is locked for writing during the posts.
+	var posts sync.RWMutex
 	hang := func(c net.Conn) { _, _ = io.Copy(io.Discard, c) }
 	big := strings.Repeat("x", 1<<20)
 	tests := []struct {
 		name    string
 		serve   func(n int, c net.Conn)
-		body    int // size; 0: a small one
-		timeout time.Duration
+		body    int  // size; 0: a small one
+		timeout bool // The case never ends, and the timeout is the expected outcome.
 		reason  Reason
 		status  int
 		message string // A part of the message.
@@ -245,7 +259,7 @@ func TestWireFaults(t *testing.T) {
 		{name: "closes before the last chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
 		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
 
-		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: short, reason: TimedOut, message: "no response from 127.0.0.1", conns: 2},
+		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: true, reason: TimedOut, message: "no response from 127.0.0.1", conns: 2},
 		{name: "trickles the head", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			for _, b := range []byte("HTTP/1.1 200 OK\r\n" + big) {
@@ -254,7 +268,7 @@ func TestWireFaults(t *testing.T) {
 				}
 				time.Sleep(50 * time.Millisecond)
 			}
-		}, timeout: short, reason: TimedOut, message: "no complete response", conns: 2},
+		}, timeout: true, reason: TimedOut, message: "no complete response", conns: 2},
 		{name: "trickles the body", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
@@ -264,12 +278,12 @@ func TestWireFaults(t *testing.T) {
 				}
 				time.Sleep(50 * time.Millisecond)
 			}
-		}, timeout: short, reason: TimedOut, message: "no complete response", conns: 2},
+		}, timeout: true, reason: TimedOut, message: "no complete response", conns: 2},
 		{name: "an error that never ends", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 1000\r\n\r\nabc")
 			hang(c)
-		}, timeout: short, reason: ServerError, status: 500, conns: 2},
+		}, timeout: true, reason: ServerError, status: 500, conns: 2},
 		{name: "sends interim answers without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			for {
@@ -330,8 +344,9 @@ func TestWireFaults(t *testing.T) {
 			hang(c)
 		}, status: 200, conns: 2},
 		{name: "reads a large body", body: 8 << 20, serve: answers(ok), status: 200, conns: 1},
-		{name: "never reads a large body", body: 8 << 20, timeout: short, serve: func(_ int, c net.Conn) {
-			time.Sleep(3 * short)
+		{name: "never reads a large body", body: 8 << 20, timeout: true, serve: func(int, net.Conn) {
+			posts.RLock()
+			defer posts.RUnlock()
 		}, reason: TimedOut, conns: 2},
 
 		{name: "not HTTP", serve: answers("220 mail.example ESMTP " + canary + "\r\n"), reason: InvalidResponse, message: "does not begin with an HTTP/1.x status line", conns: 2},
@@ -371,28 +386,34 @@ func TestWireFaults(t *testing.T) {
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			noLeaks(t)
-			server := listen(t, test.serve)
-			c := newClient(t, "127.0.0.1")
-			e := secretEndpoint(t, c, "http://"+server.address, nil)
-			timeout := test.timeout
-			if timeout == 0 {
-				timeout = generousTimeout
-			}
 			body := []byte(canary)
 			if test.body > 0 {
 				body = bytes.Repeat([]byte("x"), test.body)
 			}
-			for range 2 {
-				r := postBody(t, withTimeout(t, timeout), c, e, body)
-				if r.Reason != test.reason || r.StatusCode != test.status || !strings.Contains(r.Message, test.message) {
-					t.Fatalf("got %d %q %q, want %d %q and %q in the message", r.StatusCode, r.Reason, r.Message, test.status, test.reason, test.message)
+			check := func(timeout time.Duration) error {
+				server := listen(t, test.serve)
+				c := newClient(t, "127.0.0.1")
+				e := secretEndpoint(t, c, "http://"+server.address, nil)
+				posts.Lock()
+				defer posts.Unlock()
+				for range 2 {
+					r := postBody(t, withTimeout(t, timeout), c, e, body)
+					if r.Reason != test.reason || r.StatusCode != test.status || !strings.Contains(r.Message, test.message) {
+						return fmt.Errorf("got %d %q %q, want %d %q and %q in the message", r.StatusCode, r.Reason, r.Message, test.status, test.reason, test.message)
+					}
+					if r.RemoteAddr != server.address {
+						return fmt.Errorf("RemoteAddr = %q, want %q", r.RemoteAddr, server.address)
+					}
 				}
-				if r.RemoteAddr != server.address {
-					t.Errorf("RemoteAddr = %q, want %q", r.RemoteAddr, server.address)
+				if n := int(server.connections.Load()); test.conns != 0 && n != test.conns {
+					return fmt.Errorf("%d connections for two posts, want %d", n, test.conns)
 				}
+				return nil
 			}
-			if n := int(server.connections.Load()); test.conns != 0 && n != test.conns {
-				t.Errorf("%d connections for two posts, want %d", n, test.conns)
+			if test.timeout {
+				withTimeouts(t, check)
+			} else if err := check(generousTimeout); err != nil {
+				t.Error(err)
 			}
 		})
 	}
@@ -415,6 +436,10 @@ func TestNothingListens(t *testing.T) {
 
 // A listener whose queue is full drops new connections without a response.
 func TestBlackHole(t *testing.T) {
+	withTimeouts(t, func(timeout time.Duration) error { return postToBlackHole(t, timeout) })
+}
+
+func postToBlackHole(t *testing.T, timeout time.Duration) error {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM, 0)
 	if err != nil {
 		t.Skip(err)
@@ -433,7 +458,7 @@ func TestBlackHole(t *testing.T) {
 	address := fmt.Sprintf("127.0.0.1:%d", bound.(*syscall.SockaddrInet4).Port)
 	full := false
 	for range 8 {
-		c, err := net.DialTimeout("tcp", address, time.Second)
+		c, err := net.DialTimeout("tcp", address, timeout)
 		if full = err != nil; full {
 			break
 		}
@@ -443,10 +468,11 @@ func TestBlackHole(t *testing.T) {
 		t.Skip("this system accepts more connections than its limit")
 	}
 	c := newClient(t, "127.0.0.1")
-	r := post(t, withTimeout(t, time.Second), c, secretEndpoint(t, c, "http://"+address, nil))
+	r := post(t, withTimeout(t, timeout), c, secretEndpoint(t, c, "http://"+address, nil))
 	if r.Reason != TimedOut || r.Sent || !strings.Contains(r.Message, "no connection to "+address) {
-		t.Errorf("unexpected result %+v", r)
+		return fmt.Errorf("unexpected result %+v", r)
 	}
+	return nil
 }
 
 func TestDNSHangs(t *testing.T) {
@@ -538,7 +564,13 @@ func TestContextEnds(t *testing.T) {
 // next request.
 func TestAnswerAfterTheDeadline(t *testing.T) {
 	noLeaks(t)
+	withTimeouts(t, func(timeout time.Duration) error { return postBeforeALateAnswer(t, timeout) })
+}
+
+func postBeforeALateAnswer(t *testing.T, timeout time.Duration) error {
 	late := make(chan struct{})
+	answer := sync.OnceFunc(func() { close(late) })
+	defer answer()
 	server := listen(t, func(n int, c net.Conn) {
 		r := bufio.NewReader(c)
 		for readRequest(r) != nil {
@@ -552,13 +584,14 @@ func TestAnswerAfterTheDeadline(t *testing.T) {
 	})
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "http://"+server.address, nil)
-	if r := post(t, withTimeout(t, time.Second), c, e); r.Reason != TimedOut || !r.Sent {
-		t.Fatalf("unexpected result %+v", r)
+	if r := post(t, withTimeout(t, timeout), c, e); r.Reason != TimedOut || !r.Sent {
+		return fmt.Errorf("unexpected result %+v", r)
 	}
-	close(late)
+	answer()
 	if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
-		t.Errorf("unexpected result %+v", r)
+		return fmt.Errorf("unexpected result %+v", r)
 	}
+	return nil
 }
 
 // A request is repeated if the endpoint closed a kept connection before or during the request.
