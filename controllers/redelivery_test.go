@@ -224,10 +224,10 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		Eventually(func() []string { return w.events(namespace, "short") }).Should(ContainElement("Warning DeadlineExceeded"))
 		Eventually(inConfig).Should(BeEmpty())
 
-		w.apply(namespace, redelivery("unattended", ", activeDeadlineSeconds: 2"))
+		w.apply(namespace, redelivery("unattended", ", activeDeadlineSeconds: 3600"))
 		Eventually(state("unattended")).Should(Equal(v1alpha1.ReasonRunning))
 		w.stop()
-		Eventually(func() bool { return time.Now().After(get(Default, "unattended").Status.StartTime.Add(3 * time.Second)) }).Should(BeTrue())
+		w.options.Now = func() time.Time { return time.Now().Add(2 * time.Hour) }
 		w.start()
 		Eventually(state("unattended")).Should(Equal("Failed DeadlineExceeded"))
 	})
