@@ -60,7 +60,7 @@ const (
 var lane = queue.LaneID{Source: source, Destination: crm}
 
 // deadline bounds every wait; it is reached only when a test fails.
-const deadline = 30 * time.Second
+const deadline = 5 * time.Minute
 
 // Run runs the suite; start returns an empty store for each test.
 func Run(t *testing.T, start func(t *testing.T) Engine) {
