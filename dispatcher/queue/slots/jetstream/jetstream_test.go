@@ -6,7 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -18,10 +18,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // startTimeout bounds the start of the servers.
-const startTimeout = 30 * time.Second
+const startTimeout = wait.Limit
 
 // startServer starts a server with JetStream in this process.
 func startServer(t *testing.T, o server.Options) *server.Server {
@@ -65,12 +67,11 @@ func startCluster(t *testing.T) (s *server.Server) {
 func freePorts(t *testing.T, n int) (ports []int) {
 	t.Helper()
 	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+		address, err := netip.ParseAddrPort(process.FreeAddr())
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer l.Close()
-		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
+		ports = append(ports, int(address.Port()))
 	}
 	return ports
 }
@@ -109,7 +110,7 @@ func TestLog(t *testing.T) {
 	single := startServer(t, server.Options{Port: server.RANDOM_PORT})
 	l := openLog(t, single, StreamConfig{Replicas: 1, MaxBytes: 1 << 20})
 	publish := func(expected uint64, id string, record []byte) (uint64, error) {
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
 		defer cancel()
 		return l.Publish(ctx, expected, id, record)
 	}
