@@ -140,7 +140,9 @@ func TestFloodOfOneSource(t *testing.T) {
 			return
 		}
 		loudDelivered.Add(1)
-		time.Sleep(2 * time.Millisecond) // The slow receiver causes a backlog.
+		// The slow receiver causes a backlog. It takes 400 calls of the flood a second, so that a delay of the test
+		// adds fewer than the limit.
+		time.Sleep(40 * time.Millisecond)
 	})
 	d := destination("crm", "loud", crm.url)
 	d.Sources = []string{"loud", "quiet"}
