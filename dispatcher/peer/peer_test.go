@@ -116,6 +116,18 @@ func newForwarder(t *testing.T) (*Forwarder, *httptest.Server) {
 	return f, s
 }
 
+// setOwner gives a Forwarder an owner, without dialTimeout: a connection can take longer on a busy machine.
+func setOwner(f *Forwarder, announcement []byte) {
+	if _, pool, err := decode(announcement); err == nil {
+		c := f.Connections.use(announcement, pool)
+		defer f.Connections.release(announcement)
+		if c.transport.TLSHandshakeTimeout > 0 {
+			c.transport.DialContext, c.transport.TLSHandshakeTimeout = nil, 0
+		}
+	}
+	f.SetOwner(announcement)
+}
+
 func post(t *testing.T, url, body string, header http.Header) (status int, text string) {
 	t.Helper()
 	q, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, strings.NewReader(body))
@@ -150,7 +162,7 @@ func TestOwnerSeesTheRequestOfTheClient(t *testing.T) {
 		fmt.Fprintln(w, ip, r.Host, r.URL.String(), r.Header.Get("X-Forwarded-For"), r.Header.Get("Authorization"), r.Header.Get(tokenHeader)+r.Header.Get(clientHeader), string(body))
 	})
 	f, s := newForwarder(t)
-	f.SetOwner(i.Announce())
+	setOwner(f, i.Announce())
 	status, text := post(t, s.URL+"/v1/batch?a=b", "body", http.Header{
 		"Host": {"calls.example.com"}, "X-Forwarded-For": {"192.0.2.7"}, "Authorization": {"Basic a2V5Og=="},
 		// Of the client, so without effect.
@@ -193,7 +205,7 @@ func TestOtherCertificateGetsNoRequest(t *testing.T) {
 		t.Fatal(err)
 	}
 	f, s := newForwarder(t)
-	f.SetOwner(other.Announce())
+	setOwner(f, other.Announce())
 	if status, text := post(t, s.URL, "body", nil); status != http.StatusServiceUnavailable || !strings.Contains(text, "certificate") {
 		t.Errorf("answer: got %d %q, want 503 because of the certificate", status, text)
 	}
@@ -203,7 +215,7 @@ func TestRequestsWithoutAnOwner(t *testing.T) {
 	former := serveOwner(t, Misdirected)
 	for name, announcement := range map[string][]byte{"none": nil, "damaged": []byte("{"), "former": former.Announce()} {
 		f, s := newForwarder(t)
-		f.SetOwner(announcement)
+		setOwner(f, announcement)
 		if status, text := post(t, s.URL, "body", nil); status != http.StatusServiceUnavailable || !strings.Contains(text, ErrNoOwner.Error()) {
 			t.Errorf("%s: got %d %q, want 503 and %q", name, status, text, ErrNoOwner)
 		}
@@ -222,10 +234,10 @@ func TestNewOwnerEndsTheRequestsToTheFormerOne(t *testing.T) {
 	})
 	next := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "next") })
 	f, s := newForwarder(t)
-	f.SetOwner(former.Announce())
+	setOwner(f, former.Announce())
 	go func() {
 		<-arrived
-		f.SetOwner(next.Announce())
+		setOwner(f, next.Announce())
 	}()
 	if status, _ := post(t, s.URL, "", nil); status != http.StatusServiceUnavailable {
 		t.Errorf("request to the former owner: got status %d, want 503", status)
@@ -244,7 +256,7 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 		<-r.Context().Done()
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(i.Announce())
+	setOwner(f, i.Announce())
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	forwards := &f.owner.Load().forwards
@@ -285,7 +297,7 @@ func TestSilentOwnerLeavesRequestsToOthers(t *testing.T) {
 	for _, i := range []*testOwner{silent, silent, other} {
 		f, s := newForwarder(t)
 		f.Connections = shared
-		f.SetOwner(i.Announce())
+		setOwner(f, i.Announce())
 		forwarders, servers = append(forwarders, f), append(servers, s)
 	}
 	if len(shared.to) != 2 {
@@ -369,7 +381,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f, _ := newForwarder(t)
-			f.SetOwner(c.owner.Announce())
+			setOwner(f, c.owner.Announce())
 			limit, k := 100*time.Millisecond, &kind{refuse: f.refuse}
 			if c.cut {
 				limit = wait.Limit
@@ -487,7 +499,7 @@ func TestStoppedTimeLimit(t *testing.T) {
 func TestInterruptedBody(t *testing.T) {
 	i := serveOwner(t, func(_ http.ResponseWriter, r *http.Request) { _, _ = io.Copy(io.Discard, r.Body) })
 	f, s := newForwarder(t)
-	f.SetOwner(i.Announce())
+	setOwner(f, i.Announce())
 	c, err := (&net.Dialer{}).DialContext(context.Background(), "tcp", s.Listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -524,7 +536,7 @@ func TestTokenIsNotPrinted(t *testing.T) {
 func TestAdminRequests(t *testing.T) {
 	o := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "a call") })
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	refused := errors.New("none")
 	forward := f.Admin(func(w http.ResponseWriter, err error) {
 		refused = err
@@ -560,7 +572,7 @@ func TestAdminRequests(t *testing.T) {
 func TestAdminAnswersHaveNoEnd(t *testing.T) {
 	o := serveOwner(t, echo, func(s *http.Server) { s.WriteTimeout = time.Hour })
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	k := &kind{admin: true}
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, time.Hour, false) }))
 	defer s.Close()

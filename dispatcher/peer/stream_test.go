@@ -30,7 +30,7 @@ func TestRequestsShareAStream(t *testing.T) {
 	const limit = time.Hour // It does not apply to a stream.
 	o := serveOwner(t, echo, func(s *http.Server) { s.ReadTimeout, s.WriteTimeout = limit, limit })
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	var group sync.WaitGroup
 	for n := range 200 {
 		group.Go(func() {
@@ -75,7 +75,7 @@ func TestLargeRequestsAreNotInTheStream(t *testing.T) {
 		fmt.Fprint(w, n, " ", streamed)
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	for size, want := range map[int]string{0: "0 true", streamedBytes: "16384 true", streamedBytes + 1: "16385 false"} {
 		if w := send(f, strings.Repeat("a", size)); w.Body.String() != want {
 			t.Errorf("%d bytes: got %q, want %q", size, w.Body, want)
@@ -100,7 +100,7 @@ func TestSlowRequestDelaysNoOther(t *testing.T) {
 		echo(w, r)
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	slow, limit := make(chan string), newManualLimit(t)
 	go func() {
 		w := httptest.NewRecorder()
@@ -146,7 +146,7 @@ func TestSilentStreamIsReplaced(t *testing.T) {
 		echo(w, r)
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	w := httptest.NewRecorder()
 	f.ServeHTTP(w, httptest.NewRequestWithContext(limit, http.MethodPost, "/", http.NoBody))
 	if !strings.Contains(w.Body.String(), ErrTimeout.Error()) {
@@ -170,7 +170,7 @@ func TestStreamEndsInOrder(t *testing.T) {
 		}
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	last := make(chan string)
 	go func() { last <- send(f, "last").Body.String() }()
 	<-begun
@@ -211,7 +211,7 @@ func TestLostConnection(t *testing.T) {
 		echo(w, r)
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	lost := make(chan *httptest.ResponseRecorder)
 	go func() { lost <- send(f, "body") }()
 	if err := wait.Until(func() error {
@@ -249,7 +249,7 @@ func TestPanicEndsItsRequest(t *testing.T) {
 		echo(w, r)
 	})
 	f, _ := newForwarder(t)
-	f.SetOwner(o.Announce())
+	setOwner(f, o.Announce())
 	if w := send(f, ""); w.Code != http.StatusInternalServerError {
 		t.Errorf("request with the panic: got %d, want 500", w.Code)
 	}
@@ -312,7 +312,7 @@ func TestLostConnectionEndsItsRequests(t *testing.T) {
 			close(ended)
 		})
 		f, _ := newForwarder(t)
-		f.SetOwner(o.Announce())
+		setOwner(f, o.Announce())
 		answered := make(chan *httptest.ResponseRecorder)
 		go func() { answered <- send(f, "body") }()
 		<-begun
