@@ -18,7 +18,8 @@ import (
 func TestLiveCallsPassALargeSync(t *testing.T) {
 	const users = 1500
 	r := newReceiver(t)
-	r.set(func(int) int { time.Sleep(5 * time.Millisecond); return http.StatusOK }) // The receiver answers one request at a time.
+	// The receiver answers one request at a time, slowly enough that a delay of the test changes little.
+	r.set(func(int) int { time.Sleep(10 * time.Millisecond); return http.StatusOK })
 	// The quota is less than the whole sync.
 	value := strings.Repeat("x", 7000)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000")
