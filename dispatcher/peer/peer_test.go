@@ -382,11 +382,11 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			f, _ := newForwarder(t)
 			setOwner(f, c.owner.Announce())
-			limit, k := 100*time.Millisecond, &kind{refuse: f.refuse}
-			if c.cut {
-				limit = wait.Limit
+			k, handler := &kind{refuse: f.refuse}, f.Limited(100*time.Millisecond)
+			if c.cut { // The test ends the limit when the answer has begun.
+				handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, wait.Limit, false) })
 			}
-			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, limit, false) }))
+			s := httptest.NewServer(handler)
 			defer s.Close()
 			q, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, c.body)
 			if err != nil {
