@@ -309,7 +309,7 @@ func TestRateIsBounded(t *testing.T) {
 					defer close(ended)
 					_, _ = redelivery.Run(ctx, gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: rate})
 				}()
-				for i, after := range []time.Duration{0, 2 * time.Second, 8 * time.Second} {
+				for i, after := range []time.Duration{50 * time.Millisecond, 2 * time.Second, 8 * time.Second} {
 					time.Sleep(after)
 					synctest.Wait()
 					check.Equal(t, fmt.Sprintf("redelivered after another %s", after), 250-count(t, s), want[i])

@@ -274,6 +274,13 @@ type worker struct {
 // run processes the part until it ends or ctx is done.
 func (w *worker) run(ctx context.Context) {
 	log := w.Logger.With("namespace", w.namespace, "redelivery", w.config.Name, "destination", w.config.Destination)
+	// Until is the start of the run, rounded up to a second: dead letters of this run that fail again before it would be
+	// redelivered again.
+	select {
+	case <-time.After(min(w.config.Until.Sub(w.Gate.Now()), time.Second)):
+	case <-ctx.Done():
+		return
+	}
 	for failures := 0; ctx.Err() == nil; {
 		done, err := w.page(ctx)
 		if ctx.Err() != nil {

@@ -129,6 +129,27 @@ func TestServiceRunsOnce(t *testing.T) {
 	})
 }
 
+// A dead letter that fails again must not be in the run, whose bound is its start, rounded up.
+func TestServiceStartsAtTheBound(t *testing.T) {
+	virtually(t, func(t *testing.T) {
+		s := open(t, 10, lane)
+		r := newRig(t, s)
+		r.set(object("1", liveconfig.RedeliveryBegin))
+		o := object("1", liveconfig.RedeliveryRun)
+		o.Until = time.Now().Add(1500 * time.Millisecond) // The service reads the config each second.
+		r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Redeliveries: []liveconfig.Redelivery{o}}}})
+		admissiontest.Set(r.gate, r.view, nil)
+		for count(t, s) == 10 && time.Until(o.Until) > -time.Minute {
+			time.Sleep(10 * time.Millisecond)
+			synctest.Wait()
+		}
+		if early := time.Until(o.Until); early > 0 || early < -time.Second {
+			t.Errorf("redelivered %v before the bound, want it at the bound", early)
+		}
+		r.stop()
+	})
+}
+
 // A pod without a record of the phase Begin does not take part: it is new, or it has lost
 // its store.
 func TestServiceWithoutARecord(t *testing.T) {
