@@ -338,7 +338,7 @@ func (w *world) waitIdle() map[string]string {
 	versions := w.versions()
 	Eventually(func(g Gomega) {
 		before := versions
-		w.waitPolls(10) // Numbers are written a moment after the transitions.
+		w.waitPolls(20) // Numbers are written a moment after the transitions, and a busy machine delays them.
 		versions = w.versions()
 		g.Expect(versions).To(Equal(before))
 	}).Should(Succeed())
