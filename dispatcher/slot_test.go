@@ -622,7 +622,8 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 			}
 		}
 		wantCopy("after the failure", false, true)
-		s.upToDate() // It follows the next owner.
+		s.upToDate() // It follows the next owner, and knows its address.
+		s.hasKnown.Store(true)
 		wantCopy("with all records", false, true)
 		time.Sleep(openBackoff)
 		wantCopy("later", true, false)
