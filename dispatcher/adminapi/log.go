@@ -82,8 +82,8 @@ func (c *Client) Slots(ctx context.Context) (states []LogState, err error) {
 	return states, err
 }
 
-// SlotPath is the path of the admin API of a slot on a process that does not own all slots of its log. The process
-// forwards the requests to the owner of the slot.
+// SlotPath is the path of the admin API of a slot, on a process with several slots and on a standby. A process that
+// does not own the slot forwards the requests to the owner.
 func SlotPath(slot int) string { return "/slots/" + strconv.Itoa(slot) }
 
 // Slot returns a client of the admin API of a slot; see SlotPath.

@@ -28,11 +28,11 @@ import (
 
 const (
 	// tokenHeader proves that a request is of a process that can read the log. clientHeader is the
-	// address of the client. Both are removed before the request is handled.
+	// address of the client, and adminHeader marks the requests to the admin API. All are removed before the
+	// request is handled.
 	tokenHeader  = "Posthorn-Peer-Token"
 	clientHeader = "Posthorn-Peer-Client"
-	// adminHeader marks the requests to the admin API.
-	adminHeader = "Posthorn-Peer-Admin"
+	adminHeader  = "Posthorn-Peer-Admin"
 	// slotHeader is the slot of the request, for a process with several slots.
 	slotHeader = "Posthorn-Peer-Slot"
 	// HeaderBytes bounds the size of these headers.
