@@ -25,7 +25,8 @@ const (
 	// with a body in the stream. It is a quarter of the connections of a server: an owner that does not answer
 	// leaves the others for the requests to other owners.
 	maxForwards = 1024
-	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long.
+	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long. It also bounds the
+	// goroutines of a stream that wait for a request.
 	maxIdle     = 256
 	bufferBytes = 4 << 10 // An answer to calls has less than 1 KB.
 	idleTimeout = time.Minute
@@ -97,6 +98,7 @@ type connections struct {
 
 	mu      sync.Mutex
 	current *stream
+	unused  bool // It has no users, and gets none.
 }
 
 // use returns the connections to the owner with an announcement. Each call is followed by one of release.
@@ -240,7 +242,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 				}
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
-			f.mark(p.Out, p.In, kindOf(p.In).admin)
+			f.mark(p.Out.Header, p.In, kindOf(p.In).admin)
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {
@@ -277,16 +279,16 @@ func (l proxyLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// mark adds the client of a request in, its kind and the slot to the request that is sent, in place of headers
+// mark adds the client of a request in, its kind and the slot to the header that is sent, in place of values
 // of the client with these names.
-func (f *Forwarder) mark(out, in *http.Request, admin bool) {
-	out.Header.Set(clientHeader, in.RemoteAddr)
-	delete(out.Header, adminHeader)
+func (f *Forwarder) mark(out http.Header, in *http.Request, admin bool) {
+	out.Set(clientHeader, in.RemoteAddr)
+	delete(out, adminHeader)
 	if admin {
-		out.Header.Set(adminHeader, "1")
+		out.Set(adminHeader, "1")
 	}
 	if f.Slot != "" {
-		out.Header.Set(slotHeader, f.Slot)
+		out.Set(slotHeader, f.Slot)
 	}
 }
 
@@ -309,13 +311,20 @@ func kindOf(r *http.Request) *kind {
 
 // ServeHTTP sends a call to the owner, and its answer to the client.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	f.serve(w, r, &kind{refuse: f.refuse}, CallLimit, streamed(r))
+	if !inStream(r) {
+		f.serve(w, r, &kind{refuse: f.refuse}, CallLimit)
+		return
+	}
+	if o := f.enter(w, f.refuse); o != nil {
+		defer o.forwards.Add(-1)
+		f.sendStreamed(w, r, o)
+	}
 }
 
 // Limited returns a handler that sends calls to the owner with a time limit other than CallLimit, and
 // their answers to the clients as they arrive.
 func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{refuse: f.refuse}, limit, false) })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{refuse: f.refuse}, limit) })
 }
 
 // Admin returns a handler that sends requests to the admin API of the owner, which authorizes them, and
@@ -323,37 +332,41 @@ func (f *Forwarder) Limited(limit time.Duration) http.Handler {
 // that the owner did not answer; it may have handled it, except for ErrNoOwner and ErrBusy.
 func (f *Forwarder) Admin(refuse func(w http.ResponseWriter, err error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		f.serve(w, r, &kind{admin: true, refuse: refuse}, AdminLimit, false)
+		f.serve(w, r, &kind{admin: true, refuse: refuse}, AdminLimit)
 	})
 }
 
-func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit time.Duration, inStream bool) {
+// enter returns the owner, with one more request in progress, which the caller ends. It returns nil after refuse.
+func (f *Forwarder) enter(w http.ResponseWriter, refuse func(http.ResponseWriter, error)) *owner {
 	o := f.owner.Load()
 	if o == nil {
-		k.refuse(w, ErrNoOwner)
+		refuse(w, ErrNoOwner)
+		return nil
+	}
+	if o.forwards.Add(1) > maxForwards {
+		o.forwards.Add(-1)
+		refuse(w, ErrBusy)
+		return nil
+	}
+	return o
+}
+
+// serve sends a request to the owner as an HTTP request, and its answer to the client as it arrives.
+func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit time.Duration) {
+	o := f.enter(w, k.refuse)
+	if o == nil {
 		return
 	}
 	defer o.forwards.Add(-1)
-	if o.forwards.Add(1) > maxForwards {
-		k.refuse(w, ErrBusy)
-		return
-	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	defer context.AfterFunc(o.replaced, func() { cancel(ErrNoOwner) })()
 	k.limit = newTimeLimit(limit, func() { cancel(ErrTimeout) })
 	defer k.limit.stop()
-	if !inStream {
-		ctx = context.WithValue(ctx, kindKey{}, k)
-	}
 	// On a copy, because the server checks on its own Request whether the body was read.
-	r = r.WithContext(ctx)
+	r = r.WithContext(context.WithValue(ctx, kindKey{}, k))
 	if r.Body != http.NoBody {
 		r.Body = body{r.Body, k.limit}
-	}
-	if inStream {
-		f.sendStreamed(w, r, o)
-		return
 	}
 	o.proxy.ServeHTTP(w, r)
 }

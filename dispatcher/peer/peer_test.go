@@ -64,7 +64,7 @@ func (c *testConn) SetDeadline(at time.Time) error {
 }
 
 // serveOwner starts an owner on a free port until the test ends.
-func serveOwner(t *testing.T, next http.HandlerFunc, change ...func(*http.Server)) *testOwner {
+func serveOwner(t testing.TB, next http.HandlerFunc, change ...func(*http.Server)) *testOwner {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -103,7 +103,7 @@ func admin(w http.ResponseWriter, r *http.Request) {
 }
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
-func newForwarder(t *testing.T) (*Forwarder, *httptest.Server) {
+func newForwarder(t testing.TB) (*Forwarder, *httptest.Server) {
 	f := &Forwarder{Connections: &Connections{}, Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
 		status := http.StatusServiceUnavailable
 		if _, ok := errors.AsType[*BodyError](err); ok {
@@ -384,7 +384,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 			setOwner(f, c.owner.Announce())
 			k, handler := &kind{refuse: f.refuse}, f.Limited(100*time.Millisecond)
 			if c.cut { // The test ends the limit when the answer has begun.
-				handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, wait.Limit, false) })
+				handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, wait.Limit) })
 			}
 			s := httptest.NewServer(handler)
 			defer s.Close()
@@ -574,7 +574,7 @@ func TestAdminAnswersHaveNoEnd(t *testing.T) {
 	f, _ := newForwarder(t)
 	setOwner(f, o.Announce())
 	k := &kind{admin: true}
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, time.Hour, false) }))
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, time.Hour) }))
 	defer s.Close()
 	resp, err := s.Client().Get(s.URL + "/tail") //nolint:noctx // a test
 	if err != nil {

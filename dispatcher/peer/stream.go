@@ -2,7 +2,6 @@ package peer
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/subtle"
 	"errors"
@@ -14,7 +13,6 @@ import (
 	"net/url"
 	"runtime"
 	"runtime/debug"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -22,15 +20,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/answer"
 )
 
-// A stream is one HTTP request to the owner that does not end. Its body is a sequence of small HTTP/1.1
-// requests, and its answer the sequence of their answers, in the order in which they are complete. An
+// A stream is one HTTP request to the owner that does not end. Its body is a sequence of small requests in
+// frames, and its answer the sequence of their answers, in the order in which they are complete. An
 // HTTP request for each call takes as much CPU again as the call itself.
 
 const (
-	// streamPath is the path of a stream; no call has it.
-	streamPath = "/peer/stream"
-	// numberHeader is the number of a request in its stream, and of its answer.
-	numberHeader = "Posthorn-Peer-Number"
+	// streamPath is the path of a stream; no call has it. It changes with the format of the frames.
+	streamPath = "/peer/frames"
 	// streamedBytes bounds the body of a request in a stream, which is in memory. A larger one is a request
 	// of its own.
 	streamedBytes = 16 << 10
@@ -42,54 +38,48 @@ const (
 // handled the request.
 var errStreamEnded = errors.New("the owner of the slot ended the connection")
 
-// outbox collects messages, and writes those together that are added while it writes.
+// outbox collects frames, and writes those together that are added while it writes.
 type outbox struct {
 	mu      sync.Mutex
-	pending bytes.Buffer
+	pending []byte
 	wake    chan struct{}
 }
 
 func newOutbox() *outbox { return &outbox{wake: make(chan struct{}, 1)} }
 
-// add adds what encode appends to the buffer.
-func (o *outbox) add(encode func(*bytes.Buffer) error) error {
+func (o *outbox) add(f *frame) {
 	o.mu.Lock()
-	before := o.pending.Len()
-	err := encode(&o.pending)
-	if err != nil {
-		o.pending.Truncate(before)
-	}
+	o.pending = f.append(o.pending)
 	o.mu.Unlock()
 	select {
 	case o.wake <- struct{}{}:
 	default:
 	}
-	return err
 }
 
 // run writes until a write fails, or done is closed. It then writes what was added before.
 func (o *outbox) run(done <-chan struct{}, write func([]byte) error) error {
-	var spare bytes.Buffer
+	var spare []byte
 	for ended := false; ; {
 		select {
 		case <-o.wake:
 		case <-done:
 			ended = true
 		}
-		runtime.Gosched() // Goroutines that are ready add their messages first.
+		runtime.Gosched() // Goroutines that are ready add their frames first.
 		o.mu.Lock()
-		spare, o.pending = o.pending, spare
+		spare, o.pending = o.pending, spare[:0]
 		o.mu.Unlock()
-		if spare.Len() > 0 {
-			if err := write(spare.Bytes()); err != nil {
+		if len(spare) > 0 {
+			if err := write(spare); err != nil {
 				return err
 			}
 		}
 		if ended {
 			return nil
 		}
-		if spare.Reset(); spare.Cap() > answer.MaxBytes {
-			spare = bytes.Buffer{}
+		if cap(spare) > answer.MaxBytes {
+			spare = nil
 		}
 	}
 }
@@ -104,22 +94,20 @@ type stream struct {
 
 	mu      sync.Mutex
 	last    uint64
-	waiting map[uint64]chan<- *streamedAnswer
+	waiting map[uint64]chan<- streamedAnswer
 	err     error // not nil after the end
 }
 
 // streamedAnswer is an answer, or why there is none.
 type streamedAnswer struct {
-	status int
-	header http.Header
-	body   []byte
-	err    error
+	frame
+	err error
 }
 
 // openStream starts a stream to the owner. It does not wait for the connection.
 func openStream(transport http.RoundTripper, a Announcement) *stream {
 	ctx, end := context.WithCancel(context.Background())
-	s := &stream{out: newOutbox(), done: make(chan struct{}), end: end, waiting: map[uint64]chan<- *streamedAnswer{}}
+	s := &stream{out: newOutbox(), done: make(chan struct{}), end: end, waiting: map[uint64]chan<- streamedAnswer{}}
 	r, w := io.Pipe()
 	q := (&http.Request{
 		Method: http.MethodPost, URL: &url.URL{Scheme: "https", Host: a.Address, Path: streamPath},
@@ -154,30 +142,20 @@ func (s *stream) receive(transport http.RoundTripper, q *http.Request) error {
 		return fmt.Errorf("the owner of the slot answered status %d to a stream", resp.StatusCode)
 	}
 	in := bufio.NewReaderSize(resp.Body, streamBuffer)
-	request := &http.Request{Method: http.MethodPost}
 	for {
-		one, err := http.ReadResponse(in, request) //nolint:bodyclose // It is read to its end.
+		one, err := readFrame(in, answer.MaxBytes)
 		if err != nil {
 			return errors.Join(errStreamEnded, err)
 		}
-		number, err := strconv.ParseUint(one.Header.Get(numberHeader), 10, 64)
-		if err != nil || one.ContentLength < 0 || one.ContentLength > answer.MaxBytes {
-			return errors.Join(errStreamEnded, errors.New("the stream has an answer without a number or with a wrong length"))
-		}
-		a := &streamedAnswer{status: one.StatusCode, header: one.Header, body: make([]byte, one.ContentLength)}
-		if _, err := io.ReadFull(one.Body, a.body); err != nil {
-			return errors.Join(errStreamEnded, err)
-		}
-		delete(a.header, numberHeader)
 		s.received.Add(1)
-		if to := s.forget(number); to != nil {
-			to <- a
+		if to := s.forget(one.number); to != nil {
+			to <- streamedAnswer{frame: one}
 		}
 	}
 }
 
 // forget ends the wait for an answer; it returns nil if nothing waits.
-func (s *stream) forget(number uint64) chan<- *streamedAnswer {
+func (s *stream) forget(number uint64) chan<- streamedAnswer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	to := s.waiting[number]
@@ -196,7 +174,7 @@ func (s *stream) close(err error) {
 	close(s.done)
 	s.end()
 	for _, to := range s.waiting {
-		to <- &streamedAnswer{err: err}
+		to <- streamedAnswer{err: err}
 	}
 	clear(s.waiting)
 }
@@ -208,81 +186,79 @@ func (s *stream) ended() bool {
 	return s.err != nil
 }
 
-// send sends a request with its body and returns the answer.
-func (s *stream) send(ctx context.Context, q *http.Request) *streamedAnswer {
-	answers := make(chan *streamedAnswer, 1)
+// send sends a request and returns the answer. It waits until ctx or replaced ends, or for CallLimit.
+func (s *stream) send(ctx, replaced context.Context, q *frame) streamedAnswer {
+	answers := make(chan streamedAnswer, 1)
 	s.mu.Lock()
 	if s.err != nil {
-		s.mu.Unlock()
-		return &streamedAnswer{err: s.err}
+		defer s.mu.Unlock()
+		return streamedAnswer{err: s.err}
 	}
 	s.last++
-	number := s.last
-	s.waiting[number] = answers
+	q.number = s.last
+	s.waiting[q.number] = answers
 	s.mu.Unlock()
 	received := s.received.Load()
-	q.Header[numberHeader] = []string{strconv.FormatUint(number, 10)}
-	if err := s.out.add(func(b *bytes.Buffer) error { return q.Write(b) }); err != nil {
-		s.forget(number)
-		return &streamedAnswer{err: err}
-	}
+	s.out.add(q)
+	limit := time.NewTimer(CallLimit)
+	defer limit.Stop()
+	var err error
 	select {
 	case a := <-answers:
 		return a
+	case <-replaced.Done():
+		err = ErrNoOwner
 	case <-ctx.Done():
-		s.forget(number)
-		err := context.Cause(ctx)
-		if err == ErrTimeout && s.received.Load() == received { //nolint:errorlint // It is the cause itself.
-			s.close(err) // Nothing arrives: another connection may be better.
-		}
-		return &streamedAnswer{err: err}
+		err = context.Cause(ctx)
+	case <-limit.C:
+		err = ErrTimeout
 	}
+	s.forget(q.number)
+	if err == ErrTimeout && s.received.Load() == received { //nolint:errorlint // It is the cause itself.
+		s.close(err) // Nothing arrives: another connection may be better.
+	}
+	return streamedAnswer{err: err}
 }
 
-// stream returns a stream to the owner; it opens one if there is none.
+// stream returns a stream to the owner; it opens one if there is none. Without users it returns one that has ended.
 func (c *connections) stream(a Announcement) *stream {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.unused {
+		return &stream{err: ErrNoOwner}
+	}
 	if c.current == nil || c.current.ended() {
 		c.current = openStream(c.transport, a)
 	}
 	return c.current
 }
 
-// endStream ends the stream, if there is one.
+// endStream ends the stream for good.
 func (c *connections) endStream() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.unused = true
 	if c.current != nil {
 		c.current.close(ErrNoOwner)
 	}
 }
 
-// streamed reports whether a request is sent in a stream.
-func streamed(r *http.Request) bool {
+// inStream reports whether a request is sent in a stream.
+func inStream(r *http.Request) bool {
 	return r.Method == http.MethodPost && r.ContentLength >= 0 && r.ContentLength <= streamedBytes
 }
 
-// sendStreamed sends a request in the stream to the owner, and its answer to the client.
+// sendStreamed sends a call in the stream to the owner, and its answer to the client.
 func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owner) {
 	body := make([]byte, r.ContentLength)
 	if _, err := io.ReadFull(r.Body, body); err != nil {
-		if _, ok := errors.AsType[*BodyError](err); !ok {
-			err = &BodyError{err} // The body is shorter than its length.
-		}
-		f.refuse(w, err)
+		f.refuse(w, &BodyError{err})
 		return
 	}
-	q := &http.Request{Method: r.Method, URL: r.URL, Host: r.Host, Header: maps.Clone(r.Header), ContentLength: r.ContentLength, Body: http.NoBody}
-	if len(body) > 0 {
-		q.Body = io.NopCloser(bytes.NewReader(body))
-	}
-	delete(q.Header, "Connection")
-	if _, ok := q.Header["User-Agent"]; !ok {
-		q.Header["User-Agent"] = []string{""} // Otherwise net/http adds one.
-	}
-	f.mark(q, r, false)
-	a := o.connections.stream(o.Announcement).send(r.Context(), q)
+	q := frame{target: r.URL.RequestURI(), host: r.Host, header: maps.Clone(r.Header), body: body}
+	delete(q.header, "Connection")
+	f.mark(q.header, r, false)
+	a := o.connections.stream(o.Announcement).send(r.Context(), o.replaced, &q)
 	if a.err == nil && a.status == http.StatusMisdirectedRequest {
 		a.err = ErrNoOwner
 	}
@@ -338,7 +314,7 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request) {
 	h.to.Admin.ServeHTTP(w, r)
 }
 
-// serveStream handles the requests of a stream, each in a goroutine of its own.
+// serveStream handles the requests of a stream at the same time.
 func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 	control := http.NewResponseController(w)
 	if err := errors.Join(control.EnableFullDuplex(), control.SetReadDeadline(time.Time{}), control.SetWriteDeadline(time.Time{})); err != nil {
@@ -365,18 +341,31 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 	defer writer.Wait()
 	defer close(answered)
 	defer requests.Wait()
-	room := make(chan struct{}, maxForwards)
+	room, work, idle := make(chan struct{}, maxForwards), make(chan streamed), make(chan struct{}, maxIdle)
+	defer close(work)
 	go func() {
 		if h.drain(ctx, room) {
 			_ = control.SetReadDeadline(time.Now()) // It also ends the context of r, and with it of all requests.
 		}
 	}()
-	respond := func(q *http.Request, serve func(*answer.Writer, *http.Request)) {
+	respond := func(q streamed, serve func(*answer.Writer, *http.Request)) {
 		var a answer.Writer
-		number := q.Header.Get(numberHeader)
-		delete(q.Header, numberHeader)
 		serve(&a, q.WithContext(ctx))
-		_ = out.add(func(b *bytes.Buffer) error { return encode(b, &a, number) })
+		out.add(&frame{number: q.number, status: a.Status(), header: a.Header(), body: a.Body()})
+	}
+	// The goroutine of an earlier request has a large stack already; to grow one takes a tenth of the CPU of a call.
+	handle := func(q streamed) {
+		for open := true; open; {
+			respond(q, h.serveRecovered)
+			<-room
+			select {
+			case idle <- struct{}{}:
+				q, open = <-work
+				<-idle
+			default:
+				return
+			}
+		}
 	}
 	in := bufio.NewReaderSize(r.Body, streamBuffer)
 	for {
@@ -389,10 +378,11 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 		}
 		select {
 		case room <- struct{}{}:
-			requests.Go(func() {
-				defer func() { <-room }()
-				respond(q, h.serveRecovered)
-			})
+			select {
+			case work <- q:
+			default:
+				requests.Go(func() { handle(q) })
+			}
 		default: // The process ends, or too many requests are in progress.
 			respond(q, func(a *answer.Writer, q *http.Request) { Misdirected(a, q) })
 		}
@@ -427,32 +417,4 @@ func (h *Handler) serveRecovered(a *answer.Writer, q *http.Request) {
 		}
 	}()
 	h.serve(a, q)
-}
-
-// readStreamed reads a request of a stream with its body.
-func readStreamed(in *bufio.Reader) (*http.Request, error) {
-	q, err := http.ReadRequest(in)
-	if err != nil {
-		return nil, err
-	}
-	if q.ContentLength < 0 || q.ContentLength > streamedBytes {
-		return nil, fmt.Errorf("a request in a stream has a body of %d bytes; at most %d are allowed", q.ContentLength, streamedBytes)
-	}
-	if q.ContentLength > 0 {
-		body := make([]byte, q.ContentLength)
-		if _, err := io.ReadFull(q.Body, body); err != nil {
-			return nil, err
-		}
-		q.Body = io.NopCloser(bytes.NewReader(body))
-	}
-	return q, nil
-}
-
-// encode appends the answer to the request with a number.
-func encode(b *bytes.Buffer, a *answer.Writer, number string) error {
-	a.Header()[numberHeader] = []string{number}
-	return (&http.Response{
-		ProtoMajor: 1, ProtoMinor: 1, StatusCode: a.Status(), Header: a.Header(),
-		ContentLength: int64(len(a.Body())), Body: io.NopCloser(bytes.NewReader(a.Body())),
-	}).Write(b)
 }

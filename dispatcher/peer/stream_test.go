@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -39,7 +40,7 @@ func TestRequestsShareAStream(t *testing.T) {
 			r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", strings.NewReader(body))
 			r.RemoteAddr = fmt.Sprint("192.0.2.1:", n)
 			f.ServeHTTP(w, r)
-			if w.Code != http.StatusOK || w.Body.String() != body || w.Header().Get("X-Client") != r.RemoteAddr || len(w.Header()[numberHeader]) != 0 {
+			if w.Code != http.StatusOK || w.Body.String() != body || w.Header().Get("X-Client") != r.RemoteAddr {
 				t.Errorf("request %d: got %d, %d bytes and %v", n, w.Code, w.Body.Len(), w.Header())
 			}
 		})
@@ -54,9 +55,14 @@ func TestRequestsShareAStream(t *testing.T) {
 	if write := time.Until(*o.write.Load()); write > CallLimit {
 		t.Errorf("the limit for a write is %v, want at most %v", write, CallLimit)
 	}
+	last := f.owner.Load()
 	f.SetOwner(nil)
 	if w := send(f, "none"); w.Code != http.StatusServiceUnavailable {
 		t.Errorf("without an owner: got %d", w.Code)
+	}
+	// A request that found the owner before.
+	if s := last.stream(last.Announcement); !s.ended() {
+		t.Error("a stream to the former owner was opened")
 	}
 }
 
@@ -258,36 +264,28 @@ func TestPanicEndsItsRequest(t *testing.T) {
 	}
 }
 
-// Messages that are added while the outbox writes are written together, in their order.
+// Frames that are added while the outbox writes are written together, in their order.
 func TestOutbox(t *testing.T) {
 	o, done := newOutbox(), make(chan struct{})
 	writes, proceed := make(chan string), make(chan struct{})
 	ended := make(chan error)
 	go func() {
 		ended <- o.run(done, func(p []byte) error {
-			writes <- string(p)
+			writes <- bodies(p)
 			<-proceed
 			return nil
 		})
 	}()
-	add := func(text string) {
-		if err := o.add(func(b *bytes.Buffer) error { b.WriteString(text); return nil }); err != nil {
-			t.Fatal(err)
-		}
-	}
+	add := func(text string) { o.add(&frame{body: []byte(text)}) }
 	add("a")
 	if got := <-writes; got != "a" {
 		t.Errorf("first write: got %q", got)
 	}
 	add("b")
-	failure := errors.New("a defect")
-	if err := o.add(func(b *bytes.Buffer) error { b.WriteString("x"); return failure }); !errors.Is(err, failure) {
-		t.Errorf("encoding that fails: got %v", err)
-	}
 	add("c")
 	proceed <- struct{}{}
 	if got := <-writes; got != "bc" {
-		t.Errorf("second write: got %q, want both messages and no part of the one that failed", got)
+		t.Errorf("second write: got %q, want both frames", got)
 	}
 	add("d")
 	close(done)
@@ -298,6 +296,18 @@ func TestOutbox(t *testing.T) {
 	proceed <- struct{}{}
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// bodies returns the bodies of frames.
+func bodies(frames []byte) (all string) {
+	in := bufio.NewReader(bytes.NewReader(frames))
+	for {
+		f, err := readFrame(in, streamedBytes)
+		if err != nil {
+			return all
+		}
+		all += string(f.body)
 	}
 }
 

@@ -126,10 +126,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		if err != nil {
 			return sample{}, err
 		}
-		defer func() {
-			_ = follower.cmd.Process.Kill() // It would become the owner.
-			_ = follower.cmd.Wait()
-		}()
+		defer follower.stop() // Before the owner: it would take over.
 	}
 	to := p
 	if l.forwarded {

@@ -190,6 +190,9 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 func (b *bench) startStandby(ctx context.Context, owner *dispatcherProcess) (*dispatcherProcess, error) {
 	args := append([]string{}, owner.cmd.Args[1:]...)
 	args[0] += "-standby"
+	if args[2] != "" {
+		args[2] = filepath.Join(args[2], "standby")
+	}
 	args[5] = "standby"
 	p, err := spawn(ctx, "dispatcher", args...)
 	if err != nil {
