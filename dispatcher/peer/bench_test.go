@@ -20,10 +20,8 @@ func newGroups(b *testing.B, every time.Duration) *groups {
 	g := &groups{}
 	next := func() *chan struct{} { c := make(chan struct{}); return &c }
 	g.current.Store(next())
-	tick := time.NewTicker(every)
-	b.Cleanup(tick.Stop)
 	go func() {
-		for range tick.C {
+		for tick := time.NewTicker(every); b.Context().Err() == nil; <-tick.C {
 			close(*g.current.Swap(next()))
 		}
 	}()

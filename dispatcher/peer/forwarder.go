@@ -284,6 +284,7 @@ func (l proxyLog) Write(line []byte) (int, error) {
 func (f *Forwarder) mark(out http.Header, in *http.Request, admin bool) {
 	out.Set(clientHeader, in.RemoteAddr)
 	delete(out, adminHeader)
+	delete(out, streamHeader)
 	if admin {
 		out.Set(adminHeader, "1")
 	}
@@ -311,28 +312,39 @@ func kindOf(r *http.Request) *kind {
 
 // ServeHTTP sends a call to the owner, and its answer to the client.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if !inStream(r) {
-		f.serve(w, r, &kind{refuse: f.refuse}, CallLimit)
+	o := f.enter(w, f.refuse)
+	if o == nil {
 		return
 	}
-	if o := f.enter(w, f.refuse); o != nil {
-		defer o.forwards.Add(-1)
+	defer o.forwards.Add(-1)
+	if inStream(r) && o.takesStreams() {
 		f.sendStreamed(w, r, o)
+		return
 	}
+	f.serve(w, r, o, &kind{refuse: f.refuse}, CallLimit)
 }
 
 // Limited returns a handler that sends calls to the owner with a time limit other than CallLimit, and
 // their answers to the clients as they arrive.
 func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, &kind{refuse: f.refuse}, limit) })
+	return f.served(func() *kind { return &kind{refuse: f.refuse} }, limit)
 }
 
 // Admin returns a handler that sends requests to the admin API of the owner, which authorizes them, and
 // answers to the clients as they arrive. An answer must begin within AdminLimit. refuse answers a request
 // that the owner did not answer; it may have handled it, except for ErrNoOwner and ErrBusy.
 func (f *Forwarder) Admin(refuse func(w http.ResponseWriter, err error)) http.Handler {
+	return f.served(func() *kind { return &kind{admin: true, refuse: refuse} }, AdminLimit)
+}
+
+// served returns a handler of requests of a kind, none of which is in a stream.
+func (f *Forwarder) served(newKind func() *kind, limit time.Duration) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		f.serve(w, r, &kind{admin: true, refuse: refuse}, AdminLimit)
+		k := newKind()
+		if o := f.enter(w, k.refuse); o != nil {
+			defer o.forwards.Add(-1)
+			f.serve(w, r, o, k, limit)
+		}
 	})
 }
 
@@ -352,12 +364,7 @@ func (f *Forwarder) enter(w http.ResponseWriter, refuse func(http.ResponseWriter
 }
 
 // serve sends a request to the owner as an HTTP request, and its answer to the client as it arrives.
-func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, k *kind, limit time.Duration) {
-	o := f.enter(w, k.refuse)
-	if o == nil {
-		return
-	}
-	defer o.forwards.Add(-1)
+func (f *Forwarder) serve(w http.ResponseWriter, r *http.Request, o *owner, k *kind, limit time.Duration) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	defer context.AfterFunc(o.replaced, func() { cancel(ErrNoOwner) })()

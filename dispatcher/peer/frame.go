@@ -29,8 +29,8 @@ type frame struct {
 const (
 	lengthBytes = 4
 	// maxHead bounds the head of a frame. It is larger than that of any request: the server of the client accepts
-	// at most 12 KB of target and header.
-	maxHead = 32 << 10
+	// at most 12 KB of target and header, and escaping makes the target at most three times as long.
+	maxHead = 64 << 10
 )
 
 var errFrame = errors.New("the stream has a frame in an unknown format")
@@ -66,7 +66,7 @@ func appendText(b []byte, text string) []byte {
 func readFrame(in *bufio.Reader, maxBody uint32) (f frame, err error) {
 	lengths, err := in.Peek(2 * lengthBytes)
 	if err != nil {
-		return f, err
+		return f, cut(err, len(lengths) > 0)
 	}
 	head, body := binary.BigEndian.Uint32(lengths), binary.BigEndian.Uint32(lengths[lengthBytes:])
 	if head > maxHead || body > maxBody {
@@ -75,7 +75,7 @@ func readFrame(in *bufio.Reader, maxBody uint32) (f frame, err error) {
 	_, _ = in.Discard(2 * lengthBytes)
 	all := make([]byte, head+body)
 	if _, err := io.ReadFull(in, all); err != nil {
-		return f, err
+		return f, cut(err, true)
 	}
 	f.body = all[head:]
 	r := headReader{all[:head], string(all[:head])}
@@ -96,6 +96,14 @@ func readFrame(in *bufio.Reader, maxBody uint32) (f frame, err error) {
 		return f, errFrame
 	}
 	return f, nil
+}
+
+// cut returns the error of a stream, which has no end within a frame.
+func cut(err error, within bool) error {
+	if within && errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
 }
 
 // headReader reads a head. It has no text after an error.
@@ -125,14 +133,14 @@ func (r *headReader) string() string {
 	return r.text[begin : begin+int(n)] //nolint:gosec // n <= len(r.left)
 }
 
-// streamed is a request that was read from a stream, with its number.
-type streamed struct {
+// streamedRequest is a request that was read from a stream, with its number.
+type streamedRequest struct {
 	number uint64
 	*http.Request
 }
 
 // readStreamed reads a request of a stream with its body.
-func readStreamed(in *bufio.Reader) (q streamed, err error) {
+func readStreamed(in *bufio.Reader) (q streamedRequest, err error) {
 	f, err := readFrame(in, streamedBytes)
 	if err != nil {
 		return q, err

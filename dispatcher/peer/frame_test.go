@@ -52,11 +52,15 @@ func TestDamagedFrames(t *testing.T) {
 		return err
 	}
 	for n := range good {
-		if err := read(good[:n]); err == nil {
-			t.Errorf("the first %d of %d bytes: got no error", n, len(good))
+		want := io.ErrUnexpectedEOF
+		if n == 0 {
+			want = io.EOF
+		}
+		if err := read(good[:n]); !errors.Is(err, want) {
+			t.Errorf("the first %d of %d bytes: got error %v, want %v", n, len(good), err, want)
 		}
 	}
-	if err := read(append([]byte{0xff}, good[1:]...)); err == nil || !strings.Contains(err.Error(), "more than 32768") {
+	if err := read(append([]byte{0xff}, good[1:]...)); err == nil || !strings.Contains(err.Error(), "more than 65536") {
 		t.Errorf("large head: got %v, want an error with the limit", err)
 	}
 	f.body = make([]byte, streamedBytes+1)

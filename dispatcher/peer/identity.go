@@ -33,6 +33,8 @@ const (
 	tokenHeader  = "Posthorn-Peer-Token"
 	clientHeader = "Posthorn-Peer-Client"
 	adminHeader  = "Posthorn-Peer-Admin"
+	// streamHeader has the format of a stream, and is removed from the requests of clients.
+	streamHeader = "Posthorn-Peer-Stream"
 	// slotHeader is the slot of the request, for a process with several slots.
 	slotHeader = "Posthorn-Peer-Slot"
 	// HeaderBytes bounds the size of these headers.

@@ -384,7 +384,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 			setOwner(f, c.owner.Announce())
 			k, handler := &kind{refuse: f.refuse}, f.Limited(100*time.Millisecond)
 			if c.cut { // The test ends the limit when the answer has begun.
-				handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, wait.Limit) })
+				handler = f.served(func() *kind { return k }, wait.Limit)
 			}
 			s := httptest.NewServer(handler)
 			defer s.Close()
@@ -574,7 +574,7 @@ func TestAdminAnswersHaveNoEnd(t *testing.T) {
 	f, _ := newForwarder(t)
 	setOwner(f, o.Announce())
 	k := &kind{admin: true}
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { f.serve(w, r, k, time.Hour) }))
+	s := httptest.NewServer(f.served(func() *kind { return k }, time.Hour))
 	defer s.Close()
 	resp, err := s.Client().Get(s.URL + "/tail") //nolint:noctx // a test
 	if err != nil {

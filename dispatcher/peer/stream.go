@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,14 +26,17 @@ import (
 // HTTP request for each call takes as much CPU again as the call itself.
 
 const (
-	// streamPath is the path of a stream; no call has it. It changes with the format of the frames.
-	streamPath = "/peer/frames"
+	// streamFormat is the value of streamHeader. It changes with the format of the frames.
+	streamFormat = "1"
 	// streamedBytes bounds the body of a request in a stream, which is in memory. A larger one is a request
 	// of its own.
 	streamedBytes = 16 << 10
 	// streamBuffer is the size of the buffers for reading a stream.
 	streamBuffer = 16 << 10
 )
+
+// errNoStream reports that the owner is of a release with other streams. It has not handled the request.
+var errNoStream = errors.New("the owner of the slot is of another release, and takes each request on its own")
 
 // errStreamEnded reports that the connection to the owner ended before the answer. The owner may have
 // handled the request.
@@ -110,8 +114,8 @@ func openStream(transport http.RoundTripper, a Announcement) *stream {
 	s := &stream{out: newOutbox(), done: make(chan struct{}), end: end, waiting: map[uint64]chan<- streamedAnswer{}}
 	r, w := io.Pipe()
 	q := (&http.Request{
-		Method: http.MethodPost, URL: &url.URL{Scheme: "https", Host: a.Address, Path: streamPath},
-		Header: http.Header{tokenHeader: {a.Token}}, Body: r, ContentLength: -1,
+		Method: http.MethodPost, URL: &url.URL{Scheme: "https", Host: a.Address, Path: "/"},
+		Header: http.Header{tokenHeader: {a.Token}, streamHeader: {streamFormat}}, Body: r, ContentLength: -1,
 	}).WithContext(ctx)
 	go func() {
 		_ = w.CloseWithError(s.out.run(s.done, func(p []byte) error {
@@ -138,6 +142,8 @@ func (s *stream) receive(transport http.RoundTripper, q *http.Request) error {
 	case http.StatusOK:
 	case http.StatusMisdirectedRequest:
 		return ErrNoOwner
+	case http.StatusNotImplemented:
+		return errNoStream
 	default:
 		return fmt.Errorf("the owner of the slot answered status %d to a stream", resp.StatusCode)
 	}
@@ -179,11 +185,11 @@ func (s *stream) close(err error) {
 	clear(s.waiting)
 }
 
-// ended reports whether the stream takes no more requests.
-func (s *stream) ended() bool {
+// ended returns why the stream takes no more requests; nil if it does.
+func (s *stream) ended() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.err != nil
+	return s.err
 }
 
 // send sends a request and returns the answer. It waits until ctx or replaced ends, or for CallLimit.
@@ -220,14 +226,15 @@ func (s *stream) send(ctx, replaced context.Context, q *frame) streamedAnswer {
 	return streamedAnswer{err: err}
 }
 
-// stream returns a stream to the owner; it opens one if there is none. Without users it returns one that has ended.
+// stream returns a stream to the owner; it opens one if there is none. Without users, and after errNoStream, it
+// returns one that has ended.
 func (c *connections) stream(a Announcement) *stream {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.unused {
 		return &stream{err: ErrNoOwner}
 	}
-	if c.current == nil || c.current.ended() {
+	if c.current == nil || c.current.ended() != nil && !errors.Is(c.current.ended(), errNoStream) {
 		c.current = openStream(c.transport, a)
 	}
 	return c.current
@@ -243,9 +250,16 @@ func (c *connections) endStream() {
 	}
 }
 
+// takesStreams reports whether the owner has not refused a stream.
+func (c *connections) takesStreams() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.current == nil || !errors.Is(c.current.ended(), errNoStream)
+}
+
 // inStream reports whether a request is sent in a stream.
 func inStream(r *http.Request) bool {
-	return r.Method == http.MethodPost && r.ContentLength >= 0 && r.ContentLength <= streamedBytes
+	return r.Method == http.MethodPost && r.ContentLength >= 0 && r.ContentLength <= streamedBytes && strings.HasPrefix(r.URL.Path, "/")
 }
 
 // sendStreamed sends a call in the stream to the owner, and its answer to the client.
@@ -291,11 +305,15 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this address is for the other processes of the same log", http.StatusForbidden)
 		return
 	}
-	if r.URL.Path == streamPath {
+	switch r.Header.Get(streamHeader) {
+	case "":
+		h.serve(w, r)
+	case streamFormat:
 		h.serveStream(w, r)
-		return
+	default:
+		w.Header().Set("Connection", "close") // Otherwise the server waits for the end of the stream.
+		http.Error(w, "this release has no streams of this format", http.StatusNotImplemented)
 	}
-	h.serve(w, r)
 }
 
 // serve handles a request as if the client had sent it here.
@@ -326,7 +344,6 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel()
 	out, answered := newOutbox(), make(chan struct{})
 	var requests, writer sync.WaitGroup
 	writer.Go(func() {
@@ -341,20 +358,21 @@ func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 	defer writer.Wait()
 	defer close(answered)
 	defer requests.Wait()
-	room, work, idle := make(chan struct{}, maxForwards), make(chan streamed), make(chan struct{}, maxIdle)
+	room, work, idle := make(chan struct{}, maxForwards), make(chan streamedRequest), make(chan struct{}, maxIdle)
 	defer close(work)
+	defer cancel()
 	go func() {
 		if h.drain(ctx, room) {
 			_ = control.SetReadDeadline(time.Now()) // It also ends the context of r, and with it of all requests.
 		}
 	}()
-	respond := func(q streamed, serve func(*answer.Writer, *http.Request)) {
+	respond := func(q streamedRequest, serve func(*answer.Writer, *http.Request)) {
 		var a answer.Writer
 		serve(&a, q.WithContext(ctx))
 		out.add(&frame{number: q.number, status: a.Status(), header: a.Header(), body: a.Body()})
 	}
 	// The goroutine of an earlier request has a large stack already; to grow one takes a tenth of the CPU of a call.
-	handle := func(q streamed) {
+	handle := func(q streamedRequest) {
 		for open := true; open; {
 			respond(q, h.serveRecovered)
 			<-room

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/answer"
@@ -60,9 +61,9 @@ func TestRequestsShareAStream(t *testing.T) {
 	if w := send(f, "none"); w.Code != http.StatusServiceUnavailable {
 		t.Errorf("without an owner: got %d", w.Code)
 	}
-	// A request that found the owner before.
-	if s := last.stream(last.Announcement); !s.ended() {
-		t.Error("a stream to the former owner was opened")
+	// A request can have found the owner before.
+	if err := last.stream(last.Announcement).ended(); !errors.Is(err, ErrNoOwner) {
+		t.Errorf("stream to the former owner: got error %v, want %v", err, ErrNoOwner)
 	}
 }
 
@@ -349,5 +350,66 @@ func TestLostConnectionEndsItsRequests(t *testing.T) {
 		}); err != nil {
 			t.Errorf("stopped %v: request at the owner: %v", stopped, err)
 		}
+	}
+}
+
+// A request without an answer ends at its limit, and ends the stream if nothing else was answered.
+func TestStreamedRequestsHaveALimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &stream{out: newOutbox(), done: make(chan struct{}), end: func() {}, waiting: map[uint64]chan<- streamedAnswer{}}
+		begin := time.Now()
+		if a := s.send(t.Context(), t.Context(), &frame{}); a.err != ErrTimeout || time.Since(begin) != CallLimit { //nolint:errorlint // It is the error itself.
+			t.Errorf("got error %v after %v, want %v after %v", a.err, time.Since(begin), ErrTimeout, CallLimit)
+		}
+		if err := s.ended(); err != ErrTimeout || len(s.waiting) > 0 { //nolint:errorlint // It is the error itself.
+			t.Errorf("end of the stream: got %v and %d waiting requests, want %v and none", err, len(s.waiting), ErrTimeout)
+		}
+	})
+}
+
+// A client cannot open a stream, in which it could choose its address.
+func TestClientsOpenNoStream(t *testing.T) {
+	o := serveOwner(t, func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		fmt.Fprint(w, r.RemoteAddr, " ", r.Header.Get(streamHeader), r.Header.Get(clientHeader))
+	})
+	f, _ := newForwarder(t)
+	setOwner(f, o.Announce())
+	forged := frame{target: "/v1/track", header: http.Header{clientHeader: {"192.0.2.66:1"}}}
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", struct{ io.Reader }{bytes.NewReader(forged.append(nil))})
+	r.RemoteAddr = "192.0.2.1:1"
+	r.Header.Set(streamHeader, streamFormat)
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
+	if want := "192.0.2.1:1 "; w.Code != http.StatusOK || w.Body.String() != want {
+		t.Errorf("got %d %q, want 200 %q", w.Code, w.Body, want)
+	}
+}
+
+// An owner of a release without this format of streams refuses one at once, and gets each call as a request.
+func TestOwnerOfAnotherRelease(t *testing.T) {
+	var streams atomic.Int64
+	o := serveOwner(t, echo, func(s *http.Server) {
+		current := s.Handler
+		s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get(streamHeader) != "" {
+				streams.Add(1)
+				r.Header.Set(streamHeader, "another")
+			}
+			current.ServeHTTP(w, r)
+		})
+	})
+	f, _ := newForwarder(t)
+	setOwner(f, o.Announce())
+	if w := send(f, "first"); w.Code != http.StatusServiceUnavailable {
+		t.Errorf("first call: got %d %q, want 503", w.Code, w.Body)
+	}
+	for range 3 {
+		if w := send(f, "later"); w.Body.String() != "later" {
+			t.Errorf("later call: got %d %q, want its answer", w.Code, w.Body)
+		}
+	}
+	if n := streams.Load(); n != 1 {
+		t.Errorf("got %d streams, want 1", n)
 	}
 }
