@@ -42,9 +42,14 @@ const (
 	idleSlots = 8
 	// settleTime is longer than the time after which a process takes slots.
 	settleTime = 15 * time.Second
-	// recoverWithin bounds a wait for the processes of a log.
-	recoverWithin = 3 * time.Minute
+	// leastRestored is the least rate, in bytes of waiting messages per second, at which a standby gets its copy.
+	leastRestored = 16e6
 )
+
+// recoverWithin bounds a wait for the processes of a log. A standby gets its copy meanwhile.
+func recoverWithin() time.Duration {
+	return 3*time.Minute + time.Duration(acceptedBytes()/leastRestored*float64(time.Second))
+}
 
 // measureTakeover measures a pair of processes on a replicated log while a dead destination has a backlog.
 func measureTakeover(ctx context.Context, b *bench) ([]row, error) {
@@ -330,13 +335,13 @@ func (p *pair) stop() {
 // waitFor waits until a process is the owner, or a ready standby.
 func (p *pair) waitFor(d *dispatcherProcess, owner bool) error {
 	api := &adminapi.Client{URL: "http://" + d.Admin}
-	for deadline := time.Now().Add(recoverWithin); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(recoverWithin()); ; time.Sleep(50 * time.Millisecond) {
 		state, err := api.Log(context.Background())
 		if err == nil && state != nil && state.Owner == owner && state.Ready {
 			return nil
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("a process is not ready after %s: %+v, %w", recoverWithin, state, err)
+			return fmt.Errorf("a process is not ready after %s: %+v, %w", recoverWithin(), state, err)
 		}
 	}
 }
@@ -376,7 +381,7 @@ func (p *pair) probe(source int) (stop func()) {
 // longestSince waits for an answer from now on, and returns the longest time between two answers since begin.
 func (p *pair) longestSince(begin time.Time) (longest time.Duration, err error) {
 	now, last := time.Now(), begin
-	for deadline := now.Add(recoverWithin); last.Before(now); time.Sleep(20 * time.Millisecond) {
+	for deadline := now.Add(recoverWithin()); last.Before(now); time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			return 0, errors.New("no call was answered")
 		}
@@ -429,7 +434,7 @@ func measureSlots(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	api := &adminapi.Client{URL: "http://" + hosted.Admin}
-	for deadline := time.Now().Add(recoverWithin); ; time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(recoverWithin()); ; time.Sleep(100 * time.Millisecond) {
 		states, err := api.Slots(ctx)
 		if err == nil && len(states) == idleSlots && !slices.ContainsFunc(states, func(s adminapi.LogState) bool { return !s.Owner }) {
 			break
