@@ -408,6 +408,9 @@ func dispatcherRole(args []string) error {
 		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}
+	if args[4] != "" { // The servers of the log fill the same disk.
+		o.Queue.MaxBytesPerSource = pebblestore.NoQuota
+	}
 	if args[2] != "" {
 		stop, err := startProfiles(args[2])
 		if err != nil {
