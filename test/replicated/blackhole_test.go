@@ -23,15 +23,21 @@ func startBlackHole(t *testing.T, url string) (h *blackHole, proxied string) {
 	h = &blackHole{}
 	var urls []string
 	for server := range strings.SplitSeq(url, ",") {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = l.Close() })
-		go h.serve(l, strings.TrimPrefix(server, "nats://"))
-		urls = append(urls, "nats://"+l.Addr().String())
+		urls = append(urls, "nats://"+h.listen(t, strings.TrimPrefix(server, "nats://")))
 	}
 	return h, strings.Join(urls, ",")
+}
+
+// listen starts a proxy for a server, and returns the proxy's address.
+func (h *blackHole) listen(t *testing.T, server string) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	go h.serve(l, server)
+	return l.Addr().String()
 }
 
 func (h *blackHole) serve(l net.Listener, server string) {

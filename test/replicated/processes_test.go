@@ -26,34 +26,41 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// storeConfigs writes the Secrets with the live configs that the operator writes, and its marker.
-func storeConfigs(t *testing.T, e *env.Env, configs map[string]liveconfig.Stored) {
+// storeConfigs writes the Secrets with the live configs that the operator writes, and its marker. change replaces one.
+func storeConfigs(t *testing.T, e *env.Env, configs map[string]liveconfig.Stored) (change func(namespace string, to liveconfig.Stored)) {
 	t.Helper()
 	client, err := kubernetes.NewForConfig(e.Config)
 	check.NoError(t, "make a client", err)
 	_, err = client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: env.Release}}, metav1.CreateOptions{})
 	check.NoError(t, "create the namespace", err)
-	create := func(name string, data map[string][]byte) {
-		t.Helper()
-		_, err := client.CoreV1().Secrets(env.Release).Create(t.Context(), &corev1.Secret{
-			ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{liveconfig.LabelLive: "true"}}, Data: data,
-		}, metav1.CreateOptions{})
-		check.NoError(t, "create Secret "+name, err)
+	secrets := client.CoreV1().Secrets(env.Release)
+	secret := func(name string, data map[string][]byte) *corev1.Secret {
+		return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{liveconfig.LabelLive: "true"}}, Data: data}
+	}
+	live := func(namespace string, s liveconfig.Stored) *corev1.Secret {
+		return secret(liveconfig.SecretName(namespace), map[string][]byte{liveconfig.DataKey: s.Config, liveconfig.HeadKey: s.Head})
 	}
 	for namespace, stored := range configs {
-		create(liveconfig.SecretName(namespace), map[string][]byte{liveconfig.DataKey: stored.Config, liveconfig.HeadKey: stored.Head})
+		_, err = secrets.Create(t.Context(), live(namespace, stored), metav1.CreateOptions{})
+		check.NoError(t, "create the live config of "+namespace, err)
 	}
-	create(liveconfig.MarkerName, nil)
+	_, err = secrets.Create(t.Context(), secret(liveconfig.MarkerName, nil), metav1.CreateOptions{})
+	check.NoError(t, "create the marker", err)
+	return func(namespace string, to liveconfig.Stored) {
+		t.Helper()
+		_, err := secrets.Update(t.Context(), live(namespace, to), metav1.UpdateOptions{})
+		check.NoError(t, "change the live config of "+namespace, err)
+	}
 }
 
-// startDispatchers starts processes of posthorn dispatcher with several slots.
-func startDispatchers(t *testing.T, e *env.Env, s *servers, n int) (pods []*pod) {
+// startDispatchers starts a process of posthorn dispatcher with several slots for each kubeconfig.
+func startDispatchers(t *testing.T, s *servers, kubeconfigs ...string) (pods []*pod) {
 	t.Helper()
-	for i := range n {
+	for i, kubeconfig := range kubeconfigs {
 		p := &pod{t: t, name: fmt.Sprint("process-", i), data: filepath.Join(t.TempDir(), "data")}
 		p.Posthorn = &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr()}
 		p.Args = []string{
-			"dispatcher", "--namespace", env.Release, "--kubeconfig", e.Kubeconfig(), "--pod-name", p.name, "--data", p.data,
+			"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
 			"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
 			"--log", s.url, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes),
 		}
@@ -139,7 +146,7 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 	e, _ := env.For(t)
 	s, r := startServers(t), newReceiver(t)
 	storeConfigs(t, e, severalConfigs(t, r.URL))
-	pods := startDispatchers(t, e, s, 3)
+	pods := startDispatchers(t, s, e.Kubeconfig(), e.Kubeconfig(), e.Kubeconfig())
 	owners := ownersOf(t, pods)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
