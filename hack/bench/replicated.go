@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
@@ -156,8 +158,14 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 	}
 	direct = direct.mean(again)
 	batches.perSecond = followed.rate / 4
-	calm, _, err := run(batches, true)
+	local, err := b.throughput(ctx, batches, destinations(1, b.sink.Addr))
 	if err != nil {
+		return nil, err
+	}
+	stop := measureSyncs(b.dir("syncs"))
+	calm, _, err := run(batches, true)
+	syncs, syncErr := stop()
+	if err := errors.Join(err, syncErr); err != nil {
 		return nil, err
 	}
 	ratio := func(s sample) (float64, string) {
@@ -183,7 +191,41 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 		row{Name: "  CPU of three servers, of all cores", Value: fmt.Sprintf("%.2f cores", servers.Seconds()/(b.window().Seconds()+2)), Met: true, Number: servers.Seconds()},
 		below("replicated log at a quarter of peak, p50", calm.p50.Seconds(), 0.006, calm.p50.Round(10*time.Microsecond).String(), "<= 6ms"),
 		below("replicated log at a quarter of peak, p99", calm.p99.Seconds(), 0.040, calm.p99.Round(10*time.Microsecond).String(), "<= 40ms"),
+		row{Name: "  the local log at this rate, p50 and p99", Value: fmt.Sprintf("%v, %v", short(local.p50), short(local.p99)), Met: true, Number: local.p99.Seconds()},
+		row{Name: "  syncs of another file meanwhile, p50 and longest", Value: fmt.Sprintf("%v, %v", short(quantile(syncs, 0.5)), short(quantile(syncs, 1))), Met: true, Number: quantile(syncs, 1).Seconds()},
 	), nil
+}
+
+// measureSyncs appends 4 KB to a new file and syncs it, every 10 ms until stop is called. stop removes the file, and
+// returns the sorted durations of the syncs: the latency of the disk itself.
+func measureSyncs(path string) (stop func() ([]time.Duration, error)) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var group errgroup.Group
+	var took []time.Duration
+	group.Go(func() error {
+		f, err := os.Create(path)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		for block := make([]byte, 4096); ctx.Err() == nil; time.Sleep(10 * time.Millisecond) {
+			begin := time.Now()
+			if _, err := f.Write(block); err != nil {
+				return err
+			}
+			if err := f.Sync(); err != nil {
+				return err
+			}
+			took = append(took, time.Since(begin))
+		}
+		return os.Remove(path)
+	})
+	return func() ([]time.Duration, error) {
+		cancel()
+		err := group.Wait()
+		sortDurations(took)
+		return took, err
+	}
 }
 
 // startStandby runs a process that follows the log of a dispatcher, and returns when it is ready.
