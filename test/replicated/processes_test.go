@@ -139,6 +139,28 @@ func severalLedger(t *testing.T, pods []*pod) (total queue.Ledger) {
 	return total
 }
 
+// startLoad sends calls to processes until stop is called. It returns when calls of each namespace are acknowledged.
+func startLoad(t *testing.T, pods []*pod) (l *load, stop func()) {
+	t.Helper()
+	l = newLoad()
+	for _, p := range pods {
+		l.addresses = append(l.addresses, p.calls)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		l.run(ctx)
+	}()
+	stop = func() {
+		cancel()
+		<-ended
+	}
+	t.Cleanup(stop)
+	l.progress(t)
+	return l, stop
+}
+
 // Three processes of posthorn dispatcher share four slots. One is killed with its disk, and later stopped: the others
 // take its slots over, it gets slots again, and no acknowledged call is lost.
 func TestSeveralSlotsOfProcesses(t *testing.T) {
@@ -148,14 +170,7 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 	storeConfigs(t, e, severalConfigs(t, r.URL))
 	pods := startDispatchers(t, s, e.Kubeconfig(), e.Kubeconfig(), e.Kubeconfig())
 	owners := ownersOf(t, pods)
-	ctx, stop := context.WithCancel(t.Context())
-	defer stop()
-	l, ended := newLoad(pods[0].calls, pods[1].calls, pods[2].calls), make(chan struct{})
-	go func() {
-		defer close(ended)
-		l.run(ctx)
-	}()
-	l.progress(t)
+	l, stop := startLoad(t, pods)
 
 	most := 0
 	for _, f := range []struct {
@@ -187,7 +202,6 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 		most += severalNamespaces * severalInFlight // A hand-over repeats what is in flight after 2 s.
 	}
 	stop()
-	<-ended
 	repeated := checkDelivered(t, l.acknowledged, r)
 	ledger := severalLedger(t, pods)
 	if int(ledger.Accepted) < len(l.acknowledged) || ledger.Delivered != ledger.Accepted {

@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -47,14 +46,7 @@ func TestConfigsChangeWhileAWatchHangs(t *testing.T) {
 	h := &blackHole{}
 	pods := startDispatchers(t, s, h.kubeconfigThrough(t, e), e.Kubeconfig(), e.Kubeconfig())
 	ownersOf(t, pods)
-	ctx, stop := context.WithCancel(t.Context())
-	defer stop()
-	l, ended := newLoad(pods[0].calls, pods[1].calls, pods[2].calls), make(chan struct{})
-	go func() {
-		defer close(ended)
-		l.run(ctx)
-	}()
-	l.progress(t)
+	l, stop := startLoad(t, pods)
 
 	h.Lock()
 	unlock := sync.OnceFunc(h.Unlock)
@@ -95,7 +87,6 @@ func TestConfigsChangeWhileAWatchHangs(t *testing.T) {
 	ownersOf(t, pods)
 	l.progress(t)
 	stop()
-	<-ended
 	repeated := checkDelivered(t, l.acknowledged, r)
 	ledger := severalLedger(t, pods)
 	check.Equal(t, fmt.Sprintf("%+v has all accepted calls delivered", ledger), ledger.Delivered, ledger.Accepted)
