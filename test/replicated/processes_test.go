@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"context"
 	"fmt"
 	"net/http"
 	"os/exec"
@@ -139,28 +138,6 @@ func severalLedger(t *testing.T, pods []*pod) (total queue.Ledger) {
 	return total
 }
 
-// startLoad sends calls to processes until stop is called. It returns when calls of each namespace are acknowledged.
-func startLoad(t *testing.T, pods []*pod) (l *load, stop func()) {
-	t.Helper()
-	l = newLoad()
-	for _, p := range pods {
-		l.addresses = append(l.addresses, p.calls)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		l.run(ctx)
-	}()
-	stop = func() {
-		cancel()
-		<-ended
-	}
-	t.Cleanup(stop)
-	l.progress(t)
-	return l, stop
-}
-
 // Three processes of posthorn dispatcher share four slots. One is killed with its disk, and later stopped: the others
 // take its slots over, it gets slots again, and no acknowledged call is lost.
 func TestSeveralSlotsOfProcesses(t *testing.T) {
@@ -170,7 +147,8 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 	storeConfigs(t, e, severalConfigs(t, r.URL))
 	pods := startDispatchers(t, s, e.Kubeconfig(), e.Kubeconfig(), e.Kubeconfig())
 	owners := ownersOf(t, pods)
-	l, stop := startLoad(t, pods)
+	l, stop := startLoad(t, pods[0].calls, pods[1].calls, pods[2].calls)
+	l.progress(t)
 
 	most := 0
 	for _, f := range []struct {

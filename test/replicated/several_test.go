@@ -223,8 +223,22 @@ func (l *load) run(ctx context.Context) {
 	group.Wait()
 }
 
-func newLoad(addresses ...string) *load {
-	return &load{addresses: addresses, count: map[string]int{}, last: map[string]time.Time{}}
+// startLoad sends calls to processes until stop is called, and at most until the end of the test.
+func startLoad(t *testing.T, addresses ...string) (l *load, stop func()) {
+	t.Helper()
+	l = &load{addresses: addresses, count: map[string]int{}, last: map[string]time.Time{}}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		l.run(ctx)
+	}()
+	stop = func() {
+		cancel()
+		<-ended
+	}
+	t.Cleanup(stop)
+	return l, stop
 }
 
 // address returns the address of one of the processes.
@@ -326,18 +340,11 @@ func TestSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("want a standby of each slot: %v", err)
 	}
-	ctx, stop := context.WithCancel(t.Context())
-	defer stop()
 	var addresses []string
 	for _, h := range hosts {
 		addresses = append(addresses, h.listeners.Addr().String())
 	}
-	l := newLoad(addresses...)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		l.run(ctx)
-	}()
+	l, stop := startLoad(t, addresses...)
 	t.Logf("longest time without an acknowledged call of a namespace, before any fault: %v", l.progress(t).Round(time.Millisecond))
 
 	before := claims(t, hosts...)
@@ -374,7 +381,6 @@ func TestSeveralSlots(t *testing.T) {
 	t.Logf("after the orderly end of a process: %v", l.progress(t).Round(time.Millisecond))
 
 	stop()
-	<-ended
 	repeated := checkDelivered(t, l.acknowledged, r)
 	t.Logf("%d acknowledged calls, %d repeated deliveries", len(l.acknowledged), repeated)
 }

@@ -46,7 +46,8 @@ func TestConfigsChangeWhileAWatchHangs(t *testing.T) {
 	h := &blackHole{}
 	pods := startDispatchers(t, s, h.kubeconfigThrough(t, e), e.Kubeconfig(), e.Kubeconfig())
 	ownersOf(t, pods)
-	l, stop := startLoad(t, pods)
+	l, stop := startLoad(t, pods[0].calls, pods[1].calls, pods[2].calls)
+	l.progress(t)
 
 	h.Lock()
 	unlock := sync.OnceFunc(h.Unlock)
