@@ -64,14 +64,36 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	})
 
 	It("are all asked where a message is", func() {
-		out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(1), `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
-		Expect(err).NotTo(HaveOccurred(), out)
+		// Without further calls the attempts remain in memory, and the message is stored until held has it.
+		t.secret("traced", "key", "traced-key", "secret", "s3cret")
+		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: traced}, spec: {writeKeys: [{secretKeyRef: {name: traced, key: key}}]}}`)
+		tracedTo := func(name, url string) {
+			t.apply(fmt.Sprintf(`
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: %s}
+spec:
+  sourceRefs: [{name: traced}]
+  endpoints: [{name: primary, url: %q}]
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: traced, key: secret}}]}`, name, url))
+		}
+		tracedTo("traced", s.url())
+		tracedTo("held", "http://held."+t.name+".svc.cluster.local/in") // No such Service.
+		defer t.kubectl("delete", "psrc/traced", "whd/traced", "whd/held")
+		t.kubectl("wait", "--for=condition=Accepted", "--timeout=90s", "psrc/traced", "whd/traced", "whd/held")
+		Eventually(func() error {
+			_, err := t.posthorn("", "send", "track", "--endpoint="+podURL(1), "--write-key=traced-key", `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
+			return err
+		}).Should(Succeed())
 		s.eventually("Traced")
 		Eventually(func() string {
 			out, _ := command("", "kubectl", "posthorn", "trace", "traced-1")
 			return strings.Join(strings.Fields(out), " ")
-		}).Should(And(ContainSubstring(`pod posthorn-dispatcher-1: traced-1: track "Traced", accepted by Source `+t.name+"/web"), ContainSubstring(t.name+"/crm primary Delivered answered 200")))
-		_, err = command("", "kubectl", "posthorn", "trace", "traced-2")
+		}).Should(And(
+			ContainSubstring(`pod posthorn-dispatcher-1: traced-1: track "Traced", accepted by Source `+t.name+"/traced"),
+			ContainSubstring(t.name+"/traced primary Delivered answered 200"),
+			ContainSubstring(t.name+"/held primary Retrying")))
+		_, err := command("", "kubectl", "posthorn", "trace", "traced-2")
 		Expect(err).To(MatchError(ContainSubstring("no message traced-2")))
 	})
 

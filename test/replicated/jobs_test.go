@@ -360,7 +360,7 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	wantSuppressed(t, pods, "gone")
 
 	names := []string{"crm", "rejecting", "held", "radio-crm", "radio-rejecting"}
-	ownerOfCopied(t, pods)
+	waitCopied(t, ownerOfCopied(t, pods), pods)
 	failing.forget()
 	before, circuit := stateOf(t, first, names...), destinationOf(t, first, "failing")
 	second := loseOwner(t, pods)
