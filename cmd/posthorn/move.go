@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/spf13/cobra"
@@ -20,10 +23,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
 func newLogImport() *cobra.Command {
-	return newMove(mover.store, &cobra.Command{
+	var add bool
+	cmd := newMove(func(m mover, ctx context.Context) error {
+		if add {
+			return m.add(ctx)
+		}
+		return m.store(ctx)
+	}, &cobra.Command{
 		Use:   "import --data DIR --log nats://HOST:PORT --log-name NAME",
 		Short: "Move the data directory of a stopped dispatcher to a replicated log",
 		Long: `Makes the data directory of a dispatcher without a replicated log the content of a
@@ -38,10 +48,17 @@ Take a backup before (posthorn backup), and remove the directory when posthorn s
 shows a ready standby.
 
 Of a release with several dispatchers, import the volume of pod 0, which has the
-audiences and DeletionRequests, and drain those of the others.`,
+audiences and DeletionRequests, and then add those of the others with --add: the
+waiting messages and the dead letters are moved to the slots of their namespaces, and
+their retry windows begin again. Ledgers, duplicate messageIds and circuits are not
+moved. An added directory has no messages afterwards. If the command is killed, call it
+again: at most 256 messages are then delivered twice.`,
 		Example: `  posthorn log import --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
+  posthorn log import --data /mnt/data-1 --add --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
   posthorn log import --data /mnt/data --log nats://nats-0:4222 --log-name shop --log-slots 8 --slot 3`,
 	})
+	cmd.Flags().BoolVar(&add, "add", false, "add the waiting messages and dead letters to the slots that have the content of another data directory; --slot is that of namespaces without a slot")
+	return cmd
 }
 
 func newLogExport() *cobra.Command {
@@ -125,10 +142,7 @@ func (m mover) with(ctx context.Context, dir string, open func(*jetstream.Client
 
 // store makes the data directory the content of the slot.
 func (m mover) store(ctx context.Context) error {
-	if _, err := os.Stat(filepath.Join(m.data, backup.QueueFolder)); err != nil {
-		return fmt.Errorf("the data directory has no store: %w", err)
-	}
-	if err := dispatcher.CheckUpgraded(m.data); err != nil {
+	if err := m.checkStore(); err != nil {
 		return err
 	}
 	err := m.with(ctx, m.data, func(client *jetstream.Client) (r slots.Remote, err error) {
@@ -147,11 +161,111 @@ func (m mover) store(ctx context.Context) error {
 			return nil
 		})
 	})
+	if errors.Is(err, slots.ErrUsed) {
+		err = fmt.Errorf("%w; to add the messages and dead letters of a further data directory, use --add", err)
+	}
 	if err != nil {
 		return err
 	}
 	fmt.Fprintf(m.out, "slot %d has the messages, dead letters, ledgers and audiences of %s; start the processes with this log, and remove the directory when posthorn slots shows a ready standby\n", m.slot, m.data)
 	return nil
+}
+
+// addFolder has the files of the slot while messages are added.
+const addFolder = "adding"
+
+// add moves the messages and dead letters of the data directory to the slots of their namespaces.
+func (m mover) add(ctx context.Context) (err error) {
+	if err := m.checkStore(); err != nil {
+		return err
+	}
+	o := m.options
+	o.DuplicateWindow, o.MaxBytesPerSource, o.DataDir = pebblestore.MaxDuplicateWindow, pebblestore.NoQuota, m.data
+	from, err := pebblestore.Open(filepath.Join(m.data, backup.QueueFolder), o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, from.Close()) }()
+	bySlot, err := m.namespaces(ctx, from)
+	if err != nil {
+		return err
+	}
+	m.log.config.MaxBytes = jetstream.MinBytes // Existing streams are larger, and are not changed.
+	dir := filepath.Join(m.data, addFolder)
+	defer os.RemoveAll(dir)
+	for _, slot := range slices.Sorted(maps.Keys(bySlot)) {
+		m.slot = slot
+		var moved redelivery.Moved
+		err := m.with(ctx, dir, func(client *jetstream.Client) (slots.Remote, error) {
+			return client.OpenExisting(ctx, m.log.slots, slot)
+		}, func(to slots.Slot, _ slots.Remote) error {
+			if err := errors.Join(os.RemoveAll(dir), os.Mkdir(dir, 0o700)); err != nil {
+				return err
+			}
+			return to.Use(ctx, func(store *pebblestore.Store) error {
+				some, err := redelivery.Move(ctx, from, store, func(namespace string) bool { return slices.Contains(bySlot[slot], namespace) })
+				moved.Messages, moved.DeadLetters = moved.Messages+some.Messages, moved.DeadLetters+some.DeadLetters
+				return err
+			})
+		})
+		if errors.Is(err, slots.ErrUnused) || errors.Is(err, jetstream.ErrNoSlot) {
+			err = fmt.Errorf("%w; first import the data directory of pod 0, without --add", err)
+		}
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(m.out, "slot %d has %s and %s more, of the namespaces %s\n", slot, plural.Count(moved.Messages, "message"), plural.Count(moved.DeadLetters, "dead letter"), strings.Join(bySlot[slot], ", "))
+	}
+	fmt.Fprintf(m.out, "%s has no messages and dead letters any more; remove it\n", m.data)
+	return nil
+}
+
+// namespaces returns the namespaces of a store by their slots.
+func (m mover) namespaces(ctx context.Context, of *pebblestore.Store) (bySlot map[int][]string, err error) {
+	names := map[string]bool{}
+	for _, name := range slices.Concat(of.Sources(), of.Destinations()) {
+		namespace, _, _ := strings.Cut(name, "/")
+		names[namespace] = true
+	}
+	slotOf := func(string) (int, bool) { return 0, false }
+	if m.log.slots > 1 {
+		client, err := jetstream.New(m.log.config, m.options.Logger)
+		if err != nil {
+			return nil, err
+		}
+		defer client.Close()
+		err = try(ctx, func() error {
+			assignments, err := client.OpenDirectory(ctx, m.log.slots)
+			if err != nil {
+				return err
+			}
+			directory, err := slots.OpenDirectory(ctx, assignments, m.log.slots, m.options.Logger)
+			if err == nil {
+				slotOf = directory.Slot
+			}
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	bySlot = map[int][]string{}
+	for _, namespace := range slices.Sorted(maps.Keys(names)) {
+		slot, ok := slotOf(namespace)
+		if !ok {
+			slot = m.slot
+		}
+		bySlot[slot] = append(bySlot[slot], namespace)
+	}
+	return bySlot, nil
+}
+
+// checkStore checks that the data directory has a store of this release.
+func (m mover) checkStore() error {
+	if _, err := os.Stat(filepath.Join(m.data, backup.QueueFolder)); err != nil {
+		return fmt.Errorf("the data directory has no store: %w", err)
+	}
+	return dispatcher.CheckUpgraded(m.data)
 }
 
 // load writes the content of the slot to the data directory.

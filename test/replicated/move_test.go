@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
@@ -40,14 +41,31 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 	return p
 }
 
-// move runs posthorn log import or export.
-func (s *servers) move(verb, data string, flags ...string) {
+// move runs posthorn log import or export, and returns its output.
+func (s *servers) move(verb, data string, flags ...string) (string, error) {
 	s.t.Helper()
 	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
-	if err != nil || !strings.Contains(string(out), "dead letters, ledgers and audiences") {
-		s.t.Fatalf("posthorn log %s: got error %v and\n%s", verb, err, out)
+	return string(out), err
+}
+
+// moved moves a store, and checks the output.
+func (s *servers) moved(want, verb, data string, flags ...string) {
+	s.t.Helper()
+	if out, err := s.move(verb, data, flags...); err != nil || !strings.Contains(out, want) {
+		s.t.Fatalf("posthorn log %s: got error %v and\n%s\nwant %q", verb, err, out, want)
 	}
 }
+
+// notMoved checks the error of a store that cannot be moved.
+func (s *servers) notMoved(want, verb, data string, flags ...string) {
+	s.t.Helper()
+	if out, err := s.move(verb, data, flags...); err == nil || !strings.Contains(out, want) {
+		s.t.Errorf("posthorn log %s: got error %v and\n%s\nwant an error with %q", verb, err, out, want)
+	}
+}
+
+// allMoved is in the output of an import or export.
+const allMoved = "dead letters, ledgers and audiences"
 
 // wantLedger waits until the ledger of the owner is another one.
 func wantLedger(t *testing.T, what string, pods []*pod, want func(queue.Ledger) bool) (got queue.Ledger) {
@@ -110,7 +128,7 @@ func TestMoveToALogAndBack(t *testing.T) {
 	before := wantLedger(t, "with waiting messages", volume, func(l queue.Ledger) bool { return int(l.Pending) == len(waiting) })
 	volume[0].end(syscall.SIGKILL)
 
-	s.move("import", data)
+	s.moved(allMoved, "import", data)
 	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
 	wantLedger(t, "in the log, as before", pods, func(l queue.Ledger) bool { return l == before })
 	r.answer.Store(0)
@@ -127,7 +145,7 @@ func TestMoveToALogAndBack(t *testing.T) {
 	}
 
 	data = filepath.Join(t.TempDir(), "exported")
-	s.move("export", data)
+	s.moved(allMoved, "export", data)
 	volume = []*pod{startVolume(t, manifests(r.URL), data)}
 	wantLedger(t, "of the exported store, as before", volume, func(l queue.Ledger) bool { return l == logged })
 	if out := syncMembers(t, volume[0], "u3", "u4"); !strings.Contains(out, "added 1, removed 1") {
@@ -140,6 +158,58 @@ func TestMoveToALogAndBack(t *testing.T) {
 	checkDelivered(t, slices.Concat(all.acknowledged[:delivered], all.acknowledged[delivered+rejected:]), r)
 	if repeated := r.repeated(); repeated != 0 || int(end.DeadLettered) != rejected {
 		t.Errorf("at the end: got %d repeated deliveries and the ledger %+v, want none and %d dead letters", repeated, end, rejected)
+	}
+}
+
+// The waiting messages and dead letters of a second data directory, of a process that was killed, are added to the
+// log: each is delivered once.
+func TestAddASecondDirectory(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	r.answer.Store(http.StatusConflict)
+	var data []string
+	var waiting, rejected []string
+	for i := range 2 {
+		data = append(data, filepath.Join(t.TempDir(), "data"))
+		volume := []*pod{startVolume(t, manifests(r.URL), data[i])}
+		all := &sender{pods: volume}
+		send := func(prefix string) {
+			stop := all.start(t, fmt.Sprint(prefix, i, "-"))
+			acknowledge(t, all, 400)
+			stop()
+		}
+		send("rejected")
+		n := len(all.acknowledged)
+		wantLedger(t, "with dead letters", volume, func(l queue.Ledger) bool { return int(l.DeadLettered) == n })
+		r.answer.Store(http.StatusServiceUnavailable)
+		send("waiting")
+		wantLedger(t, "with waiting messages", volume, func(l queue.Ledger) bool { return int(l.Pending) == len(all.acknowledged)-n })
+		rejected, waiting = append(rejected, all.acknowledged[:n]...), append(waiting, all.acknowledged[n:]...)
+		volume[0].end(syscall.SIGKILL)
+		r.answer.Store(http.StatusConflict)
+	}
+	s.notMoved("first import the data directory of pod 0", "import", data[1], "--add")
+	s.moved(allMoved, "import", data[0])
+	s.notMoved("use --add", "import", data[1])
+	s.moved("remove it", "import", data[1], "--add")
+	s.moved("has 0 messages and 0 dead letters more", "import", data[1], "--add")
+
+	r.answer.Store(http.StatusServiceUnavailable)
+	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	wantLedger(t, "in the log, with all waiting messages", pods, func(l queue.Ledger) bool { return int(l.Pending) == len(waiting) })
+	s.notMoved("a process uses the slot", "import", data[1], "--add")
+	r.answer.Store(0)
+	checkDelivered(t, waiting, r)
+	api := owner(t, pods).AdminAPI()
+	if stored, err := api.DeadLettersStored(t.Context(), "default/crm"); err != nil || int(stored) != len(rejected) {
+		t.Errorf("stored dead letters: got %d and %v, want %d", stored, err, len(rejected))
+	}
+	if _, err := api.Redeliver(t.Context(), adminapi.DeadLetterAction{Destination: "default/crm", Rate: 1000}, nil); err != nil {
+		t.Fatal(err)
+	}
+	checkDelivered(t, rejected, r)
+	if repeated := r.repeated(); repeated != 0 {
+		t.Errorf("repeated deliveries: got %d, want none", repeated)
 	}
 }
 
@@ -156,10 +226,11 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	stop()
 	volume.end(syscall.SIGTERM)
 	const slot = severalSlots - 1
-	s.move("import", data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
+	s.moved(allMoved, "import", data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
 
 	r.answer.Store(0)
-	h := startHost(t, s, "process-0", map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")})
+	configs := map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")}
+	h := startHost(t, s, "process-0", configs)
 	checkDelivered(t, all.acknowledged, r)
 	if err := wait.Until(func() error {
 		var found []string
@@ -181,6 +252,20 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("namespaces, want default in slot %d and the other one in another slot: %v", slot, err)
 	}
+	// The messages of a second data directory go to the slot of their namespace.
+	h.stop()
+	r.answer.Store(http.StatusServiceUnavailable)
+	second := filepath.Join(t.TempDir(), "data")
+	volume = startVolume(t, manifests(r.URL), second)
+	added := &sender{pods: []*pod{volume}}
+	stop = added.start(t, "added")
+	acknowledge(t, added, 100)
+	stop()
+	volume.end(syscall.SIGTERM)
+	s.moved(fmt.Sprintf("slot %d has %d messages", slot, len(added.acknowledged)), "import", second, "--add", "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots))
+	r.answer.Store(0)
+	startHost(t, s, "process-1", configs)
+	checkDelivered(t, added.acknowledged, r)
 	if repeated := r.repeated(); repeated != 0 {
 		t.Errorf("repeated deliveries: got %d, want none", repeated)
 	}

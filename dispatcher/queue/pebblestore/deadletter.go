@@ -190,14 +190,18 @@ func (g *buryBatch) full() bool {
 
 // letterOf returns the dead letter of a message.
 func letterOf(r *codec.Record, lane queue.LaneID, seq uint64) queue.DeadLetter {
-	letter := queue.DeadLetter{
-		Lane: lane, Seq: seq, ID: string(r.ID), Type: codec.Types[r.Code], Event: string(r.Event), Body: r.Body,
+	return queue.DeadLetter{
+		Lane: lane, Seq: seq, ID: string(r.ID), Type: typeOf(r), Event: string(r.Event), Body: r.Body,
 		AcceptedAt: codec.FromMillis(r.AcceptedAt),
 	}
+}
+
+// typeOf returns the type of a message.
+func typeOf(r *codec.Record) string {
 	if r.Code == 0 {
-		letter.Type = string(r.Type)
+		return string(r.Type)
 	}
-	return letter
+	return codec.Types[r.Code]
 }
 
 func (g *buryBatch) bury(seq uint64, rec *codec.Record, attempts int, last *queue.Failure) error {

@@ -156,10 +156,7 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 
 // describe fills a trace from a message's record and its state in the lanes.
 func (s *Store) describe(log *sourceLog, seq uint64, rec *codec.Record, t *queue.Trace) (err error) {
-	t.Seq, t.ID, t.AcceptedAt, t.Event = seq, string(rec.ID), codec.FromMillis(rec.AcceptedAt), string(rec.Event)
-	if t.Type = string(rec.Type); rec.Code != 0 {
-		t.Type = codec.Types[rec.Code]
-	}
+	t.Seq, t.ID, t.AcceptedAt, t.Type, t.Event = seq, string(rec.ID), codec.FromMillis(rec.AcceptedAt), typeOf(rec), string(rec.Event)
 	log.eachLane(func(l *lane) {
 		if err != nil {
 			return

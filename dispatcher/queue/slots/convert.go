@@ -77,7 +77,7 @@ func (s Slot) Export(ctx context.Context) error {
 		return err
 	}
 	if state.Last == 0 {
-		return errors.New("the slot was not used yet")
+		return ErrUnused
 	}
 	w, err := s.TakeOver(ctx) // The claim has no batch, so the copy is the content of the slot.
 	if err != nil {

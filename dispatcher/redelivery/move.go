@@ -1,0 +1,223 @@
+package redelivery
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Origin is a store whose content is moved; pebblestore.Store.
+type Origin interface {
+	queue.Store
+	// Destinations lists the destinations with lanes, dead letters or a ledger.
+	Destinations() []string
+	// Pending calls fn for the messages of a Source that lanes still have to deliver, in their order, behind a
+	// position, until fn returns false. to are these lanes, or groups by their IDs. The message is valid during the
+	// call.
+	Pending(ctx context.Context, source string, after uint64, fn func(seq uint64, m queue.Message, to []queue.LaneID) bool) error
+}
+
+// Target is the store that gets the content; pebblestore.Store.
+type Target interface {
+	queue.Store
+	// AddDeadLetters stores dead letters of a destination, durably, unless they are stored already.
+	AddDeadLetters(destination string, letters []queue.DeadLetter) error
+}
+
+// Moved counts what Move has moved.
+type Moved struct{ Messages, DeadLetters int64 }
+
+const (
+	// movedPrefix is the prefix of the records of the Origin with the last moved position of a Source.
+	movedPrefix = "moved/"
+	// moveMessages and moveBytes bound the messages in memory.
+	moveMessages = 256
+	moveBytes    = 1 << 20
+	// moveWait is how long Move waits for a target that is full or does not answer, and movePause the time between
+	// two tries.
+	moveWait  = time.Minute
+	movePause = time.Second
+)
+
+// Move moves the pending messages and the dead letters of the selected namespaces from one store to another. Nothing
+// may use the stores. The target delivers a message only to the lanes that still have to deliver it in the origin; a
+// message of a group that no lane delivered goes to the group. The messages are new ones of the target: their
+// retry windows begin again, and its ledgers count them. The origin counts them as discarded. Move can be called
+// again after an error or a crash: at most 256 messages are then in the target twice.
+func Move(ctx context.Context, from Origin, to Target, selects func(namespace string) bool) (moved Moved, err error) {
+	selected := func(name string) bool {
+		namespace, _, _ := strings.Cut(name, "/")
+		return selects(namespace)
+	}
+	m := move{from, to, &moved}
+	lanes := map[string][]queue.LaneID{}
+	for _, l := range from.Lanes() {
+		lanes[l.Source] = append(lanes[l.Source], l)
+	}
+	for _, source := range slices.Sorted(maps.Keys(lanes)) {
+		if selected(source) {
+			if err := m.source(ctx, source, lanes[source]); err != nil {
+				return moved, fmt.Errorf("move the messages of Source %s: %w", source, err)
+			}
+		}
+	}
+	destinations := from.Destinations()
+	slices.Sort(destinations)
+	for _, destination := range destinations {
+		if selected(destination) {
+			if err := m.deadLetters(ctx, destination); err != nil {
+				return moved, fmt.Errorf("move the dead letters of %s: %w", destination, err)
+			}
+		}
+	}
+	return moved, nil
+}
+
+type move struct {
+	from  Origin
+	to    Target
+	moved *Moved
+}
+
+// source moves the messages of a Source, and drops its lanes.
+func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) error {
+	records, err := m.from.AllMeta()
+	if err != nil {
+		return err
+	}
+	var after uint64
+	if record := records[movedPrefix+source]; len(record) == 8 {
+		after = binary.BigEndian.Uint64(record)
+	}
+	only := map[queue.LaneID]string{}
+	for more := true; more; {
+		var page []pending
+		size := 0
+		more = false
+		err := m.from.Pending(ctx, source, after, func(seq uint64, msg queue.Message, to []queue.LaneID) bool {
+			msg.Body = slices.Clone(msg.Body)
+			page = append(page, pending{msg, to})
+			after = seq
+			size += len(msg.Body)
+			more = len(page) == moveMessages || size >= moveBytes
+			return !more
+		})
+		if err != nil {
+			return err
+		}
+		if len(page) == 0 {
+			break
+		}
+		var messages []queue.Message
+		for _, p := range page {
+			for _, lane := range p.to {
+				if only[lane] == "" {
+					if only[lane], err = m.receiver(lane, lanes); err != nil {
+						return err
+					}
+				}
+				p.Only, p.AcceptedAt = only[lane], time.Now()
+				messages = append(messages, p.Message)
+			}
+		}
+		if err := m.append(ctx, messages); err != nil {
+			return err
+		}
+		if err := m.from.PutMetaDurable(movedPrefix+source, binary.BigEndian.AppendUint64(nil, after)); err != nil {
+			return err
+		}
+		m.moved.Messages += int64(len(page))
+	}
+	for _, lane := range lanes {
+		if err := m.from.DropLane(ctx, lane); err != nil {
+			return err
+		}
+	}
+	return m.from.PutMetaDurable(movedPrefix+source, nil)
+}
+
+// pending is a message with the lanes that have to deliver it.
+type pending struct {
+	queue.Message
+	to []queue.LaneID
+}
+
+// receiver returns the Only of the messages of a lane or group. The target gets the lane if it lacks it. all are
+// the lanes of the Source in the origin.
+func (m move) receiver(lane queue.LaneID, all []queue.LaneID) (string, error) {
+	find := func() string {
+		lanes := slices.DeleteFunc(m.to.Lanes(), func(l queue.LaneID) bool {
+			return l.Destination != lane.Destination || m.to.LaneStats(l).Ended
+		})
+		// The other lanes of a group do not get the first attempt of one lane.
+		if lane.Any && lane.Endpoint != "" {
+			lanes = slices.DeleteFunc(lanes, func(l queue.LaneID) bool { return l.Endpoint != lane.Endpoint })
+		}
+		return receiver(lane, lanes)
+	}
+	if only := find(); only != "" {
+		return only, nil
+	}
+	for _, l := range all {
+		if l != lane && l.Group() != lane {
+			continue
+		}
+		if err := m.to.OpenLane(l); err != nil {
+			return "", err
+		}
+		if m.to.LaneStats(l).Ended {
+			if err := m.to.EndLane(l, queue.Active); err != nil {
+				return "", err
+			}
+		}
+	}
+	if only := find(); only != "" {
+		return only, nil
+	}
+	return "", fmt.Errorf("no lane for %v", lane)
+}
+
+// append appends messages, and waits while the target has no space or does not answer.
+func (m move) append(ctx context.Context, messages []queue.Message) error {
+	for end := time.Now().Add(moveWait); ; {
+		_, err := m.to.Append(ctx, messages)
+		if !errors.Is(err, queue.ErrFull) && !errors.Is(err, queue.ErrUnavailable) || time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-time.After(movePause):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// deadLetters moves the dead letters of a destination.
+func (m move) deadLetters(ctx context.Context, destination string) error {
+	for {
+		var page []queue.DeadLetter
+		var keys []string
+		size := 0
+		err := m.from.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
+			page, keys, size = append(page, d), append(keys, d.Key), size+len(d.Body)
+			return len(page) < moveMessages && size < moveBytes
+		})
+		if err != nil || len(page) == 0 {
+			return err
+		}
+		if err := m.to.AddDeadLetters(destination, page); err != nil {
+			return err
+		}
+		if err := m.from.DeleteDeadLetters(ctx, destination, keys...); err != nil {
+			return err
+		}
+		m.moved.DeadLetters += int64(len(page))
+	}
+}
