@@ -129,3 +129,36 @@ func TestImportOfAnEmptyStore(t *testing.T) {
 	owner.accept(t, 1)
 	owner.wantAccepted(t, 1)
 }
+
+// A command appends to a slot that no process uses, and releases it: the next owner does not wait.
+func TestUseOfASlot(t *testing.T) {
+	s := newSnapshotSlot()
+	use := func(fn func(*pebblestore.Store) error) error {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		return s.slot(vfs.NewMem()).Use(ctx, fn)
+	}
+	none := func(*pebblestore.Store) error {
+		t.Error("fn was called")
+		return nil
+	}
+	if err := use(none); !errors.Is(err, slots.ErrUnused) {
+		t.Errorf("use of a new slot: got error %v, want %v", err, slots.ErrUnused)
+	}
+	owner := s.open(t, vfs.NewMem())
+	owner.accept(t, 10)
+	if err := use(none); !errors.Is(err, slots.ErrInUse) {
+		t.Errorf("use of the slot of a process: got error %v, want %v", err, slots.ErrInUse)
+	}
+	owner.close(t, true)
+	for _, failure := range []error{nil, errors.New("fn failed")} {
+		if err := use(func(store *pebblestore.Store) error {
+			added := &snapshotOwner{store: store, session: rand.Text()}
+			added.accept(t, 10)
+			return failure
+		}); !errors.Is(err, failure) {
+			t.Errorf("use of a slot: got error %v, want %v", err, failure)
+		}
+	}
+	s.open(t, vfs.NewMem()).wantAccepted(t, 30)
+}

@@ -51,10 +51,10 @@ func (s Slot) use(ctx context.Context, fn func(*pebblestore.Store, *Snapshotter)
 		return fmt.Errorf("open the store of the slot: %w", err)
 	}
 	err = fn(store, &Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger, Limiter: rate.NewLimiter(rate.Inf, 0)})
-	if err = errors.Join(err, store.Close()); err != nil {
-		return err
+	if failed := store.Close(); failed != nil {
+		return errors.Join(err, failed)
 	}
-	releasing, cancel := context.WithTimeout(ctx, releaseTimeout)
+	releasing, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
-	return w.Release(releasing)
+	return errors.Join(err, w.Release(releasing))
 }
