@@ -172,7 +172,10 @@ func (m move) receiver(lane queue.LaneID, all []queue.LaneID) (string, error) {
 		if err := m.to.OpenLane(l); err != nil {
 			return "", err
 		}
-		if m.to.LaneStats(l).Ended {
+		switch stats := m.to.LaneStats(l); {
+		case stats.Ended && stats.Pending > 0: // It would get the messages that were accepted since its end.
+			return "", fmt.Errorf("%s gets no calls of this Source any more, and the log still has earlier ones for it; start processes with the log until they are delivered, or deliver those of the data directory with posthorn drain", l.Destination)
+		case stats.Ended:
 			if err := m.to.EndLane(l, queue.Active); err != nil {
 				return "", err
 			}

@@ -319,6 +319,23 @@ func TestMoveOfANamespace(t *testing.T) {
 	check.Same(t, "messages that remain", got[stays], []string{stays.Source})
 }
 
+// An ended lane of the target with messages gets no others, because it would also get those that were accepted since
+// its end. Nothing is moved, and the origin keeps the message.
+func TestMoveToAnEndedLaneWithMessages(t *testing.T) {
+	t.Parallel()
+	from, to := openFiles(t, vfs.NewMem()), openFiles(t, vfs.NewMem())
+	for _, s := range []*pebblestore.Store{from, to} {
+		openLanes(t, s, lane)
+		appendTo(t, s, queue.Message{Source: src, ID: "m", AcceptedAt: time.Now(), Body: []byte(`{"id":"m"}`)})
+	}
+	check.NoError(t, "end a lane", to.EndLane(lane, queue.Ended))
+	if _, err := redelivery.Move(t.Context(), from, to, everything); err == nil || !strings.Contains(err.Error(), "shop/crm gets no calls of this Source any more") {
+		t.Errorf("move: got error %v, want one about the ended lane", err)
+	}
+	got, _ := drain(t, from, []queue.LaneID{lane})
+	check.Same(t, "messages of the origin", got[lane], []string{"m"})
+}
+
 // Two dead letters of two stores with the same destination, time and position are both kept; the same one is stored once.
 func TestAddDeadLetters(t *testing.T) {
 	t.Parallel()
