@@ -99,13 +99,15 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		panic(http.ErrAbortHandler)
 	}
 	action := pass
-	if w.plan != nil && r.Method == http.MethodPost {
+	if w.plan != nil { // Also a browser's OPTIONS, which a restart would cut otherwise.
 		w.serial.Lock()
 		defer w.serial.Unlock()
 		if r.Context().Err() != nil { // The client has cancelled the request.
 			panic(http.ErrAbortHandler)
 		}
-		action = w.plan(w.seen())
+		if r.Method == http.MethodPost {
+			action = w.plan(w.seen())
+		}
 	}
 	e := exchange{recorded: recorded{Method: r.Method, Path: r.URL.RequestURI(), Headers: map[string]string{}, Body: string(body)}}
 	for name, values := range r.Header {
