@@ -51,8 +51,8 @@ Of a release with several dispatchers, import the volume of pod 0, which has the
 audiences and DeletionRequests, and then add those of the others with --add: the
 waiting messages and the dead letters are moved to the slots of their namespaces, and
 their retry windows begin again. Ledgers, duplicate messageIds and circuits are not
-moved. An added directory has no messages afterwards. If the command is killed, call it
-again: at most 256 messages are then delivered twice.`,
+moved. After an error or a kill, call the command again: at most 256 messages are
+delivered twice. Until it has ended, the directory starts no dispatcher.`,
 		Example: `  posthorn log import --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
   posthorn log import --data /mnt/data-1 --add --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
   posthorn log import --data /mnt/data --log nats://nats-0:4222 --log-name shop --log-slots 8 --slot 3`,
@@ -145,16 +145,19 @@ func (m mover) store(ctx context.Context) error {
 	if err := m.checkStore(); err != nil {
 		return err
 	}
-	err := m.with(ctx, m.data, func(client *jetstream.Client) (r slots.Remote, err error) {
-		if m.log.slots > 1 { // The directory is created before the slots.
-			if _, err := client.OpenDirectory(ctx, m.log.slots); err != nil {
-				return r, err
-			}
-		}
+	directory, done, err := m.directory(ctx, false) // It is created before the slots.
+	if err != nil {
+		return err
+	}
+	defer done()
+	err = m.with(ctx, m.data, func(client *jetstream.Client) (r slots.Remote, err error) {
 		return client.OpenAdopted(ctx, m.log.slots, m.slot)
 	}, func(slot slots.Slot, remote slots.Remote) error {
-		// The members first: the store names them.
 		return slot.Import(ctx, remote.Rename, func() error {
+			if err := m.assignAll(ctx, directory); err != nil {
+				return err
+			}
+			// The members first: the store names them.
 			if err := audience.StoreFiles(ctx, vfs.Default, filepath.Join(m.data, backup.MembersFolder), remote.Members); err != nil {
 				return fmt.Errorf("store the members of audiences: %w", err)
 			}
@@ -179,18 +182,27 @@ func (m mover) add(ctx context.Context) (err error) {
 	if err := m.checkStore(); err != nil {
 		return err
 	}
-	o := m.options
-	o.DuplicateWindow, o.MaxBytesPerSource, o.DataDir = pebblestore.MaxDuplicateWindow, pebblestore.NoQuota, m.data
-	from, err := pebblestore.Open(filepath.Join(m.data, backup.QueueFolder), o)
+	m.log.config.MaxBytes = jetstream.MinBytes // Existing streams are larger, and are not changed.
+	from, err := m.openStore()
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, from.Close()) }()
-	bySlot, err := m.namespaces(ctx, from)
+	directory, done, err := m.directory(ctx, true)
 	if err != nil {
-		return err
+		return explainUnused(err)
 	}
-	m.log.config.MaxBytes = jetstream.MinBytes // Existing streams are larger, and are not changed.
+	defer done()
+	bySlot := map[int][]string{}
+	for _, namespace := range namespacesOf(from) {
+		slot := m.slot
+		if directory != nil {
+			if known, ok := directory.Slot(namespace); ok {
+				slot = known
+			}
+		}
+		bySlot[slot] = append(bySlot[slot], namespace)
+	}
 	dir := filepath.Join(m.data, addFolder)
 	defer os.RemoveAll(dir)
 	for _, slot := range slices.Sorted(maps.Keys(bySlot)) {
@@ -198,21 +210,25 @@ func (m mover) add(ctx context.Context) (err error) {
 		var moved redelivery.Moved
 		err := m.with(ctx, dir, func(client *jetstream.Client) (slots.Remote, error) {
 			return client.OpenExisting(ctx, m.log.slots, slot)
-		}, func(to slots.Slot, _ slots.Remote) error {
+		}, func(to slots.Slot, remote slots.Remote) error {
 			if err := errors.Join(os.RemoveAll(dir), os.Mkdir(dir, 0o700)); err != nil {
 				return err
 			}
+			state, err := remote.Log.State(ctx)
+			if err != nil {
+				return fmt.Errorf("read the state of the log: %w", err)
+			}
 			return to.Use(ctx, func(store *pebblestore.Store) error {
-				some, err := redelivery.Move(ctx, from, store, func(namespace string) bool { return slices.Contains(bySlot[slot], namespace) })
+				if err := m.assign(ctx, directory, bySlot[slot]); err != nil {
+					return err
+				}
+				some, err := redelivery.Move(ctx, from, store, state.ID, func(namespace string) bool { return slices.Contains(bySlot[slot], namespace) })
 				moved.Messages, moved.DeadLetters = moved.Messages+some.Messages, moved.DeadLetters+some.DeadLetters
 				return err
 			})
 		})
-		if errors.Is(err, slots.ErrUnused) || errors.Is(err, jetstream.ErrNoSlot) {
-			err = fmt.Errorf("%w; first import the data directory of pod 0, without --add", err)
-		}
 		if err != nil {
-			return err
+			return explainUnused(err)
 		}
 		fmt.Fprintf(m.out, "slot %d has %s and %s more, of the namespaces %s\n", slot, plural.Count(moved.Messages, "message"), plural.Count(moved.DeadLetters, "dead letter"), strings.Join(bySlot[slot], ", "))
 	}
@@ -220,44 +236,93 @@ func (m mover) add(ctx context.Context) (err error) {
 	return nil
 }
 
-// namespaces returns the namespaces of a store by their slots.
-func (m mover) namespaces(ctx context.Context, of *pebblestore.Store) (bySlot map[int][]string, err error) {
+// explainUnused adds the fix to the error of a slot without content.
+func explainUnused(err error) error {
+	if errors.Is(err, slots.ErrUnused) || errors.Is(err, jetstream.ErrNoSlot) {
+		return fmt.Errorf("%w; first import the data directory of pod 0 without --add, and use the same --log-name, --log-slots and --slot", err)
+	}
+	return err
+}
+
+// openStore opens the store of the data directory.
+func (m mover) openStore() (*pebblestore.Store, error) {
+	o := m.options
+	o.DuplicateWindow, o.MaxBytesPerSource, o.DataDir = pebblestore.MaxDuplicateWindow, pebblestore.NoQuota, m.data
+	return pebblestore.Open(filepath.Join(m.data, backup.QueueFolder), o)
+}
+
+// namespacesOf returns the namespaces of a store, sorted.
+func namespacesOf(store *pebblestore.Store) []string {
 	names := map[string]bool{}
-	for _, name := range slices.Concat(of.Sources(), of.Destinations()) {
+	for _, name := range slices.Concat(store.Sources(), store.Destinations()) {
 		namespace, _, _ := strings.Cut(name, "/")
 		names[namespace] = true
 	}
-	slotOf := func(string) (int, bool) { return 0, false }
-	if m.log.slots > 1 {
-		client, err := jetstream.New(m.log.config, m.options.Logger)
-		if err != nil {
-			return nil, err
-		}
-		defer client.Close()
-		err = try(ctx, func() error {
-			assignments, err := client.OpenDirectory(ctx, m.log.slots)
-			if err != nil {
+	return slices.Sorted(maps.Keys(names))
+}
+
+// directory returns the directory of a log with several slots; nil for a log with one. exists requires the slot, so
+// that a wrong name creates nothing.
+func (m mover) directory(ctx context.Context, exists bool) (directory *slots.Directory, done func(), err error) {
+	if m.log.slots == 1 {
+		return nil, func() {}, nil
+	}
+	client, err := jetstream.New(m.log.config, m.options.Logger)
+	if err != nil {
+		return nil, nil, err
+	}
+	err = try(ctx, func() error {
+		if exists {
+			if _, err := client.OpenExisting(ctx, m.log.slots, m.slot); err != nil {
 				return err
 			}
-			directory, err := slots.OpenDirectory(ctx, assignments, m.log.slots, m.options.Logger)
-			if err == nil {
-				slotOf = directory.Slot
-			}
-			return err
-		})
+		}
+		assignments, err := client.OpenDirectory(ctx, m.log.slots)
+		if err == nil {
+			directory, err = slots.OpenDirectory(ctx, assignments, m.log.slots, m.options.Logger)
+		}
+		return err
+	})
+	if err != nil {
+		client.Close()
+		return nil, nil, err
+	}
+	return directory, client.Close, nil
+}
+
+// assign assigns namespaces to the slot, unless the log has one slot.
+func (m mover) assign(ctx context.Context, directory *slots.Directory, namespaces []string) error {
+	if directory == nil {
+		return nil
+	}
+	for _, namespace := range namespaces {
+		slot, err := directory.Assign(ctx, namespace, m.slot)
 		if err != nil {
-			return nil, err
+			return err
+		}
+		if slot != m.slot {
+			return fmt.Errorf("namespace %s is in slot %d; use --slot %d, or --add for a further data directory", namespace, slot, slot)
 		}
 	}
-	bySlot = map[int][]string{}
-	for _, namespace := range slices.Sorted(maps.Keys(names)) {
-		slot, ok := slotOf(namespace)
-		if !ok {
-			slot = m.slot
-		}
-		bySlot[slot] = append(bySlot[slot], namespace)
+	return nil
+}
+
+// assignAll assigns the namespaces of the data directory to the slot. It fails if some of its messages were added to
+// a log. A repeated import has done it.
+func (m mover) assignAll(ctx context.Context, directory *slots.Directory) error {
+	at, err := pebblestore.ReadPosition(vfs.Default, filepath.Join(m.data, backup.QueueFolder))
+	if err != nil || at.Batch > 0 {
+		return err
 	}
-	return bySlot, nil
+	store, err := m.openStore()
+	if err != nil {
+		return err
+	}
+	names := namespacesOf(store)
+	if err := errors.Join(redelivery.CheckMoved(store), store.Close()); err != nil {
+		return err
+	}
+	return m.assign(ctx, directory, names)
 }
 
 // checkStore checks that the data directory has a store of this release.

@@ -2,7 +2,7 @@ package redelivery
 
 import (
 	"context"
-	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -20,7 +20,7 @@ type Origin interface {
 	Destinations() []string
 	// Pending calls fn for the messages of a Source that lanes still have to deliver, in their order, behind a
 	// position, until fn returns false. to are these lanes, or groups by their IDs. The message is valid during the
-	// call.
+	// call. A damaged one has no ID and no Type, and its body is the reason.
 	Pending(ctx context.Context, source string, after uint64, fn func(seq uint64, m queue.Message, to []queue.LaneID) bool) error
 }
 
@@ -35,7 +35,7 @@ type Target interface {
 type Moved struct{ Messages, DeadLetters int64 }
 
 const (
-	// movedPrefix is the prefix of the records of the Origin with the last moved position of a Source.
+	// movedPrefix is the prefix of the Origin's records of progress, by Source.
 	movedPrefix = "moved/"
 	// moveMessages and moveBytes bound the messages in memory.
 	moveMessages = 256
@@ -46,17 +46,38 @@ const (
 	movePause = time.Second
 )
 
+// ErrMoving reports that a store was moved in part.
+var ErrMoving = errors.New("posthorn log import --add did not end for this data directory, and some of its messages are in the log already; call it again")
+
+// CheckMoved returns ErrMoving if a Move of the store began and did not end: the moved messages would be delivered
+// again.
+func CheckMoved(store queue.Meta) error {
+	records, err := store.AllMeta()
+	if err != nil {
+		return err
+	}
+	for name := range records {
+		if strings.HasPrefix(name, movedPrefix) {
+			return ErrMoving
+		}
+	}
+	return nil
+}
+
 // Move moves the pending messages and the dead letters of the selected namespaces from one store to another. Nothing
-// may use the stores. The target delivers a message only to the lanes that still have to deliver it in the origin; a
-// message of a group that no lane delivered goes to the group. The messages are new ones of the target: their
-// retry windows begin again, and its ledgers count them. The origin counts them as discarded. Move can be called
-// again after an error or a crash: at most 256 messages are then in the target twice.
-func Move(ctx context.Context, from Origin, to Target, selects func(namespace string) bool) (moved Moved, err error) {
+// may use the stores. The target delivers a message only to the lanes that still have to deliver it in the origin. A
+// message of a group that no lane delivered goes to the group; one that a lane delivered has no further attempts.
+// The messages are new ones of the target: their retry windows begin again, and its ledgers count them. The origin
+// counts them as discarded. A damaged message becomes a dead letter of the target.
+//
+// Move can be called again after an error or a crash, with the same id of the target: at most 256 messages are then
+// in the target twice. Until it has ended, CheckMoved fails for the origin.
+func Move(ctx context.Context, from Origin, to Target, id string, selects func(namespace string) bool) (moved Moved, err error) {
 	selected := func(name string) bool {
 		namespace, _, _ := strings.Cut(name, "/")
 		return selects(namespace)
 	}
-	m := move{from, to, &moved}
+	m := move{from, to, id, &moved}
 	lanes := map[string][]queue.LaneID{}
 	for _, l := range from.Lanes() {
 		lanes[l.Source] = append(lanes[l.Source], l)
@@ -83,7 +104,15 @@ func Move(ctx context.Context, from Origin, to Target, selects func(namespace st
 type move struct {
 	from  Origin
 	to    Target
+	id    string
 	moved *Moved
+}
+
+// moveProgress is the record of the last moved message of a Source.
+type moveProgress struct {
+	// Target is the id of the target.
+	Target string `json:"target"`
+	After  uint64 `json:"after"`
 }
 
 // source moves the messages of a Source, and drops its lanes.
@@ -92,19 +121,24 @@ func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) e
 	if err != nil {
 		return err
 	}
-	var after uint64
-	if record := records[movedPrefix+source]; len(record) == 8 {
-		after = binary.BigEndian.Uint64(record)
+	at := moveProgress{Target: m.id}
+	if record := records[movedPrefix+source]; record != nil {
+		if err := json.Unmarshal(record, &at); err != nil {
+			return fmt.Errorf("read the progress of the last call: %w", err)
+		}
+		if at.Target != m.id {
+			return errors.New("an earlier call moved a part of the messages to another log or slot; use that one, or restore the data directory from its backup")
+		}
 	}
 	only := map[queue.LaneID]string{}
 	for more := true; more; {
 		var page []pending
 		size := 0
 		more = false
-		err := m.from.Pending(ctx, source, after, func(seq uint64, msg queue.Message, to []queue.LaneID) bool {
+		err := m.from.Pending(ctx, source, at.After, func(seq uint64, msg queue.Message, to []queue.LaneID) bool {
 			msg.Body = slices.Clone(msg.Body)
-			page = append(page, pending{msg, to})
-			after = seq
+			page = append(page, pending{msg, seq, to})
+			at.After = seq
 			size += len(msg.Body)
 			more = len(page) == moveMessages || size >= moveBytes
 			return !more
@@ -117,20 +151,34 @@ func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) e
 		}
 		var messages []queue.Message
 		for _, p := range page {
+			if p.ID == "" && p.Type == "" {
+				if err := m.damaged(p); err != nil {
+					return err
+				}
+				continue
+			}
+			var receivers []string
 			for _, lane := range p.to {
 				if only[lane] == "" {
 					if only[lane], err = m.receiver(lane, lanes); err != nil {
 						return err
 					}
 				}
-				p.Only, p.AcceptedAt = only[lane], time.Now()
+				if !slices.Contains(receivers, only[lane]) {
+					receivers = append(receivers, only[lane])
+				}
+			}
+			for _, receiver := range receivers {
+				p.Only, p.AcceptedAt = receiver, time.Now()
 				messages = append(messages, p.Message)
 			}
 		}
-		if err := m.append(ctx, messages); err != nil {
-			return err
+		if len(messages) > 0 {
+			if err := m.append(ctx, messages); err != nil {
+				return err
+			}
 		}
-		if err := m.from.PutMetaDurable(movedPrefix+source, binary.BigEndian.AppendUint64(nil, after)); err != nil {
+		if err := m.record(source, &at); err != nil {
 			return err
 		}
 		m.moved.Messages += int64(len(page))
@@ -140,13 +188,36 @@ func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) e
 			return err
 		}
 	}
-	return m.from.PutMetaDurable(movedPrefix+source, nil)
+	return m.record(source, nil)
 }
 
-// pending is a message with the lanes that have to deliver it.
+func (m move) record(source string, at *moveProgress) error {
+	var record []byte
+	if at != nil {
+		record, _ = json.Marshal(at) // It never fails.
+	}
+	return m.from.PutMetaDurable(movedPrefix+source, record)
+}
+
+// pending is a message with its position and the lanes that have to deliver it.
 type pending struct {
 	queue.Message
-	to []queue.LaneID
+	seq uint64
+	to  []queue.LaneID
+}
+
+// damaged makes dead letters of a message that cannot be read.
+func (m move) damaged(p pending) error {
+	for _, lane := range p.to {
+		now := time.Now()
+		letter := queue.DeadLetter{Lane: lane, Seq: p.seq, AcceptedAt: now, Failure: queue.Failure{
+			Time: now, Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", p.seq, lane.Source, p.Body),
+		}}
+		if err := m.to.AddDeadLetters(lane.Destination, []queue.DeadLetter{letter}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // receiver returns the Only of the messages of a lane or group. The target gets the lane if it lacks it. all are
@@ -156,7 +227,7 @@ func (m move) receiver(lane queue.LaneID, all []queue.LaneID) (string, error) {
 		lanes := slices.DeleteFunc(m.to.Lanes(), func(l queue.LaneID) bool {
 			return l.Destination != lane.Destination || m.to.LaneStats(l).Ended
 		})
-		// The other lanes of a group do not get the first attempt of one lane.
+		// The other lanes of a group do not get the message of one lane.
 		if lane.Any && lane.Endpoint != "" {
 			lanes = slices.DeleteFunc(lanes, func(l queue.LaneID) bool { return l.Endpoint != lane.Endpoint })
 		}
@@ -166,7 +237,7 @@ func (m move) receiver(lane queue.LaneID, all []queue.LaneID) (string, error) {
 		return only, nil
 	}
 	for _, l := range all {
-		if l != lane && l.Group() != lane {
+		if l.Group() != lane.Group() {
 			continue
 		}
 		if err := m.to.OpenLane(l); err != nil {
@@ -174,7 +245,7 @@ func (m move) receiver(lane queue.LaneID, all []queue.LaneID) (string, error) {
 		}
 		switch stats := m.to.LaneStats(l); {
 		case stats.Ended && stats.Pending > 0: // It would get the messages that were accepted since its end.
-			return "", fmt.Errorf("%s gets no calls of this Source any more, and the log still has earlier ones for it; start processes with the log until they are delivered, or deliver those of the data directory with posthorn drain", l.Destination)
+			return "", fmt.Errorf("%s gets no calls of this Source any more, and the log still has earlier ones for it; start processes with the log until they are delivered, then call this again", l.Destination)
 		case stats.Ended:
 			if err := m.to.EndLane(l, queue.Active); err != nil {
 				return "", err
@@ -209,6 +280,7 @@ func (m move) deadLetters(ctx context.Context, destination string) error {
 		var keys []string
 		size := 0
 		err := m.from.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
+			d.Body = slices.Clone(d.Body)
 			page, keys, size = append(page, d), append(keys, d.Key), size+len(d.Body)
 			return len(page) < moveMessages && size < moveBytes
 		})

@@ -118,7 +118,16 @@ func TestMoveOfRandomStores(t *testing.T) {
 			from := openFiles(t, fs)
 			openLanes(t, from, lanes...)
 			messages := 0
-			for range 400 {
+			for i := range 400 {
+				if gap := i == 200 && seed%2 == 0; gap || i == 210 { // The group gets no messages meanwhile.
+					end := queue.Active
+					if gap {
+						end = queue.Ended
+					}
+					for _, l := range lanes[3:6] {
+						check.NoError(t, "end or continue a lane", from.EndLane(l, end))
+					}
+				}
 				switch l := lanes[rng.IntN(len(lanes))]; rng.IntN(3) {
 				case 0:
 					m := queue.Message{Source: l.Source, ID: fmt.Sprint("m", messages), Type: []string{"track", "identify", "delete"}[rng.IntN(3)], AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"id":"m%d"}`, messages)}
@@ -127,6 +136,8 @@ func TestMoveOfRandomStores(t *testing.T) {
 						m.Skip = []string{dest}
 					case 1:
 						m.Only = "shop/all/b"
+					case 2:
+						m.Only = groups + "/b"
 					}
 					appendTo(t, from, m)
 					messages++
@@ -164,7 +175,7 @@ func TestMoveOfRandomStores(t *testing.T) {
 				appendTo(t, to, queue.Message{Source: src, ID: "own", Type: "track", AcceptedAt: time.Now(), Body: []byte(`{"id":"own"}`)})
 				drain(t, to, lanes)
 			}
-			moved, err := redelivery.Move(t.Context(), from, to, everything)
+			moved, err := redelivery.Move(t.Context(), from, to, "log", everything)
 			check.NoError(t, "move", err)
 			if got := int(moved.DeadLetters); got != len(wantLetters) {
 				t.Errorf("moved dead letters: got %d, want %d", got, len(wantLetters))
@@ -172,20 +183,24 @@ func TestMoveOfRandomStores(t *testing.T) {
 			check.Same(t, "dead letters of the target", lettersOf(t, to, destinations...), wantLetters)
 			got, gotFirst := drain(t, to, lanes)
 			for _, l := range lanes {
-				group := l.Group()
-				for _, id := range missing(got[l], want[l]) {
+				group, want := l.Group(), want[l]
+				if l.Any { // A message that another lane has delivered has no further attempts.
+					want = missing(want, missing(want, wantFirst[group]))
+				}
+				for _, id := range missing(got[l], want) {
 					// All lanes of a group get a message that none has delivered.
 					if !l.Any || !slices.Contains(wantFirst[group], id) {
 						t.Errorf("message %s: lane %v of the target has it, that of the origin did not", id, l)
 					}
 				}
-				if lost := slices.Concat(missing(want[l], got[l]), missing(wantFirst[group], gotFirst[group])); len(lost) > 0 {
+				if lost := slices.Concat(missing(want, got[l]), missing(wantFirst[group], gotFirst[group])); len(lost) > 0 {
 					t.Errorf("lane %v of the target lacks the messages %v", l, lost)
 				}
 				if len(slices.Compact(slices.Clone(got[l]))) != len(got[l]) {
 					t.Errorf("deliveries of lane %v of the target: got %v, want each message once", l, got[l])
 				}
 			}
+			check.Same(t, "messages that the target delivers for the first time", gotFirst[lanes[3].Group()], wantFirst[lanes[3].Group()])
 			for _, l := range lanes {
 				if of := from.LaneStats(l); of != (queue.LaneStats{}) {
 					t.Errorf("lane %v of the origin: got %+v, want none", l, of)
@@ -197,7 +212,7 @@ func TestMoveOfRandomStores(t *testing.T) {
 			if got := lettersOf(t, from, destinations...); len(got) > 0 {
 				t.Errorf("dead letters of the origin: got %v, want none", got)
 			}
-			if moved, err := redelivery.Move(t.Context(), from, to, everything); err != nil || moved != (redelivery.Moved{}) {
+			if moved, err := redelivery.Move(t.Context(), from, to, "log", everything); err != nil || moved != (redelivery.Moved{}) {
 				t.Errorf("second move: got %+v and %v, want nothing", moved, err)
 			}
 		})
@@ -251,7 +266,7 @@ func TestMoveIsContinued(t *testing.T) {
 			check.NoError(t, "bury a message", err)
 		}
 		for calls := 0; ; calls++ {
-			_, err := redelivery.Move(t.Context(), from, &failing{to, 1}, everything)
+			_, err := redelivery.Move(t.Context(), from, &failing{to, 1}, "log", everything)
 			if err == nil {
 				if calls < 8 {
 					t.Errorf("calls of a move whose target fails after each page: got %d, want more", calls)
@@ -261,11 +276,20 @@ func TestMoveIsContinued(t *testing.T) {
 			if !errors.Is(err, errFails) {
 				t.Fatalf("move: got error %v, want %v", err, errFails)
 			}
+			if calls < 6 { // Later, only dead letters are left.
+				if err := redelivery.CheckMoved(from); !errors.Is(err, redelivery.ErrMoving) {
+					t.Errorf("check of a store that was moved in part: got error %v, want %v", err, redelivery.ErrMoving)
+				}
+				if _, err := redelivery.Move(t.Context(), from, to, "another log", everything); err == nil || !strings.Contains(err.Error(), "use that one") {
+					t.Fatalf("move to another log: got error %v, want one about the first", err)
+				}
+			}
 			if crash { // Of the last page, only the target has everything.
 				fs = fs.CrashClone(vfs.CrashCloneCfg{})
 				from = openFiles(t, fs)
 			}
 		}
+		check.NoError(t, "check of a store that was moved", redelivery.CheckMoved(from))
 		got, _ := drain(t, to, []queue.LaneID{lane, other})
 		check.Equal(t, "messages of a lane", len(got[lane]), messages+letters)
 		check.Equal(t, "messages of a lane with dead letters", len(got[other]), messages)
@@ -280,7 +304,7 @@ func TestMoveToAFullStore(t *testing.T) {
 	openLanes(t, from, lane)
 	appendTo(t, from, queue.Message{Source: src, ID: "m", AcceptedAt: time.Now(), Body: []byte(`{"id":"m"}`)})
 	full := &fullOnce{Target: to}
-	_, err := redelivery.Move(t.Context(), from, full, everything)
+	_, err := redelivery.Move(t.Context(), from, full, "log", everything)
 	check.NoError(t, "move to a store that was full", err)
 	check.Equal(t, "tries", full.calls, 2)
 	got, _ := drain(t, to, []queue.LaneID{lane})
@@ -310,7 +334,7 @@ func TestMoveOfANamespace(t *testing.T) {
 	for _, source := range []string{src, stays.Source} {
 		appendTo(t, from, queue.Message{Source: source, ID: source, AcceptedAt: time.Now(), Body: []byte(`{"id":"` + source + `"}`)})
 	}
-	moved, err := redelivery.Move(t.Context(), from, to, func(namespace string) bool { return namespace == "shop" })
+	moved, err := redelivery.Move(t.Context(), from, to, "log", func(namespace string) bool { return namespace == "shop" })
 	check.NoError(t, "move", err)
 	check.Equal(t, "moved messages", moved.Messages, 1)
 	got, _ := drain(t, to, []queue.LaneID{lane})
@@ -329,11 +353,46 @@ func TestMoveToAnEndedLaneWithMessages(t *testing.T) {
 		appendTo(t, s, queue.Message{Source: src, ID: "m", AcceptedAt: time.Now(), Body: []byte(`{"id":"m"}`)})
 	}
 	check.NoError(t, "end a lane", to.EndLane(lane, queue.Ended))
-	if _, err := redelivery.Move(t.Context(), from, to, everything); err == nil || !strings.Contains(err.Error(), "shop/crm gets no calls of this Source any more") {
+	if _, err := redelivery.Move(t.Context(), from, to, "log", everything); err == nil || !strings.Contains(err.Error(), "shop/crm gets no calls of this Source any more") {
 		t.Errorf("move: got error %v, want one about the ended lane", err)
 	}
 	got, _ := drain(t, from, []queue.LaneID{lane})
 	check.Same(t, "messages of the origin", got[lane], []string{"m"})
+}
+
+// Damaged messages become dead letters of the target, as they would in the origin.
+func TestMoveOfDamagedMessages(t *testing.T) {
+	t.Parallel()
+	fs := vfs.NewMem()
+	from, to := openFiles(t, fs), openFiles(t, vfs.NewMem())
+	openLanes(t, from, lane)
+	for i := range 3 {
+		appendTo(t, from, queue.Message{Source: src, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"id":"m%d"}`, i)})
+	}
+	moved, err := redelivery.Move(t.Context(), damagedOrigin{from}, to, "log", everything)
+	check.NoError(t, "move", err)
+	check.Equal(t, "moved messages", moved.Messages, 3)
+	got, _ := drain(t, to, []queue.LaneID{lane})
+	check.Same(t, "messages", got[lane], []string{"m0", "m2"})
+	check.NoError(t, "read dead letters", to.DeadLetters(t.Context(), dest, "", func(d queue.DeadLetter) bool {
+		if d.Failure.Reason != queue.ReasonDamaged || d.Seq != 2 || d.Lane != lane || !strings.Contains(d.Failure.Message, "message 2 of shop/web cannot be read: torn") {
+			t.Errorf("dead letter of the damaged message: got %+v", d)
+		}
+		return true
+	}))
+	check.Equal(t, "dead letters", to.DestinationStats(dest).DeadLetters, 1)
+}
+
+// damagedOrigin is a store whose second message is damaged.
+type damagedOrigin struct{ *pebblestore.Store }
+
+func (o damagedOrigin) Pending(ctx context.Context, source string, after uint64, fn func(uint64, queue.Message, []queue.LaneID) bool) error {
+	return o.Store.Pending(ctx, source, after, func(seq uint64, m queue.Message, to []queue.LaneID) bool {
+		if seq == 2 {
+			m = queue.Message{Source: source, Body: []byte("torn")}
+		}
+		return fn(seq, m, to)
+	})
 }
 
 // Two dead letters of two stores with the same destination, time and position are both kept; the same one is stored once.

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 
 	"github.com/cockroachdb/pebble/v2"
@@ -15,8 +14,9 @@ import (
 
 // Pending calls fn for the messages of a Source that lanes still have to deliver, in their order, behind a position,
 // until fn returns false. to are the lanes that have to deliver the message; a group that did not deliver it is one
-// of them, with the ID of LaneID.Group. The message is valid during the call. No message may be leased. It fails at a
-// message that cannot be read and that a lane has to deliver.
+// of them, with the ID of LaneID.Group. A first attempt for an endpoint is left out when another one of its group has
+// delivered the message. A message that is damaged has no ID and no Type, and its body is the reason; it fails after many of them.
+// The message is valid during the call. None may be leased.
 func (s *Store) Pending(ctx context.Context, source string, after uint64, fn func(seq uint64, m queue.Message, to []queue.LaneID) bool) error {
 	if err := s.enter(); err != nil {
 		return err
@@ -26,65 +26,47 @@ func (s *Store) Pending(ctx context.Context, source string, after uint64, fn fun
 	if log == nil {
 		return nil
 	}
-	head := log.durable.Load()
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, log.number, after+1), UpperBound: codec.After(codec.PrefixMessage, log.number)})
-	if err != nil {
-		return s.explain(err)
-	}
-	defer func() { _ = it.Close() }()
-	last := max(after, log.trimmed.Load()) // Read after the iterator was opened: it has all later messages.
-	for ok := it.First(); ok; ok = it.Next() {
+	head, damaged := log.durable.Load(), 0
+	for seq := max(after, log.trimmed.Load()) + 1; seq <= head; seq++ {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		seq := codec.Number(it.Key(), 1)
-		if seq <= last {
-			continue
-		}
-		if seq > head {
-			break
-		}
-		if err := s.checkUnneeded(log, last+1, seq); err != nil {
-			return err
-		}
-		last = seq
-		v, err := it.ValueAndErr()
+		rec, unreadable, err := s.readMessage(log, seq)
 		if err != nil {
-			return s.explain(err)
-		}
-		var rec codec.Record
-		if rec.Decode(v) != nil || rec.Lost {
-			if err := s.checkUnneeded(log, seq, seq+1); err != nil {
-				return err
-			}
-			continue
+			return err
 		}
 		to, err := s.neededBy(log, seq, &rec)
 		if err != nil {
 			return err
 		}
+		switch {
+		case unreadable == nil:
+			damaged = 0
+		case len(to) > 0:
+			if damaged++; damaged > maxDamagedRun {
+				return s.corruptf("message %d of %s: %w", seq, source, unreadable)
+			}
+		}
 		if len(to) > 0 && !fn(seq, messageOf(source, &rec), to) {
 			return nil
-		}
-	}
-	return errors.Join(s.explain(it.Error()), s.checkUnneeded(log, last+1, head+1))
-}
-
-// checkUnneeded returns an error if a lane has to deliver one of the unreadable messages from first to before end.
-func (s *Store) checkUnneeded(log *sourceLog, first, end uint64) error {
-	for seq := first; seq < end; seq++ {
-		to, err := s.neededBy(log, seq, &codec.Record{Lost: true})
-		if err != nil {
-			return err
-		}
-		if len(to) > 0 {
-			return fmt.Errorf("message %d of Source %s is damaged; run posthorn drain with the data directory, which makes it a dead letter, and try again", seq, log.source)
 		}
 	}
 	return nil
 }
 
-// neededBy returns the lanes, and the groups that did not deliver it, that have to deliver a message.
+// readMessage reads a message. The record of one that is unreadable is Lost.
+func (s *Store) readMessage(log *sourceLog, seq uint64) (rec codec.Record, unreadable, err error) {
+	v, err := s.get(codec.Key(codec.PrefixMessage, log.number, seq))
+	if err == nil {
+		err = rec.Decode(v)
+	}
+	if errors.Is(err, pebble.ErrNotFound) || errors.Is(err, codec.ErrMalformed) || pebble.IsCorruptionError(err) {
+		return codec.Record{Lost: true, Body: []byte(err.Error())}, err, nil
+	}
+	return rec, nil, s.explain(err)
+}
+
+// neededBy returns the lanes and groups that have to deliver a message.
 func (s *Store) neededBy(log *sourceLog, seq uint64, rec *codec.Record) (to []queue.LaneID, err error) {
 	log.eachLane(func(l *lane) {
 		if err != nil {
@@ -99,12 +81,11 @@ func (s *Store) neededBy(log *sourceLog, seq uint64, rec *codec.Record) (to []qu
 		if l.group != nil && !exempt(typeOf(rec)) {
 			l.mu.Lock()
 			delivered, err = s.isFinal(l.group, seq)
-			removed := l.EndpointRemoved
 			l.mu.Unlock()
-			if err != nil || delivered && removed {
+			if err != nil || delivered {
 				return
 			}
-			if !delivered {
+			if len(rec.Only) <= len(id.Destination) { // It is not for one endpoint only.
 				id = id.Group()
 			}
 		}
