@@ -301,7 +301,7 @@ func (m mover) assign(ctx context.Context, directory *slots.Directory, namespace
 			return err
 		}
 		if slot != m.slot {
-			return fmt.Errorf("namespace %s is in slot %d; use --slot %d, or --add for a further data directory", namespace, slot, slot)
+			return fmt.Errorf("namespace %s is in slot %d; use --slot %d, or, for a further data directory, --add, and call the command again", namespace, slot, slot)
 		}
 	}
 	return nil

@@ -80,13 +80,17 @@ func Move(ctx context.Context, from Origin, to Target, id string, selects func(n
 	m := move{from, to, id, &moved}
 	lanes := map[string][]queue.LaneID{}
 	for _, l := range from.Lanes() {
-		lanes[l.Source] = append(lanes[l.Source], l)
+		if selected(l.Source) {
+			lanes[l.Source] = append(lanes[l.Source], l)
+		}
 	}
-	for _, source := range slices.Sorted(maps.Keys(lanes)) {
-		if selected(source) {
-			if err := m.source(ctx, source, lanes[source]); err != nil {
-				return moved, fmt.Errorf("move the messages of Source %s: %w", source, err)
-			}
+	progress, err := m.begin(lanes, selected)
+	if err != nil {
+		return moved, err
+	}
+	for _, source := range slices.Sorted(maps.Keys(progress)) {
+		if err := m.source(ctx, source, lanes[source], progress[source]); err != nil {
+			return moved, fmt.Errorf("move the messages of Source %s: %w", source, err)
 		}
 	}
 	destinations := from.Destinations()
@@ -96,6 +100,11 @@ func Move(ctx context.Context, from Origin, to Target, id string, selects func(n
 			if err := m.deadLetters(ctx, destination); err != nil {
 				return moved, fmt.Errorf("move the dead letters of %s: %w", destination, err)
 			}
+		}
+	}
+	for source := range progress {
+		if err := m.record(source, nil); err != nil {
+			return moved, err
 		}
 	}
 	return moved, nil
@@ -115,32 +124,55 @@ type moveProgress struct {
 	After  uint64 `json:"after"`
 }
 
-// source moves the messages of a Source, and drops its lanes.
-func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) error {
+// begin returns the progress of each selected Source, and records that the move has begun.
+func (m move) begin(lanes map[string][]queue.LaneID, selected func(string) bool) (map[string]moveProgress, error) {
 	records, err := m.from.AllMeta()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	at := moveProgress{Target: m.id}
-	if record := records[movedPrefix+source]; record != nil {
+	all := map[string]moveProgress{}
+	for name, record := range records {
+		source, ok := strings.CutPrefix(name, movedPrefix)
+		if !ok || !selected(source) {
+			continue
+		}
+		var at moveProgress
 		if err := json.Unmarshal(record, &at); err != nil {
-			return fmt.Errorf("read the progress of the last call: %w", err)
+			return nil, fmt.Errorf("read the progress of the last call for Source %s: %w", source, err)
 		}
 		if at.Target != m.id {
-			return errors.New("an earlier call moved a part of the messages to another log or slot; use that one, or restore the data directory from its backup")
+			return nil, fmt.Errorf("an earlier call moved a part of the messages of Source %s to another log or slot; use that one, or restore the data directory from its backup", source)
+		}
+		all[source] = at
+	}
+	for source := range lanes {
+		if _, begun := all[source]; begun {
+			continue
+		}
+		all[source] = moveProgress{Target: m.id}
+		if err := m.record(source, &moveProgress{Target: m.id}); err != nil {
+			return nil, err
 		}
 	}
+	return all, nil
+}
+
+// source moves the messages of a Source, and drops its lanes.
+func (m move) source(ctx context.Context, source string, lanes []queue.LaneID, at moveProgress) error {
 	only := map[queue.LaneID]string{}
 	for more := true; more; {
 		var page []pending
-		size := 0
+		messages, size := 0, 0
 		more = false
 		err := m.from.Pending(ctx, source, at.After, func(seq uint64, msg queue.Message, to []queue.LaneID) bool {
 			msg.Body = slices.Clone(msg.Body)
-			page = append(page, pending{msg, seq, to})
+			p := pending{msg, seq, to}
+			page = append(page, p)
 			at.After = seq
-			size += len(msg.Body)
-			more = len(page) == moveMessages || size >= moveBytes
+			if size += len(msg.Body); !p.damaged() { // Pending counts the damaged ones.
+				messages++
+			}
+			more = messages == moveMessages || size >= moveBytes
 			return !more
 		})
 		if err != nil {
@@ -149,46 +181,58 @@ func (m move) source(ctx context.Context, source string, lanes []queue.LaneID) e
 		if len(page) == 0 {
 			break
 		}
-		var messages []queue.Message
-		for _, p := range page {
-			if p.ID == "" && p.Type == "" {
-				if err := m.damaged(p); err != nil {
-					return err
-				}
-				continue
-			}
-			var receivers []string
-			for _, lane := range p.to {
-				if only[lane] == "" {
-					if only[lane], err = m.receiver(lane, lanes); err != nil {
-						return err
-					}
-				}
-				if !slices.Contains(receivers, only[lane]) {
-					receivers = append(receivers, only[lane])
-				}
-			}
-			for _, receiver := range receivers {
-				p.Only, p.AcceptedAt = receiver, time.Now()
-				messages = append(messages, p.Message)
-			}
-		}
-		if len(messages) > 0 {
-			if err := m.append(ctx, messages); err != nil {
-				return err
-			}
+		if err := m.page(ctx, page, lanes, only); err != nil {
+			return err
 		}
 		if err := m.record(source, &at); err != nil {
 			return err
 		}
-		m.moved.Messages += int64(len(page))
 	}
 	for _, lane := range lanes {
 		if err := m.from.DropLane(ctx, lane); err != nil {
 			return err
 		}
 	}
-	return m.record(source, nil)
+	return nil
+}
+
+// page appends a page to the target. only has the receivers of lanes, and all are the lanes of the Source in the origin.
+func (m move) page(ctx context.Context, page []pending, all []queue.LaneID, only map[queue.LaneID]string) (err error) {
+	var messages []queue.Message
+	var damaged []pending
+	for _, p := range page {
+		if p.damaged() {
+			damaged = append(damaged, p)
+			continue
+		}
+		var receivers []string
+		for _, lane := range p.to {
+			if only[lane] == "" {
+				if only[lane], err = m.receiver(lane, all); err != nil {
+					return err
+				}
+			}
+			if !slices.Contains(receivers, only[lane]) {
+				receivers = append(receivers, only[lane])
+			}
+		}
+		for _, receiver := range receivers {
+			p.Only, p.AcceptedAt = receiver, time.Now()
+			messages = append(messages, p.Message)
+		}
+	}
+	if len(messages) > 0 {
+		if err := m.append(ctx, messages); err != nil {
+			return err
+		}
+	}
+	m.moved.Messages += int64(len(page) - len(damaged))
+	for _, p := range damaged {
+		if err := m.bury(p); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (m move) record(source string, at *moveProgress) error {
@@ -206,8 +250,10 @@ type pending struct {
 	to  []queue.LaneID
 }
 
-// damaged makes dead letters of a message that cannot be read.
-func (m move) damaged(p pending) error {
+func (p pending) damaged() bool { return p.ID == "" && p.Type == "" }
+
+// bury makes dead letters of a damaged message.
+func (m move) bury(p pending) error {
 	for _, lane := range p.to {
 		now := time.Now()
 		letter := queue.DeadLetter{Lane: lane, Seq: p.seq, AcceptedAt: now, Failure: queue.Failure{
@@ -216,6 +262,7 @@ func (m move) damaged(p pending) error {
 		if err := m.to.AddDeadLetters(lane.Destination, []queue.DeadLetter{letter}); err != nil {
 			return err
 		}
+		m.moved.DeadLetters++
 	}
 	return nil
 }

@@ -15,7 +15,7 @@ import (
 // Pending calls fn for the messages of a Source that lanes still have to deliver, in their order, behind a position,
 // until fn returns false. to are the lanes that have to deliver the message; a group that did not deliver it is one
 // of them, with the ID of LaneID.Group. A first attempt for an endpoint is left out when another one of its group has
-// delivered the message. A message that is damaged has no ID and no Type, and its body is the reason; it fails after many of them.
+// delivered the message. A message that is damaged has no ID and no Type, and its body is the reason; it fails after 256 in a row.
 // The message is valid during the call. None may be leased.
 func (s *Store) Pending(ctx context.Context, source string, after uint64, fn func(seq uint64, m queue.Message, to []queue.LaneID) bool) error {
 	if err := s.enter(); err != nil {
@@ -31,9 +31,9 @@ func (s *Store) Pending(ctx context.Context, source string, after uint64, fn fun
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		rec, unreadable, err := s.readMessage(log, seq)
-		if err != nil {
-			return err
+		rec, unreadable := s.readMessage(log, seq)
+		if unreadable != nil {
+			rec = codec.Record{Lost: true, Body: []byte(unreadable.Error())}
 		}
 		to, err := s.neededBy(log, seq, &rec)
 		if err != nil {
@@ -43,8 +43,8 @@ func (s *Store) Pending(ctx context.Context, source string, after uint64, fn fun
 		case unreadable == nil:
 			damaged = 0
 		case len(to) > 0:
-			if damaged++; damaged > maxDamagedRun {
-				return s.corruptf("message %d of %s: %w", seq, source, unreadable)
+			if damaged++; damaged > maxDamagedRun || !pebble.IsCorruptionError(unreadable) {
+				return s.explain(unreadable)
 			}
 		}
 		if len(to) > 0 && !fn(seq, messageOf(source, &rec), to) {
@@ -54,16 +54,22 @@ func (s *Store) Pending(ctx context.Context, source string, after uint64, fn fun
 	return nil
 }
 
-// readMessage reads a message. The record of one that is unreadable is Lost.
-func (s *Store) readMessage(log *sourceLog, seq uint64) (rec codec.Record, unreadable, err error) {
+// readMessage reads a message, as reader.read does. A damaged one is an error of the engine, for IsCorruptionError.
+func (s *Store) readMessage(log *sourceLog, seq uint64) (rec codec.Record, err error) {
 	v, err := s.get(codec.Key(codec.PrefixMessage, log.number, seq))
-	if err == nil {
-		err = rec.Decode(v)
+	if pebble.IsCorruptionError(err) { // The file may be sound.
+		v, err = s.get(codec.Key(codec.PrefixMessage, log.number, seq))
 	}
-	if errors.Is(err, pebble.ErrNotFound) || errors.Is(err, codec.ErrMalformed) || pebble.IsCorruptionError(err) {
-		return codec.Record{Lost: true, Body: []byte(err.Error())}, err, nil
+	switch {
+	case errors.Is(err, pebble.ErrNotFound):
+		return rec, s.corruptf("message %d of %s is missing", seq, log.source)
+	case err != nil:
+		return rec, err
 	}
-	return rec, nil, s.explain(err)
+	if err := rec.Decode(v); err != nil {
+		return rec, s.corruptf("message %d of %s: %w", seq, log.source, err)
+	}
+	return rec, nil
 }
 
 // neededBy returns the lanes and groups that have to deliver a message.

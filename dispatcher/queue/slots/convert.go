@@ -15,7 +15,7 @@ var ErrUsed = errors.New("the slot has messages, or was used by a process")
 // Import makes the store in Dir, which has a log of its own, the content of the slot: its messages, dead letters,
 // ledgers and states. The slot must not have been used; otherwise the error is ErrUsed. Import can be called again
 // after an error. The store then belongs to the slot, and does not open without it. It fails as Open of the store
-// does. rename is that of the Remote. prepare is called before anything is changed, when the import is possible.
+// does. rename is that of the Remote. prepare is called before the store and the slot are changed, when the import is possible.
 func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, prepare func() error) error {
 	s.setStoreDefaults()
 	at, err := pebblestore.ReadPosition(s.Store.FS, s.Dir)
@@ -26,8 +26,15 @@ func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, repla
 	if err != nil {
 		return fmt.Errorf("read the state of the log: %w", err)
 	}
-	if err := s.checkImport(ctx, state, at); err != nil {
+	former, err := readLocal(s.Store.FS, s.Dir)
+	if err != nil {
 		return err
+	}
+	if err := s.checkImport(ctx, state, former, at); err != nil {
+		return err
+	}
+	if state.ID != "" && former.Stream == state.ID { // It is imported already. Stores that are added know the stream by its ID.
+		rename = func(context.Context, ...string) error { return nil }
 	}
 	if err := prepare(); err != nil {
 		return err
@@ -40,11 +47,7 @@ func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, repla
 }
 
 // checkImport returns an error unless the stream is unused, or begins with the store at a position.
-func (s Slot) checkImport(ctx context.Context, state State, at pebblestore.Position) error {
-	former, err := readLocal(s.Store.FS, s.Dir)
-	if err != nil {
-		return err
-	}
+func (s Slot) checkImport(ctx context.Context, state State, former local, at pebblestore.Position) error {
 	if err := former.checkStream(state, s.Dir); err != nil {
 		return fmt.Errorf("the store belongs to another log; use its --log-name, or export that log: %w", err)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 )
 
 // openVolume opens a store with a log of its own.
@@ -111,10 +112,19 @@ func TestImportIsRepeated(t *testing.T) {
 	if err := failing.Import(t.Context(), s.stream.Rename, func() error { return nil }); err == nil {
 		t.Fatal("import without an object store: got no error, want one")
 	}
+	var ids []string
 	for range 2 {
 		if err := s.importFrom(t, fs); err != nil {
 			t.Fatalf("repeated import: %v", err)
 		}
+		state, err := slotstest.NewLog(s.stream).State(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids = append(ids, state.ID)
+	}
+	if ids[0] != ids[1] {
+		t.Errorf("ids of the stream after each import: got %q, want the same", ids)
 	}
 	s.open(t, vfs.NewMem()).wantAccepted(t, 50)
 }
