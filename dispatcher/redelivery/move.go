@@ -47,7 +47,7 @@ const (
 )
 
 // ErrMoving reports that a store was moved in part.
-var ErrMoving = errors.New("posthorn log import --add did not end for this data directory, and some of its messages are in the log already; call it again")
+var ErrMoving = errors.New("posthorn log import --add did not end for this data directory, and some of its messages can be in the log already; call it again")
 
 // CheckMoved returns ErrMoving if a Move of the store began and did not end: the moved messages would be delivered
 // again.

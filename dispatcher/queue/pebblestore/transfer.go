@@ -15,8 +15,8 @@ import (
 // Pending calls fn for the messages of a Source that lanes still have to deliver, in their order, behind a position,
 // until fn returns false. to are the lanes that have to deliver the message; a group that did not deliver it is one
 // of them, with the ID of LaneID.Group. A first attempt for an endpoint is left out when another one of its group has
-// delivered the message. A message that is damaged has no ID and no Type, and its body is the reason; it fails after 256 in a row.
-// The message is valid during the call. None may be leased.
+// delivered the message. A message that is damaged has no ID and no Type, and its body is the reason; after 256 of them
+// in a row Pending fails. The message is valid during the call. None may be leased.
 func (s *Store) Pending(ctx context.Context, source string, after uint64, fn func(seq uint64, m queue.Message, to []queue.LaneID) bool) error {
 	if err := s.enter(); err != nil {
 		return err
