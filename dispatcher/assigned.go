@@ -21,21 +21,9 @@ import (
 // storedNamespaces returns the namespaces that the store has, sorted: those with messages, dead letters or
 // ledgers, and those whose live config was in effect.
 func (d *Dispatcher) storedNamespaces() []string {
-	found := map[string]bool{}
-	add := func(name string) {
-		namespace, _, _ := strings.Cut(name, "/")
-		found[namespace] = true
-	}
-	for _, name := range d.store.Sources() {
-		add(name)
-	}
-	for _, name := range d.store.Destinations() {
-		add(name)
-	}
-	for _, namespace := range d.configs.Namespaces() {
-		add(namespace)
-	}
-	return slices.Sorted(maps.Keys(found))
+	names := slices.Concat(d.store.Namespaces(), d.configs.Namespaces())
+	slices.Sort(names)
+	return slices.Compact(names)
 }
 
 // compared is the directory in which the namespaces of a store have a slot.

@@ -194,7 +194,7 @@ func (m mover) add(ctx context.Context) (err error) {
 	}
 	defer done()
 	bySlot := map[int][]string{}
-	for _, namespace := range namespacesOf(from) {
+	for _, namespace := range from.Namespaces() {
 		slot := m.slot
 		if directory != nil {
 			if known, ok := directory.Slot(namespace); ok {
@@ -249,16 +249,6 @@ func (m mover) openStore() (*pebblestore.Store, error) {
 	o := m.options
 	o.DuplicateWindow, o.MaxBytesPerSource, o.DataDir = pebblestore.MaxDuplicateWindow, pebblestore.NoQuota, m.data
 	return pebblestore.Open(filepath.Join(m.data, backup.QueueFolder), o)
-}
-
-// namespacesOf returns the namespaces of a store, sorted.
-func namespacesOf(store *pebblestore.Store) []string {
-	names := map[string]bool{}
-	for _, name := range slices.Concat(store.Sources(), store.Destinations()) {
-		namespace, _, _ := strings.Cut(name, "/")
-		names[namespace] = true
-	}
-	return slices.Sorted(maps.Keys(names))
 }
 
 // directory returns the directory of a log with several slots; nil for a log with one. exists requires the slot, so
@@ -318,7 +308,7 @@ func (m mover) assignAll(ctx context.Context, directory *slots.Directory) error 
 	if err != nil {
 		return err
 	}
-	names := namespacesOf(store)
+	names := store.Namespaces()
 	if err := errors.Join(redelivery.CheckMoved(store), store.Close()); err != nil {
 		return err
 	}

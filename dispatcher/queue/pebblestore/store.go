@@ -686,6 +686,16 @@ func (s *Store) Sources() []string {
 	return slices.Collect(maps.Keys(s.logs))
 }
 
+// Namespaces lists the namespaces of the Sources and destinations, sorted.
+func (s *Store) Namespaces() []string {
+	found := map[string]bool{}
+	for _, name := range slices.Concat(s.Sources(), s.Destinations()) {
+		namespace, _, _ := strings.Cut(name, "/")
+		found[namespace] = true
+	}
+	return slices.Sorted(maps.Keys(found))
+}
+
 // SourceStats implements queue.Store.
 func (s *Store) SourceStats(source string) queue.SourceStats {
 	s.mu.RLock()
