@@ -140,7 +140,7 @@ func TestImportOfAnEmptyStore(t *testing.T) {
 	owner.wantAccepted(t, 1)
 }
 
-// A command appends to a slot that no process uses, and releases it: the next owner does not wait.
+// A command appends to a slot that no process uses, and releases it, also after an error.
 func TestUseOfASlot(t *testing.T) {
 	s := newSnapshotSlot()
 	use := func(fn func(*pebblestore.Store) error) error {
@@ -169,6 +169,15 @@ func TestUseOfASlot(t *testing.T) {
 		}); !errors.Is(err, failure) {
 			t.Errorf("use of a slot: got error %v, want %v", err, failure)
 		}
+		next := s.slot(vfs.NewMem())
+		next.SetClaimAfter(time.Hour) // Only a released slot is claimed at once.
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		w, err := next.Follow(ctx)
+		if err != nil {
+			t.Fatalf("claim of the slot after its use: got error %v, want none", err)
+		}
+		w.Close()
 	}
 	s.open(t, vfs.NewMem()).wantAccepted(t, 30)
 }
