@@ -149,10 +149,11 @@ func (m move) begin(lanes map[string][]queue.LaneID, selected func(string) bool)
 		if _, begun := all[source]; begun {
 			continue
 		}
-		all[source] = moveProgress{Target: m.id}
-		if err := m.record(source, &moveProgress{Target: m.id}); err != nil {
+		at := moveProgress{Target: m.id}
+		if err := m.record(source, &at); err != nil {
 			return nil, err
 		}
+		all[source] = at
 	}
 	return all, nil
 }

@@ -15,7 +15,8 @@ var ErrUsed = errors.New("the slot has messages, or was used by a process")
 // Import makes the store in Dir, which has a log of its own, the content of the slot: its messages, dead letters,
 // ledgers and states. The slot must not have been used; otherwise the error is ErrUsed. Import can be called again
 // after an error. The store then belongs to the slot, and does not open without it. It fails as Open of the store
-// does. rename is that of the Remote. prepare is called before the store and the slot are changed, when the import is possible.
+// does. rename is that of the Remote. prepare is called when the import is possible, before the store and the slot are
+// changed.
 func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, prepare func() error) error {
 	s.setStoreDefaults()
 	at, err := pebblestore.ReadPosition(s.Store.FS, s.Dir)
@@ -33,7 +34,7 @@ func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, repla
 	if err := s.checkImport(ctx, state, former, at); err != nil {
 		return err
 	}
-	if state.ID != "" && former.Stream == state.ID { // It is imported already. Stores that are added know the stream by its ID.
+	if state.ID != "" && former.Stream == state.ID { // A repeated import. An unfinished addition knows the stream by its ID.
 		rename = func(context.Context, ...string) error { return nil }
 	}
 	if err := prepare(); err != nil {
