@@ -173,10 +173,13 @@ func TestRetriedStatusCodes(t *testing.T) {
 	}
 }
 
-// A message that two URLs may get waits for the one that requested no wait, not for the other.
+// A message that two URLs may get waits for the one that requested no wait, also while that one is
+// busy, and not for the other.
 func TestRetryAfterOfOneOfTwoURLs(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		w := newWorld(t, byURL(map[string]answer{urlA: {status: 500}, urlB: {status: 503, retryAfter: time.Hour}}))
+		w := newWorld(t, byURL(map[string]answer{
+			urlA: {status: 500}, urlB: {status: 503, retryAfter: time.Hour}, urlC: {status: 200, after: time.Second},
+		}))
 		w.apply(dest("crm", urlA))
 		w.send("web", 8)
 		w.sleep(time.Second)

@@ -304,24 +304,21 @@ func (e *Engine) quantum(l *lane) int {
 }
 
 // sendable reports whether an endpoint with a closed circuit can accept a request, or, if all
-// circuits are open, whether a probe is due. While an endpoint is proven, the others do not count:
-// a message must not be sent to a failing URL only because the working one is briefly busy.
+// circuits are open, whether a probe is due. Only the endpoints of the highest rank count: a message
+// must not be sent to a failing URL only because the working one is briefly busy.
 func (l *lane) sendable(now time.Time) (closed, probe bool) {
-	open, proven := true, false
+	best := 0
 	for _, t := range l.targets {
-		switch {
-		case t.machine.ProbeDue(now):
-			probe = true
-		case !t.machine.Open():
-			open = false
-			if p := t.machine.Proven(); p && !proven {
-				closed, proven = t.takes(now), true
-			} else if p == proven {
-				closed = closed || t.takes(now)
-			}
+		switch r := t.rank(now); {
+		case r == 0:
+			probe = probe || t.machine.ProbeDue(now)
+		case r > best:
+			closed, best = t.takes(now), r
+		case r == best:
+			closed = closed || t.takes(now)
 		}
 	}
-	return closed, probe && open
+	return closed, probe && best == 0
 }
 
 // takes reports whether the endpoint can accept an ordinary request.

@@ -74,20 +74,33 @@ func (e *Engine) start(l *lane, d queue.Delivery, p *post, now time.Time) {
 	e.post(l, d, l.choose(d.Attempt, now, func(t target) bool { return t.takes(now) }), p, now)
 }
 
-// choose returns one of the lane's endpoints that satisfy will, a proven one if possible.
+// choose returns the lane's endpoint of the highest rank that satisfies will.
 func (l *lane) choose(turn int, now time.Time, will func(target) bool) (to target) {
 	if len(l.targets) == 1 {
 		return l.targets[0]
 	}
-	proven := false
+	best := -1
 	for i := range l.targets {
 		t := l.targets[(turn+i)%len(l.targets)]
-		// An endpoint that requested a wait is the last choice.
-		if p := t.machine.Proven() && t.machine.Wait(now) == 0; will(t) && (to.liveEndpoint == nil || p && !proven) {
-			to, proven = t, p
+		if r := t.rank(now); r > best && will(t) {
+			to, best = t, r
 		}
 	}
 	return to
+}
+
+// rank orders the endpoints of a lane: 0 if the circuit is open, 1 if the endpoint requested a wait,
+// 2 if it is not proven, 3 if it is.
+func (ep *liveEndpoint) rank(now time.Time) int {
+	switch m := &ep.machine; {
+	case m.Open():
+		return 0
+	case m.Wait(now) > 0:
+		return 1
+	case m.Proven():
+		return 3
+	}
+	return 2
 }
 
 // post makes the request for a message.
