@@ -34,10 +34,14 @@ const waitLimit = wait.Limit
 // namespace is the namespace of everything here.
 const namespace = "shop"
 
-// number returns a count from the environment, for example for a long run.
+// number returns a count from the environment, for example for a long run. With -short it is a
+// quarter of the normal one.
 func number(name string, normal int) int {
 	if n, err := strconv.Atoi(os.Getenv(name)); err == nil && n > 0 {
 		return n
+	}
+	if testing.Short() {
+		return normal / 4
 	}
 	return normal
 }
