@@ -2,7 +2,6 @@ package controllers
 
 import (
 	"context"
-	"net"
 	"net/http"
 
 	. "github.com/onsi/ginkgo/v2"
@@ -12,14 +11,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/test/metrics"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 var _ = Describe("The operator's metrics", func() {
 	It("are exactly those in docs/metrics.md", func() {
-		free, err := net.Listen("tcp", "127.0.0.1:0")
-		Expect(err).NotTo(HaveOccurred())
-		address := free.Addr().String()
-		Expect(free.Close()).To(Succeed())
+		address := process.FreeAddr()
 		gone := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: backlogSecret}, StringData: map[string]string{"dispatcher-9": "3"}}
 		Expect(cluster.Create(context.Background(), gone)).To(Succeed())
 		w := newWorld(func(w *world) { w.options.MetricsBindAddress = address })

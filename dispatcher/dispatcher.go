@@ -121,6 +121,8 @@ type Options struct {
 	clock *clockCheck
 	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
 	term *term
+	// handOver replaces handOverTimeout in tests.
+	handOver time.Duration
 	// identity and forwarder are set by RunSlot if standbys forward calls.
 	identity  *peer.Identity
 	forwarder *peer.Forwarder
@@ -191,7 +193,7 @@ func New(o Options) (*Dispatcher, error) {
 		o.DrainTimeout = defaultDrain
 	}
 	if o.term != nil {
-		o.DrainTimeout = min(o.DrainTimeout, handOverTimeout)
+		o.DrainTimeout = min(o.DrainTimeout, cmp.Or(o.handOver, handOverTimeout))
 	}
 	var windowsSince time.Time
 	if o.Drain {

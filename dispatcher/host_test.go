@@ -595,9 +595,7 @@ func TestNamesOfProcesses(t *testing.T) {
 	}
 	wantTwin(t, first, true)
 	wantTwin(t, second, false)
-	if owned, _ := slotsOf(t, second); owned != 0 {
-		t.Errorf("second process: got %d slots, want none", owned)
-	}
+	waitSlots(t, second, 0)
 	stopFirst()
 	wantTwin(t, second, true)
 	waitSlots(t, second, 1)
@@ -666,9 +664,7 @@ func TestProcessOfAnotherInstallation(t *testing.T) {
 		t.Errorf("heartbeats: got those of %d processes, want those of the first one alone", len(senders))
 	}
 	mu.Unlock()
-	if reason := readiness(t, first); reason != "" {
-		t.Errorf("the first process: got %q, want a ready one", reason)
-	}
+	waitReady(t, first)
 	in.waitDelivered(t, 1)
 }
 

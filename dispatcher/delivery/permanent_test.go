@@ -61,7 +61,9 @@ func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
 func TestMessagesBehindAPermanentAnswerExpire(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 404}))
-		w.apply(dest("crm", urlA))
+		d := dest("crm", urlA)
+		d.Delivery.MaxInFlight = 1 // The answers have an order.
+		w.apply(d)
 		w.send("web", 50)
 		w.sleep(4*time.Hour + 2*time.Minute)
 		reasons := map[string]int{}

@@ -17,6 +17,7 @@ import (
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/docs"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // The Job of docs/drain.md delivers what a pod that does not exist any more has pending, with the
@@ -52,13 +53,18 @@ func TestDrainJob(t *testing.T) {
 		}
 		return string(out), cmd.ProcessState.ExitCode()
 	}
-	output, code := drain("--timeout", "5s")
-	if want := "default/crm: 50 pending: endpoint primary is "; code != 1 || !strings.Contains(output, want) {
-		t.Fatalf("drain with a failing receiver: got exit code %d and output %s, want 1 and %q", code, output, want)
+	if err := wait.Until(func() error { // Its time may end before its start.
+		output, code := drain("--timeout", "5s")
+		if want := "default/crm: 50 pending: endpoint primary is "; code != 1 || !strings.Contains(output, want) {
+			return fmt.Errorf("got exit code %d and output %s, want 1 and %q", code, output, want)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("drain with a failing receiver: %v", err)
 	}
 	check.Equal(t, "deliveries before the receiver works", hook.count(), 0)
 	hook.set(func() { hook.status = http.StatusOK })
-	output, code = drain()
+	output, code := drain()
 	if want := "drained: nothing is pending; delivered 50, filtered 0, dead letters 0, discarded 0\n"; code != 0 || !strings.Contains(output, want) {
 		t.Fatalf("drain: got exit code %d and output %s, want 0 and %q", code, output, want)
 	}

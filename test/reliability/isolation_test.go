@@ -150,8 +150,8 @@ func TestFloodOfOneSource(t *testing.T) {
 	d.Sources = []string{"loud", "quiet"}
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("loud"), source("quiet")}, d))
 	sendAll(t, r, "loud", "loud", flood)
-	before := loudDelivered.Load()
 	sendAll(t, r, "quiet", "quiet", quiet)
+	before := loudDelivered.Load()
 	select {
 	case <-done:
 	case <-time.After(waitLimit):

@@ -5,6 +5,7 @@ package replicated
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -367,9 +368,13 @@ func (s *sender) start(t *testing.T, prefix string) (stop func()) {
 	})
 }
 
-// run sends until ctx is done. Each client repeats its batch until it is acknowledged.
+// run sends until ctx is done. Each client repeats its batch until it is acknowledged, for another minute after the
+// end of ctx: a batch without an answer may have been accepted.
 func (s *sender) run(ctx context.Context, prefix string) {
 	s.last, s.gap = time.Now(), 0
+	late, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(time.Minute, cancel) })()
 	var group sync.WaitGroup
 	for client := range clients {
 		group.Go(func() {
@@ -380,7 +385,7 @@ func (s *sender) run(ctx context.Context, prefix string) {
 				}
 				body := batchOf(ids)
 				for turn := client; !s.send(turn, body); turn++ {
-					if ctx.Err() != nil {
+					if late.Err() != nil {
 						return // It was not acknowledged.
 					}
 					time.Sleep(20 * time.Millisecond)
@@ -406,7 +411,30 @@ func batchOf(ids []string) string {
 	return `{"batch":[` + strings.Join(calls, ",") + `]}`
 }
 
+// mustSend sends a batch until it is acknowledged.
+func (s *sender) mustSend(t *testing.T, body string) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if !s.send(0, body) {
+			return errors.New("the batch was not acknowledged")
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// send reports whether a process acknowledged a batch.
 func (s *sender) send(turn int, body string) bool {
+	status, text := s.post(turn, body)
+	var answer struct {
+		Success bool `json:"success"`
+	}
+	return status == http.StatusOK && json.Unmarshal([]byte(text), &answer) == nil && answer.Success
+}
+
+// post sends a batch, and returns the answer within 2 s; status 0 without one.
+func (s *sender) post(turn int, body string) (status int, text string) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	s.mu.Lock()
@@ -414,19 +442,20 @@ func (s *sender) send(turn int, body string) bool {
 	s.mu.Unlock()
 	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.calls+"/v1/batch", strings.NewReader(body))
 	if err != nil {
-		return false
+		return 0, ""
 	}
 	q.SetBasicAuth(key, "")
 	q.Header.Set("Content-Type", "application/json")
 	resp, err := http.DefaultClient.Do(q)
 	if err != nil {
-		return false
+		return 0, ""
 	}
 	defer resp.Body.Close()
-	var answer struct {
-		Success bool `json:"success"`
+	answer, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return 0, ""
 	}
-	return resp.StatusCode == http.StatusOK && json.NewDecoder(resp.Body).Decode(&answer) == nil && answer.Success
+	return resp.StatusCode, string(answer)
 }
 
 func manifests(url string) map[string]string {

@@ -337,9 +337,7 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	for i := range letters {
 		ids = append(ids, fmt.Sprint("m", i))
 	}
-	if !(&sender{pods: pods}).send(0, batchOf(ids)) {
-		t.Fatal("the calls were not accepted")
-	}
+	(&sender{pods: pods}).mustSend(t, batchOf(ids))
 	checkDelivered(t, ids, crm)
 
 	// The circuit opens before the delete message, so that this is pending.

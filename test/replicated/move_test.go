@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 	"os/exec"
@@ -85,14 +84,7 @@ func wantLedger(t *testing.T, what string, pods []*pod, want func(queue.Ledger) 
 func wantDuplicates(t *testing.T, pods []*pod, all *sender, before queue.Ledger) {
 	t.Helper()
 	for ids := range slices.Chunk(all.acknowledged, 100) {
-		if err := wait.Until(func() error {
-			if !all.send(0, batchOf(ids)) {
-				return errors.New("the calls were not acknowledged")
-			}
-			return nil
-		}); err != nil {
-			t.Fatal(err)
-		}
+		all.mustSend(t, batchOf(ids))
 	}
 	if got := report(t, pods); got != before {
 		t.Errorf("ledger after repeated calls: got %+v, want %+v as before", got, before)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -22,7 +23,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	r.set(func(int) int { time.Sleep(10 * time.Millisecond); return http.StatusOK })
 	// The quota is less than the whole sync.
 	value := strings.Repeat("x", 7000)
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000")
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {timeout: 60s}\n"), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000", "--max-delivery-timeout", "60s")
 	p.eventually("the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
@@ -40,17 +41,20 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 		_, _, _ = p.syncMembers("vip", list) // The kill prevents the answer.
 	}()
 	p.arrive(r, 1)
-	sentAt := map[string]int{} // the number of received messages when a live call was sent
+	sentAt := map[string]int{} // the number of received messages when a live call was accepted
 	live := func() {
 		t.Helper()
 		id := fmt.Sprintf("live-%d", len(sentAt))
-		sentAt[id] = len(r.got())
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":%q}`, id))
+		sentAt[id] = len(r.got())
 		time.Sleep(50 * time.Millisecond)
 	}
 	for len(r.got()) < users/3 {
 		live()
 	}
+	r.open.Lock() // The sync does not end meanwhile.
+	release := sync.OnceFunc(r.open.Unlock)
+	t.Cleanup(release)
 	p.eventually("progress in the status", func() error {
 		s := p.audience("vip").Status
 		if s.LastSync == nil || s.LastSync.Pending == 0 || s.LastSync.Pending >= users || s.LastSync.Added != users {
@@ -61,6 +65,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	if out, errs, code := p.syncMembers("vip", list[1:]); code != 1 || !strings.Contains(errs, "of 1500 identify calls are in the queue") {
 		t.Errorf("another sync: got exit code %d: %s %s, want 1 and the progress", code, out, errs)
 	}
+	release()
 	p.kill(syscall.SIGKILL)
 	<-synced
 	p.run()

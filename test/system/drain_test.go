@@ -35,14 +35,21 @@ func (p *posthorn) expectDrain(delivered, deadLetters int) {
 	}
 }
 
-// expectTimeout checks the result of a drain that could not deliver.
+// expectTimeout checks the result of a drain that could not deliver. It repeats a drain that had not begun to deliver
+// when its time was over.
 func (p *posthorn) expectTimeout(pending int, reason string) {
 	p.t.Helper()
-	stdout, stderr, code := p.drain("--timeout", "4s")
-	check.Equal(p.t, "exit code of a drain that times out", code, 1)
-	if want := fmt.Sprintf("  default/crm: %d pending: ", pending); !strings.Contains(stdout, want) || !strings.Contains(stdout, reason) {
-		p.t.Errorf("output: got %s, want %q with %q", stdout, want, reason)
-	}
+	var stderr string
+	p.eventually("a drain that names the reason", func() (err error) {
+		var stdout string
+		var code int
+		stdout, stderr, code = p.drain("--timeout", "4s")
+		check.Equal(p.t, "exit code of a drain that times out", code, 1)
+		if want := fmt.Sprintf("  default/crm: %d pending: ", pending); !strings.Contains(stdout, want) || !strings.Contains(stdout, reason) {
+			err = fmt.Errorf("output: got %s, want %q with %q", stdout, want, reason)
+		}
+		return err
+	})
 	if want := fmt.Sprintf("drain not complete after --timeout 4s: %d pending messages of 1 destination", pending); !strings.Contains(stderr, want) {
 		p.t.Errorf("error: got %s, want %q", stderr, want)
 	}

@@ -278,6 +278,8 @@ func (p *posthorn) checkLedgers() {
 // receiver is a webhook that verifies and records requests.
 type receiver struct {
 	*httptest.Server
+	// open is locked while all requests wait.
+	open     sync.RWMutex
 	mu       sync.Mutex
 	requests []request
 	unsigned int
@@ -315,6 +317,8 @@ func newReceiver(t *testing.T) *receiver {
 }
 
 func (r *receiver) serve(w http.ResponseWriter, req *http.Request) {
+	r.open.RLock()
+	defer r.open.RUnlock()
 	body, err := io.ReadAll(req.Body)
 	if err != nil {
 		return

@@ -715,6 +715,8 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	ledgers(crm, web)
 
 	// Both ledgers count them when a destination no longer selects a Source.
+	// It is written before the Source, which accepts no call without it.
+	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
 	p.write("ios.yaml", `
 apiVersion: v1
 kind: Secret
@@ -727,7 +729,6 @@ metadata: {name: ios}
 spec:
   writeKeys: [{secretKeyRef: {name: ios-keys, key: writeKey}}]
 `)
-	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.eventually("an accepted call of the other Source", func() error {
 		status, answer, err := p.post("/v1/track", "ios-key", `{"userId":"u","event":"E","messageId":"ios"}`)

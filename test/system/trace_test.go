@@ -1,6 +1,7 @@
 package system
 
 import (
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -45,7 +46,6 @@ func TestTrace(t *testing.T) {
 	if strings.Contains(stdout, "private") || strings.Contains(stdout, secret) {
 		t.Errorf("the trace has the body or the secret:\n%s", stdout)
 	}
-	stdout, _, _ = cli(t, "", "trace", "m1", "--admin", p.Admin, "-o", "json")
 	// By userId: what is pending, and dead letters; a similar name of a property does not count.
 	p.mustPost("/v1/track", `{"userId":"é\"u","event":"E","messageId":"m3"}`)
 	p.mustPost("/v1/track", `{"userId":"other","event":"E","messageId":"m4","properties":{"userId":"é\"u"}}`)
@@ -59,11 +59,15 @@ func TestTrace(t *testing.T) {
 		p.mustPost("/v1/track", `{"userId":"busy","event":"E"}`)
 	}
 	trace(0, "--user-id=busy", "not complete: the search ended after 1", "accepted at", "with a shorter --since")
-	for _, want := range []string{`"messageId":"m1"`, `"state":"Retrying"`, `"nextAttempt":"20`, `"type":"track"`} {
-		if !strings.Contains(stdout, want) {
-			t.Errorf("trace -o json: got\n%s\nwant %q", stdout, want)
+	p.eventually("m1 between two attempts, as JSON", func() error {
+		stdout, _, _ := cli(t, "", "trace", "m1", "--admin", p.Admin, "-o", "json")
+		for _, want := range []string{`"messageId":"m1"`, `"state":"Retrying"`, `"nextAttempt":"20`, `"type":"track"`} {
+			if !strings.Contains(stdout, want) {
+				return fmt.Errorf("got\n%s\nwant %q", stdout, want)
+			}
 		}
-	}
+		return nil
+	})
 
 	// After a restart the attempts are forgotten, and the rest is known.
 	p.kill(syscall.SIGTERM) // After kill -9 the last delivery may be repeated, and is then remembered.

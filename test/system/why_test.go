@@ -114,8 +114,8 @@ func TestRejectedManifest(t *testing.T) {
 		t.Errorf("problems without a problem: got exit code %d and %q, want 0", code, stderr)
 	}
 
-	p.write("crm.yaml", strings.Replace(valid, "endpoints:", "endpionts:", 1))
 	p.write("erp.yaml", strings.Replace(destination("erp", "https://hooks.example/in", ""), "endpoints:", "endpionts:", 1))
+	p.write("crm.yaml", strings.Replace(valid, "endpoints:", "endpionts:", 1))
 	const problem = `crm.yaml:7: WebhookDestination default/crm: unknown field "spec.endpionts"; did you mean "endpoints"?`
 	if message := p.condition("crm", "Ready", "False", "ManifestRejected"); !strings.Contains(message, problem) || !strings.Contains(message, "Z remains in effect") {
 		t.Errorf("message of Ready: got %q, want %q and the version in effect", message, problem)

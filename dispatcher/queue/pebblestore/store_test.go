@@ -81,7 +81,7 @@ func TestLanesOpenTogether(t *testing.T) {
 	var syncs atomic.Int64
 	s := open(t, "queue", Options{FS: storetest.Watch(vfs.NewMem(), func() {}, func() {
 		syncs.Add(1)
-		time.Sleep(time.Millisecond)
+		time.Sleep(20 * time.Millisecond) // Lanes that wait for CPU time meanwhile share the next one.
 	})})
 	defer s.Close()
 	syncs.Store(0)

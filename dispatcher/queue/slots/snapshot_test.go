@@ -71,7 +71,16 @@ func (o *snapshotOwner) accept(t *testing.T, n int) {
 	for range n {
 		o.count++
 		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("%s-%d", o.session, o.count), AcceptedAt: time.Now(), Body: []byte(strings.Repeat("x", 1000))}
-		if _, err := o.store.Append(t.Context(), []queue.Message{m}); err != nil {
+		if err := wait.Until(func() error {
+			_, err := o.store.Append(t.Context(), []queue.Message{m})
+			if errors.Is(err, queue.ErrUnavailable) { // A record was not acknowledged in time.
+				return err
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			return nil
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -374,8 +383,13 @@ func TestSnapshotFreesAStreamWithWaitingBatches(t *testing.T) {
 		t.Errorf("after two snapshots: got error %v, want that calls are accepted", err)
 	}
 	owner.accept(t, 10)
-	if !owner.Writer.MaySend() {
-		t.Error("after two snapshots: may not send, want that it may")
+	if err := wait.Until(func() error {
+		if !owner.Writer.MaySend() {
+			return errors.New("may not send")
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("after two snapshots: got error %v, want that it may send", err)
 	}
 	s.open(t, vfs.NewMem()).wantAccepted(t, 110)
 }

@@ -11,15 +11,15 @@ for (const view of views) {
     colorScheme: view.dark ? "dark" : "light",
     javaScriptEnabled: view.script !== false,
   });
+  context.setDefaultTimeout(300000); // The machine may be busy.
   const page = await context.newPage();
   const errors = [];
   page.on("console", (m) => { if (m.type() === "error") errors.push(m.text()); });
   page.on("pageerror", (e) => errors.push(String(e)));
   page.on("requestfailed", (r) => errors.push("request failed: " + r.url()));
   const response = await page.goto(view.url, { waitUntil: view.stream ? "commit" : "load" });
-  // An open circuit gets a probe once in 72 s at the latest.
-  if (view.stream) await page.waitForSelector(view.stream, { timeout: 150000 });
-  if (view.until) await page.waitForFunction((text) => document.body.innerText.includes(text), view.until, { timeout: 60000 });
+  if (view.stream) await page.waitForSelector(view.stream);
+  if (view.until) await page.waitForFunction((text) => document.body.innerText.includes(text), view.until);
   if (view.click) {
     await page.click(view.click);
     await page.waitForURL(/result=/);
