@@ -129,6 +129,9 @@ func TestAnEchoingReceiver(t *testing.T) {
 	simple.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
 	standard.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
 	both.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}, {Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(previous)}}
+	for _, d := range []*liveconfig.Destination{&simple, &standard, &both} {
+		d.Delivery.TimeoutMS = 60_000 // Each gets one request.
+	}
 	w.apply(simple, standard, both)
 	w.send("web", 1)
 	eventually(t, "all are dead letters", func() bool {

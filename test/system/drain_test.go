@@ -35,8 +35,8 @@ func (p *posthorn) expectDrain(delivered, deadLetters int) {
 	}
 }
 
-// expectTimeout checks the result of a drain that could not deliver. It repeats a drain that had not begun to deliver
-// when its time was over.
+// expectTimeout checks the result of a drain that could not deliver. It repeats a drain whose time ended before it
+// began to deliver.
 func (p *posthorn) expectTimeout(pending int, reason string) {
 	p.t.Helper()
 	var stderr string
