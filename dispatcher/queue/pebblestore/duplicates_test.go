@@ -42,6 +42,9 @@ func TestFilter(t *testing.T) {
 
 // TestDuplicateMemory: IDs beyond the memory bound are found on disk.
 func TestDuplicateMemory(t *testing.T) {
+	if testing.Short() {
+		t.Skip("-short is set, and the test has many messages and one goroutine")
+	}
 	const each = 6000
 	// The clock does not move by itself: on a busy machine the test takes minutes.
 	clock, begin := &storetest.Clock{}, time.Now()

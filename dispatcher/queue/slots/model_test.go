@@ -37,7 +37,7 @@ import (
 //
 // POSTHORN_MODEL_SEEDS sets the number of seeds, POSTHORN_MODEL_SEED the first one.
 func TestModel(t *testing.T) {
-	first, seeds := env("POSTHORN_MODEL_SEED", 1), env("POSTHORN_MODEL_SEEDS", 100)
+	first, seeds := env("POSTHORN_MODEL_SEED", 1), env("POSTHORN_MODEL_SEEDS", trials(100))
 	var all modelTally
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
@@ -86,6 +86,14 @@ func TestModelFindsFaults(t *testing.T) {
 			}
 		})
 	}
+}
+
+// trials is a number of random trials, of which -short runs a quarter.
+func trials(n int) int {
+	if testing.Short() {
+		return n / 4
+	}
+	return n
 }
 
 func env(name string, otherwise int) int {

@@ -414,6 +414,9 @@ func (s *placementSim) tolerance(changes int) int {
 // members. POSTHORN_MODEL_SEEDS sets the number of seeds.
 func TestPlacementSimulation(t *testing.T) {
 	seeds, steps, excess := 4, 0, 0
+	if testing.Short() {
+		seeds = 1
+	}
 	if n, err := strconv.Atoi(os.Getenv("POSTHORN_MODEL_SEEDS")); err == nil {
 		seeds = n
 	}
