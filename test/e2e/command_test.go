@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"fmt"
 	"os/exec"
+	"regexp"
 	"strings"
 
 	. "github.com/onsi/ginkgo/v2"
@@ -21,6 +22,11 @@ func command(stdin, name string, args ...string) (string, error) {
 		return stdout.String(), fmt.Errorf("%s %s: %s: %s", name, strings.Join(args, " "), err.Error(), stderr.String())
 	}
 	return stdout.String(), nil
+}
+
+// withLongWaits gives each kubectl wait in the commands of a page five minutes: the machine may be busy.
+func withLongWaits(commands string) string {
+	return regexp.MustCompile(`(?m)^(kubectl .*\bwait\b.*?)(?: --timeout=\w+)?( +#.*)?$`).ReplaceAllString(commands, "$1 --timeout=5m$2")
 }
 
 func kubectl(args ...string) string {

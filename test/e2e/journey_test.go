@@ -74,12 +74,13 @@ spec:
 		})
 		shop.send("Both")
 		newest.eventually("Both")
-		Eventually(func() []verified { return wire.verified("newest") }).Should(HaveLen(1))
+		Eventually(func() []verified { return wire.verified("newest") }).ShouldNot(BeEmpty())
 		var request struct {
 			Headers http.Header
 			Body    string
 		}
-		Expect(json.Unmarshal([]byte(shop.kubectl("logs", "wire")), &request)).To(Succeed())
+		line, _, _ := strings.Cut(shop.kubectl("logs", "wire"), "\n") // A delivery without an answer is repeated.
+		Expect(json.Unmarshal([]byte(line), &request)).To(Succeed())
 		sign := func(secret string) string {
 			mac := hmac.New(sha1.New, []byte(secret))
 			mac.Write([]byte(request.Body))
@@ -138,7 +139,7 @@ spec:
 		shop.waitGeneration("psrc/web")
 
 		By("deleting the destination: no more calls arrive")
-		shop.kubectl("delete", "whd/crm", "--timeout=1m")
+		shop.kubectl("delete", "whd/crm", "--timeout=3m")
 		Eventually(func() string { return shop.field("psrc/web", "{.status.destinations}") }).Should(BeEmpty())
 		shop.send("Deleted")
 		Consistently(newest.ids, "2s").ShouldNot(HaveKey("Deleted"))
@@ -212,7 +213,15 @@ spec:
 		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"schemes":[{"type":"HMACSHA1","secretKeyRef":{"name":"usual","key":"secret"}}]}}}`)
 		t.waitReady("whd/huge")
 		t.send("Both")
-		Eventually(func() []string { return s.ids()["Both"] }).Should(HaveLen(2))
+		Eventually(func() map[string]bool {
+			paths := map[string]bool{}
+			for _, r := range s.received() {
+				if r.Event == "Both" {
+					paths[r.Path+" "+r.Signature] = true
+				}
+			}
+			return paths
+		}).Should(Equal(map[string]bool{"/in ok": true, "/in/huge ok": true}))
 	})
 
 	It("has no access to other namespaces", func() {

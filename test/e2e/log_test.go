@@ -5,6 +5,8 @@ package e2e
 import (
 	"fmt"
 	"net/http"
+	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -65,9 +67,9 @@ func startNATS() namespace {
 	By("starting three NATS servers")
 	servers := namespace{name: "nats"}
 	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: nats, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
-	DeferCleanup(func() { kubectl("delete", "namespace", "nats", "--timeout=2m") })
+	DeferCleanup(func() { kubectl("delete", "namespace", "nats", "--timeout=3m") })
 	servers.apply(fmt.Sprintf(nats, env("E2E_NATS")))
-	servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
+	servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=3m")
 	return servers
 }
 
@@ -129,35 +131,36 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 			}).Should(Succeed())
 			return n
 		}
-		first := owner()
+		owner()
 		for n := range 2 {
 			event := fmt.Sprintf("At %d", n)
-			out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
-			Expect(err).NotTo(HaveOccurred(), out)
+			Expect(sendTo(t, n, event)).To(Succeed())
 			s.eventually(event)
 		}
-		Expect(kubectl("posthorn", "status", "-n", t.name)).To(MatchRegexp(`Destinations +1;`), "kubectl posthorn status leaves out the standby")
+		wantStatus(t)
 
-		slots := kubectl("posthorn", "slots")
-		Expect(slots).To(And(MatchRegexp(`posthorn-dispatcher-%d +owner +true`, first), MatchRegexp(`posthorn-dispatcher-%d +standby +true`, 1-first)))
-
-		// Either of the two pods, of which one starts without a disk, takes over.
-		ownedIn := func(epoch int) {
-			GinkgoHelper()
-			Eventually(func() string {
-				out, _ := command("", "kubectl", "posthorn", "slots")
-				return out
-			}).Should(And(MatchRegexp(`owner +true +%d `, epoch), MatchRegexp(`standby +true `)))
+		// epoch is that of the owner; 0 while one of the two pods does not work.
+		epoch := func() (n int) {
+			out, _ := command("", "kubectl", "posthorn", "slots")
+			owner := regexp.MustCompile(`posthorn-dispatcher-\d +owner +true +(\d+) `).FindStringSubmatch(out)
+			if owner != nil && regexp.MustCompile(`posthorn-dispatcher-\d +standby +true `).MatchString(out) {
+				n, _ = strconv.Atoi(owner[1])
+			}
+			return n
 		}
+		before := 0
+		Eventually(func() int { before = epoch(); return before }).Should(BeNumerically(">", 0))
+		first := owner()
 		By("killing the owner, and deleting its disk")
 		// It ends before the shutdown delay, so it does not release the messages.
-		kubectl("-n", system, "delete", fmt.Sprint("pod/posthorn-dispatcher-", first), "--grace-period=1", "--timeout=1m")
-		ownedIn(2)
+		kubectl("-n", system, "delete", fmt.Sprint("pod/posthorn-dispatcher-", first), "--grace-period=1", "--timeout=3m")
+		// Either of the two pods, of which one starts without a disk, takes over.
+		Eventually(epoch).Should(BeNumerically(">", before))
 		ready(dispatcher)
 
 		By("deleting a NATS server with its disk")
 		servers.kubectl("delete", "pod/nats-1", "--grace-period=0", "--force")
-		servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=2m")
+		servers.kubectl("rollout", "status", "statefulset/nats", "--timeout=3m")
 
 		By("restarting all dispatchers")
 		kubectl("-n", system, "rollout", "restart", dispatcher)
@@ -191,14 +194,13 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		for n := range 3 {
 			for i, u := range users {
 				event := fmt.Sprintf("At %d of %d", n, i)
-				out, err := u.t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
-				Expect(err).NotTo(HaveOccurred(), out)
+				Expect(sendTo(u.t, n, event)).To(Succeed())
 				u.s.eventually(event)
 			}
 		}
 
 		By("killing a pod, and deleting its disk")
-		kubectl("-n", system, "delete", "pod/posthorn-dispatcher-1", "--grace-period=1", "--timeout=1m")
+		kubectl("-n", system, "delete", "pod/posthorn-dispatcher-1", "--grace-period=1", "--timeout=3m")
 		ready(dispatcher)
 		shared(3)
 
@@ -215,7 +217,7 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 
 		for _, u := range users {
 			u.arrived()
-			Expect(kubectl("posthorn", "status", "-n", u.t.name)).To(MatchRegexp(`Destinations +1;`))
+			wantStatus(u.t)
 		}
 	})
 
@@ -302,6 +304,15 @@ func (u user) arrived() {
 	u.t.eventually("whd/crm", "Delivering", "True/Delivering")
 }
 
+// wantStatus waits until kubectl posthorn status shows one destination: it leaves out the standbys.
+func wantStatus(t namespace) {
+	GinkgoHelper()
+	Eventually(func() string {
+		out, _ := command("", "kubectl", "posthorn", "status", "-n", t.name) // It fails while there is a problem.
+		return out
+	}).Should(MatchRegexp(`Destinations +1;`))
+}
+
 // sharedBy waits until a number of pods own all slots, each with a standby.
 func sharedBy(pods, slots int) {
 	GinkgoHelper()
@@ -366,9 +377,9 @@ func startAdapter() {
 	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: test-metrics}}`)
 	kubectl("create", "clusterrolebinding", "test-metrics", "--clusterrole=cluster-admin", "--serviceaccount=test-metrics:default")
 	DeferCleanup(func() {
-		kubectl("delete", "apiservice/v1beta2.custom.metrics.k8s.io", "clusterrolebinding/test-metrics", "namespace/test-metrics", "--timeout=2m")
+		kubectl("delete", "apiservice/v1beta2.custom.metrics.k8s.io", "clusterrolebinding/test-metrics", "namespace/test-metrics", "--timeout=3m")
 	})
 	apply("", fmt.Sprintf(adapter, env("E2E_ADAPTER")))
 	kubectl("-n", "test-metrics", "rollout", "status", "deployment/adapter", "--timeout=3m")
-	kubectl("wait", "--for=condition=Available", "--timeout=2m", "apiservice/v1beta2.custom.metrics.k8s.io")
+	kubectl("wait", "--for=condition=Available", "--timeout=3m", "apiservice/v1beta2.custom.metrics.k8s.io")
 }

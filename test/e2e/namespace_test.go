@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"regexp"
 	"strings"
 	"time"
 
@@ -46,7 +47,7 @@ func (t namespace) create() {
 	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+t.name+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
 	t.secret("web-key", "writeKey", t.key)
 	t.source("web")
-	t.kubectl("wait", "--for=create", "--timeout=30s", "serviceaccount/default") // A pod needs it.
+	t.kubectl("wait", "--for=create", "--timeout=3m", "serviceaccount/default") // A pod needs it.
 	t.pod("caller", posthornImage(), "sink", "--listen=:9000", "--output=none")
 }
 
@@ -130,7 +131,7 @@ spec:
 // waitReady waits until objects and the caller pod are Ready.
 func (t namespace) waitReady(names ...string) {
 	GinkgoHelper()
-	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=90s", "pod/caller"}, names...)...)
+	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=3m", "pod/caller"}, names...)...)
 }
 
 // waitGeneration waits until the newest spec of an object is in effect everywhere.
@@ -192,18 +193,19 @@ func (t namespace) send(event string) string {
 }
 
 // call sends one track call of a user; it returns an error if the call is rejected. It
-// retries while the connection is refused: a Service routes to a ready pod only after the
+// retries while no dispatcher gets the call: a Service routes to a ready pod only after the
 // node's rules are updated.
 func (t namespace) call(user, event string) (out string, err error) {
-	for range 20 {
+	for deadline := time.Now().Add(defaultWait); ; time.Sleep(500 * time.Millisecond) {
 		out, err = t.posthorn("", "send", "track", "--endpoint="+ingest, "--user="+user, "--event="+event)
-		if err == nil || !strings.Contains(err.Error(), "connection refused") {
-			break
+		if err == nil || !regexp.MustCompile(unreached).MatchString(err.Error()) || time.Now().After(deadline) {
+			return out, err
 		}
-		time.Sleep(500 * time.Millisecond)
 	}
-	return out, err
 }
+
+// unreached matches the errors of calls that no dispatcher got.
+const unreached = `connection refused|no such host|no route to host|Is Posthorn running there`
 
 func posthornImage() string { return os.Getenv("E2E_REPOSITORY") + ":" + os.Getenv("E2E_TAG") }
 
@@ -243,7 +245,7 @@ metadata: {name: %[1]s}
 spec: {selector: {pod: %[1]s}, ports: [{port: 80, targetPort: 9000}]}
 `, name))
 	t.pod(name, image, args...)
-	t.kubectl("wait", "--for=condition=Ready", "--timeout=90s", "pod/"+name)
+	t.kubectl("wait", "--for=condition=Ready", "--timeout=3m", "pod/"+name)
 }
 
 // sink is a receiver in a pod with a Service.
@@ -268,7 +270,7 @@ func (s sink) start(secret string, args ...string) {
 
 func (s sink) stop() {
 	GinkgoHelper()
-	s.kubectl("delete", "pod", s.name, "--timeout=1m")
+	s.kubectl("delete", "pod", s.name, "--timeout=3m")
 }
 
 func (s sink) url() string {
@@ -368,7 +370,7 @@ func (t namespace) load(rate int) load {
 // end stops the load and returns the number of its calls, all of which were acknowledged.
 func (l load) end() (calls int) {
 	GinkgoHelper()
-	l.kubectl("exec", "load", "--", "tool", "-stop")
+	_, _ = command("", "kubectl", "-n", l.name, "exec", "load", "--", "tool", "-stop") // It can end after the pod that it stops.
 	code := ""
 	Eventually(func() string {
 		code = l.field("pod/load", "{.status.containerStatuses[0].state.terminated.exitCode}")

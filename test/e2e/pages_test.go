@@ -32,12 +32,13 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 		kubectl("--kubeconfig", kubeconfig, "config", "set-context", "--current", "--namespace", namespace)
 		kubectl("create", "namespace", namespace)
 		DeferCleanup(func() {
-			kubectl("delete", "namespace", namespace, "--timeout=2m") // Other specs use it, too.
+			kubectl("delete", "namespace", namespace, "--timeout=3m") // Other specs use it, too.
 			kubectl("delete", "-n", "default", "--ignore-not-found", "-f", filepath.Join(root, "config", "samples", "simple.yaml"))
 			install() // Restore the suite's settings.
 		})
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
 		run := func(commands string) (string, error) {
+			commands = withLongWaits(commands)
 			commands = strings.ReplaceAll(commands, "ghcr.io/posthorn/posthorn:0.2.0", posthornImage())
 			// The release is already installed.
 			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
@@ -60,7 +61,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 		}
 		manifests("docs/source.md")
 		manifests("docs/webhookdestination.md")
-		kubectl("wait", "-n", namespace, "--for=condition=Ready", "psrc/web", "--timeout=60s")
+		kubectl("wait", "-n", namespace, "--for=condition=Ready", "psrc/web", "--timeout=3m")
 		ran := map[string]bool{}
 		for _, page := range pages {
 			if name := filepath.Base(page); name == "install.md" || name == "operations.md" {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -92,10 +93,16 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 						paths = append(paths, r.Event+": "+r.Path+" "+r.Signature)
 					}
 				}
-				return paths
+				slices.Sort(paths) // A delivery without an answer is repeated.
+				return slices.Compact(paths)
 			}).Should(ConsistOf(fmt.Sprintf("%[1]s at 0: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 1: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 2: /in/%[1]s ok", step)))
-			out, err := why("crm", "-n", t.name)
-			Expect(err).NotTo(HaveOccurred(), out)
+			Eventually(func() error {
+				out, err := why("crm", "-n", t.name)
+				if err != nil {
+					err = fmt.Errorf("%w: %s", err, out)
+				}
+				return err
+			}).Should(Succeed())
 		}
 		// keep makes the StatefulSet update only the pods from a number on.
 		keep := func(first int) {
@@ -108,7 +115,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		move := func(crds string, declare, release func()) {
 			GinkgoHelper()
 			kubectl("-n", system, "scale", operator, "--replicas=0")
-			kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=1m")
+			kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=3m")
 			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", crds)
 			declare()
 			release()
@@ -209,7 +216,7 @@ spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}, {secretKeyRef
 		removeCRDs()
 		removeVolumes()
 		DeferCleanup(func() {
-			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--timeout=2m")
+			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--timeout=3m")
 		})
 		image := env("E2E_REPOSITORY") + ":" + env("E2E_TAG")
 		// The blocks write to a temporary directory.
@@ -223,6 +230,7 @@ spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}, {secretKeyRef
 			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
 			// The exit code is 1 if there is a problem.
 			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "$1 || [[ $$? == 1 ]]")
+			text = withLongWaits(text)
 			text = "set -euo pipefail\ncd " + dir + "\n" + text
 			out, err := command("", "bash", "-c", text)
 			Expect(err).NotTo(HaveOccurred(), text)
@@ -271,20 +279,16 @@ func images() []string {
 
 // sendTo sends one track call to a dispatcher. It retries while the name of a new pod has the old
 // address.
-func sendTo(t namespace, n int, event string, flags ...string) (err error) {
-	for range 30 {
-		var out string
-		out, err = t.posthorn("", append([]string{"send", "track", "--endpoint=" + podURL(n), "--user=u1", "--event=" + event}, flags...)...)
+func sendTo(t namespace, n int, event string, flags ...string) error {
+	for deadline := time.Now().Add(defaultWait); ; time.Sleep(time.Second) {
+		out, err := t.posthorn("", append([]string{"send", "track", "--endpoint=" + podURL(n), "--user=u1", "--event=" + event}, flags...)...)
 		if err == nil {
 			return nil
 		}
-		err = fmt.Errorf("%w; answer: %s", err, out)
-		if !regexp.MustCompile(`connection refused|no such host|no route to host|i/o timeout|deadline exceeded`).MatchString(err.Error()) {
-			return err
+		if !regexp.MustCompile(unreached+`|i/o timeout|deadline exceeded`).MatchString(err.Error()) || time.Now().After(deadline) {
+			return fmt.Errorf("%w; answer: %s", err, out)
 		}
-		time.Sleep(time.Second)
 	}
-	return err
 }
 
 // balanced returns an error unless the status of the Source web and its destinations has exactly what
@@ -329,12 +333,12 @@ func removeCRDs() {
 	GinkgoHelper()
 	for _, crd := range strings.Fields(kubectl("get", "crd", "-o", "name")) {
 		if strings.HasSuffix(crd, ".posthorn.dev") {
-			kubectl("delete", crd, "--timeout=2m")
+			kubectl("delete", crd, "--timeout=3m")
 		}
 	}
 }
 
 func removeVolumes() {
 	GinkgoHelper()
-	kubectl("-n", system, "delete", "pvc", "-l", "app.kubernetes.io/name=posthorn", "--timeout=2m")
+	kubectl("-n", system, "delete", "pvc", "-l", "app.kubernetes.io/name=posthorn", "--timeout=3m")
 }

@@ -46,15 +46,14 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 		t.waitReady("whd/crm", "psrc/web")
 		for n := range 3 {
 			event := fmt.Sprintf("At %d", n)
-			out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
-			Expect(err).NotTo(HaveOccurred(), out)
+			Expect(sendTo(t, n, event)).To(Succeed())
 			s.eventually(event)
 		}
 	})
 
 	It("all reject the calls of a suppressed user", func() {
 		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: forgotten}, spec: {userId: forgotten, suppress: true}}`)
-		t.kubectl("wait", "--for=condition=Complete", "--timeout=90s", "pdel/forgotten")
+		t.kubectl("wait", "--for=condition=Complete", "--timeout=3m", "pdel/forgotten")
 		for n := range 3 {
 			Eventually(func() string {
 				out, _ := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=forgotten", "--event=No")
@@ -80,7 +79,7 @@ spec:
 		tracedTo("traced", s.url())
 		tracedTo("held", "http://held."+t.name+".svc.cluster.local/in") // No such Service.
 		defer t.kubectl("delete", "psrc/traced", "whd/traced", "whd/held")
-		t.kubectl("wait", "--for=condition=Accepted", "--timeout=90s", "psrc/traced", "whd/traced", "whd/held")
+		t.kubectl("wait", "--for=condition=Accepted", "--timeout=3m", "psrc/traced", "whd/traced", "whd/held")
 		Eventually(func() error {
 			_, err := t.posthorn("", "send", "track", "--endpoint="+podURL(1), "--write-key=traced-key", `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
 			return err
@@ -139,8 +138,11 @@ spec:
 		pod := "pod/posthorn-dispatcher-2"
 		uid := kubectl("-n", system, "get", pod, "-o", "jsonpath={.metadata.uid}")
 		kubectl("-n", system, "delete", pod)
+		Eventually(func() string {
+			out, _ := command("", "kubectl", "-n", system, "get", pod, "-o", "jsonpath={.metadata.uid}")
+			return out
+		}).ShouldNot(Or(BeEmpty(), Equal(uid)))
 		ready(dispatcher)
-		Expect(kubectl("-n", system, "get", pod, "-o", "jsonpath={.metadata.uid}")).NotTo(Equal(uid))
 		Eventually(page).Should(And(ContainSubstring("3 dispatchers"), ContainSubstring("no problem found")))
 	})
 
@@ -283,6 +285,9 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 		Eventually(func() string {
 			return kubectl("-n", system, "get", "pods", "-l", "app.kubernetes.io/component=dispatcher", "-o", "name")
 		}).Should(Equal("pod/posthorn-dispatcher-0\n"))
+		// A removed pod keeps its pending messages until it exists again.
+		kubectl("-n", system, "scale", dispatcher, "--replicas=3")
+		ready(dispatcher)
 		calls.arrived(s)
 		t.waitReady("whd/crm", "psrc/web")
 	})

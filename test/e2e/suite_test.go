@@ -24,7 +24,7 @@ const (
 	release = "posthorn"
 	system  = "posthorn-system"
 	// defaultWait bounds the wait for an event that usually takes seconds.
-	defaultWait = 90 * time.Second
+	defaultWait = 3 * time.Minute
 	// ingest is the URL for calls, as in the chart's notes.
 	ingest = "http://posthorn-dispatcher." + system + ".svc.cluster.local"
 
@@ -115,10 +115,10 @@ func uninstall() {
 	helm("uninstall", release, "-n", system, "--ignore-not-found", "--wait", "--timeout", "3m")
 }
 
-// ready waits until all pods of a workload of the release are ready.
+// ready waits until all pods of a workload of the release are ready. A rolling update replaces them one by one.
 func ready(workload string) {
 	GinkgoHelper()
-	kubectl("-n", system, "rollout", "status", workload, "--timeout=3m")
+	kubectl("-n", system, "rollout", "status", workload, "--timeout=8m")
 }
 
 // pods returns the names of a component's pods and the restart counts of their containers.
@@ -138,7 +138,7 @@ func killDispatcher() {
 		return out
 	}
 	before := uid()
-	kubectl("-n", system, "delete", "pod/posthorn-dispatcher-0", "--grace-period=1", "--timeout=2m")
+	kubectl("-n", system, "delete", "pod/posthorn-dispatcher-0", "--grace-period=1", "--timeout=3m")
 	Eventually(uid).ShouldNot(Or(BeEmpty(), Equal(before)))
 }
 

@@ -49,7 +49,7 @@ var _ = Describe("No message is lost", Serial, func() {
 		node := kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.nodeName}")
 		DeferCleanup(func() { kubectl("uncordon", node) })
 		// The PodDisruptionBudget of a single replica allows its eviction.
-		kubectl("drain", node, "--pod-selector=app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "--timeout=1m")
+		kubectl("drain", node, "--pod-selector=app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "--timeout=3m")
 		kubectl("uncordon", node)
 		ready(dispatcher)
 		s.start("s3cret")
@@ -69,8 +69,7 @@ var _ = Describe("No message is lost", Serial, func() {
 			ready(operator)
 		})
 		kubectl("-n", system, "scale", operator, "--replicas=0")
-		kubectl("-n", system, "delete", "pod", "-l", "app.kubernetes.io/component=operator", "--grace-period=1", "--timeout=2m")
-		Expect(pods("operator")).To(BeEmpty())
+		kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=3m")
 		t.send("Without operator")
 		s.eventually("Without operator")
 
@@ -106,7 +105,7 @@ var _ = Describe("A namespace", Serial, func() {
 			return len(config.Sources) + len(config.Destinations)
 		}
 		Eventually(objects).Should(Equal(2), "objects in the live config")
-		kubectl("delete", "namespace", t.name, "--timeout=2m")
+		kubectl("delete", "namespace", t.name, "--timeout=3m")
 		Eventually(objects).Should(BeZero(), "objects in the live config of the deleted namespace")
 
 		t.create()
