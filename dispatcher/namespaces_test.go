@@ -63,12 +63,21 @@ func TestConfigsOfASlot(t *testing.T) {
 	default:
 	}
 	running.Go(func() { n.assign(ctx, directory, nil, func() bool { return true }, nothing) })
-	got := []string{<-sink.calls, <-sink.calls}
+	var got []string
+	until := func(last string) {
+		for call := ""; call != last; {
+			// A config that is set when the directory is read can be set again.
+			if call = <-sink.calls; call != "set a" || len(got) == 0 {
+				got = append(got, call)
+			}
+		}
+	}
+	until("synced without broken")
 	n.Delete("b")
 	n.Delete("a")
-	got = append(got, <-sink.calls)
+	until("delete a")
 	n.Synced()
-	got = append(got, <-sink.calls)
+	until("synced")
 	if diff := cmp.Diff([]string{"set a", "synced without broken", "delete a", "synced"}, got); diff != "" {
 		t.Errorf("calls (-want +got):\n%s", diff)
 	}
