@@ -40,7 +40,7 @@ func TestPowerLoss(t *testing.T) { testPowerLoss(t, false) }
 func TestPowerLossWithReplicatedLog(t *testing.T) { testPowerLoss(t, true) }
 
 func testPowerLoss(t *testing.T, replicated bool) {
-	first := max(1, number("POSTHORN_CRASH_SEED", 1))
+	first := number("POSTHORN_CRASH_SEED", 1)
 	var all tally
 	seeds := number("POSTHORN_CRASH_SEEDS", 20)
 	for seed := first; seed < first+seeds; seed++ {
