@@ -260,7 +260,7 @@ func TestTraceWithoutCollector(t *testing.T) {
 		}
 		return nil
 	})
-	p.kill(syscall.SIGTERM) // The collector does not delay it.
+	p.kill(syscall.SIGTERM)
 }
 
 func TestInvalidTraceSettings(t *testing.T) {
