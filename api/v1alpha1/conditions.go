@@ -289,7 +289,7 @@ const (
 	ReasonRedelivered = "Redelivered"
 	// ReasonCounted: Complete; a dry run has counted the dead letters that match.
 	ReasonCounted = "Counted"
-	// ReasonDelivered: Complete; every notification was delivered, or a filter excludes it.
+	// ReasonDelivered: Complete; every notification was delivered.
 	ReasonDelivered = "Delivered"
 	// ReasonNoDestinations: Complete; no affected Source has an enabled WebhookDestination.
 	// Action: none, unless a destination should have been notified; then create it and set

@@ -36,7 +36,7 @@ type DeletionRequestSpec struct {
 }
 
 // NotificationState is the outcome of one notification.
-// +kubebuilder:validation:Enum=Pending;Delivered;Filtered;DeadLettered;Discarded
+// +kubebuilder:validation:Enum=Pending;Delivered;DeadLettered;Discarded
 type NotificationState string
 
 const (
@@ -44,8 +44,6 @@ const (
 	NotificationPending NotificationState = "Pending"
 	// NotificationDelivered means that the destination accepted it.
 	NotificationDelivered NotificationState = "Delivered"
-	// NotificationFiltered means that the destination's filter excludes it.
-	NotificationFiltered NotificationState = "Filtered"
 	// NotificationDeadLettered means that it could not be delivered and is a dead letter.
 	NotificationDeadLettered NotificationState = "DeadLettered"
 	// NotificationDiscarded means that the destination was deleted before the delivery.
@@ -60,7 +58,7 @@ type Notification struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +required
 	Destination string `json:"destination"`
-	// The state is Pending at first, then Delivered, Filtered, DeadLettered or Discarded.
+	// The state is Pending at first, then Delivered, DeadLettered or Discarded.
 	// +required
 	State NotificationState `json:"state"`
 	// The reason of the dead letter.

@@ -70,7 +70,8 @@ type WebhookDestinationSpec struct {
 	Delivery Delivery `json:"delivery,omitempty"`
 
 	// Selects the messages to deliver; if it is unset, all are delivered. The filter is applied
-	// when a call is accepted; a changed filter applies to later calls.
+	// when a call is accepted; a changed filter applies to later calls. Notifications of
+	// DeletionRequests are always delivered.
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
@@ -418,7 +419,8 @@ type RequestRateLimit struct {
 // Filter selects messages. A message must match every part that is set.
 // +kubebuilder:validation:XValidation:rule="has(self.types) || has(self.events) || has(self.expression)",message="set at least one of types, events and expression, or leave filter out"
 type Filter struct {
-	// Call types to deliver.
+	// Call types to deliver. Notifications of DeletionRequests ("delete") are always
+	// delivered; with [delete] alone nothing else is.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7
 	// +listType=set

@@ -81,7 +81,6 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 			delivered++
 		case adminapi.NotificationPending:
 			pending++
-		case adminapi.NotificationFiltered:
 		default:
 			failed++
 		}
@@ -103,10 +102,12 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %s not delivered; see status.notifications and the dead letters", failed, plural.Count(total, "notification"))}
 	case !owner.Completed:
 		return Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher to record the end"}
+	case total == 0 && owner.Disabled > 0:
+		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: fmt.Sprintf("no notification was sent: the affected Sources have %s, none of them enabled; enable one and create the request again with another spec.requestId", plural.Count(owner.Disabled, "WebhookDestination"))}
 	case total == 0:
-		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: "no affected Source has an enabled WebhookDestination"}
+		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: "no notification was sent: no WebhookDestination has an affected Source"}
 	}
-	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %s delivered, filters exclude the others", delivered, plural.Count(total, "notification"))}
+	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: plural.Count(total, "notification") + " delivered"}
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{

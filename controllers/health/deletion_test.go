@@ -57,7 +57,7 @@ func TestDeletionRequest(t *testing.T) {
 		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
 		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
 		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
-		{"delivered", accepted, recorded(pods(now, delivered, adminapi.NotificationFiltered, delivered)), "Accepted Complete Ready: Delivered", 3},
+		{"delivered", accepted, recorded(pods(now, delivered, delivered)), "Accepted Complete Ready: Delivered", 2},
 		{"a dead letter", accepted, pods(now, delivered, adminapi.NotificationDeadLettered), "Accepted Failed Stalled: NotDelivered", 2},
 		{"discarded", accepted, pods(now, adminapi.NotificationDiscarded), "Accepted Failed Stalled: NotDelivered", 1},
 		{"no destinations", accepted, recorded(pods(now)), "Accepted Complete Ready: NoDestinations", 0},
@@ -125,6 +125,23 @@ func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
 		}
 	}
 	return strings.Join(are, " ") + ": " + meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionReady).Reason
+}
+
+// The message of a completed request says how many were notified, or why nobody was.
+func TestMessageOfACompletedDeletionRequest(t *testing.T) {
+	now := time.Unix(1_800_000_000, 0)
+	delivered := []adminapi.NotificationReport{{State: adminapi.NotificationDelivered}, {State: adminapi.NotificationDelivered}}
+	for want, r := range map[string]adminapi.DeletionReport{
+		"Delivered: 2 notifications delivered":                                                   {Disabled: 1, Notifications: delivered},
+		"NoDestinations: no notification was sent: no WebhookDestination has an affected Source": {},
+		"NoDestinations: no notification was sent: the affected Sources have 3 WebhookDestinations, none of them enabled; enable one and create the request again with another spec.requestId": {Disabled: 3},
+	} {
+		r.Started, r.Completed = now, true
+		o := outcome(new(v1alpha1.DeletionRequestStatus), &r)
+		if got := o.Reason + ": " + o.Message; got != want || !o.Complete {
+			t.Errorf("outcome: got %q, complete %t, want %q and complete", got, o.Complete, want)
+		}
+	}
 }
 
 // A request that suppresses the user ends when every dispatcher rejects the calls.

@@ -170,6 +170,8 @@ type DeletionReport struct {
 	// Started is when the notifications were planned; zero before.
 	Started       time.Time            `json:"started,omitzero"`
 	Notifications []NotificationReport `json:"notifications,omitempty"`
+	// Disabled is the number of disabled destinations of the Sources, which are not notified.
+	Disabled int32 `json:"disabled,omitempty"`
 	// Completed is true when the end of a run without failures is recorded, and
 	// AlreadyDone when it was recorded for another object with the same ID.
 	Completed   bool `json:"completed,omitempty"`
@@ -192,7 +194,6 @@ type NotificationReport struct {
 const (
 	NotificationPending      = "Pending"
 	NotificationDelivered    = "Delivered"
-	NotificationFiltered     = "Filtered"
 	NotificationDeadLettered = "DeadLettered"
 	NotificationDiscarded    = "Discarded"
 )

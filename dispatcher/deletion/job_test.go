@@ -107,7 +107,7 @@ func TestFailedRequestRunsAgain(t *testing.T) {
 	check.Equal(t, "Completed of the failed run", r.report().Completed, false)
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending")
 	check.Equal(t, "messages", r.messages(), 4)
 }
 
@@ -169,7 +169,7 @@ func TestDeadline(t *testing.T) {
 	r.step()
 	check.Equal(t, "DeadlineExceeded before the deadline", r.report().DeadlineExceeded, false)
 	r.step()
-	ended := []string{"ios crm Delivered", "web crm DeadLetteredDeadlineExceeded", "web paused DeadLetteredDeadlineExceeded", "web picky Filtered"}
+	ended := []string{"ios crm Delivered", "web crm DeadLetteredDeadlineExceeded", "web paused DeadLetteredDeadlineExceeded"}
 	r.want(ended...)
 	check.Equal(t, "DeadlineExceeded", r.report().DeadlineExceeded, true)
 	check.Equal(t, "Completed", r.report().Completed, false)
@@ -206,7 +206,7 @@ func TestDeadline(t *testing.T) {
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
 	check.Equal(t, "DeadlineExceeded of the new run", r.report().DeadlineExceeded, false)
-	check.Equal(t, "notifications of the new run", len(r.report().Notifications), 4)
+	check.Equal(t, "notifications of the new run", len(r.report().Notifications), 3)
 }
 
 // Messages that the queue did not accept before the deadline are not sent.
