@@ -171,7 +171,7 @@ func (r *Router) Destinations(source string) (keys []string) {
 type reader struct{ exact, fixed form }
 
 type form struct {
-	call expression.Call
+	call *expression.Call
 	err  error
 	done bool
 }
@@ -193,8 +193,7 @@ func (r *reader) matches(d *destination, call *event.Call) bool {
 	}
 	// A call for which the expression fails does not match; the field's documentation says the
 	// same.
-	matched, err := d.expression.MatchCall(f.call)
-	return err == nil && matched
+	return d.expression.Match(f.call).Matches
 }
 
 // takes checks the cheap conditions first.

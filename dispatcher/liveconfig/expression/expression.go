@@ -3,13 +3,16 @@
 // dispatcher to filter; both use this package, so their results are equal.
 //
 // An expression sees the message as JSON: numbers are doubles (150 and 150.5 compare with 100
-// alike), objects are maps, a missing field is an error (unless written as
-// call.?properties.?total.orValue(0)). Available are CEL's standard functions, the macros has, all
+// alike), objects are maps. A call without a field that the expression needs, or with a value of another
+// type, does not match (unless the field is written as call.?properties.?total.orValue(0)). Every other error of an
+// evaluation leaves open whether the call matches: Result.Failure.
+// Available are CEL's standard functions, the macros has, all
 // and exists, and charAt, indexOf, lastIndexOf, lowerAscii, upperAscii, split, substring and trim
 // on strings.
 //
-// The cost of an expression is bounded twice: by an estimate at compile time, and by a count at run
-// time, in units that do not depend on the machine or its load, so that equal calls always have
+// The cost of an expression is bounded three times: by an estimate and by the size of its patterns at compile time,
+// before the calls of functions that take more time than their arguments are long, and by a count at run
+// time. All are in units that do not depend on the machine or its load, so that equal calls always have
 // equal results.
 package expression
 
@@ -22,37 +25,46 @@ import (
 	"sync"
 	"unicode/utf8"
 
-	"github.com/google/cel-go/cel"
-	"github.com/google/cel-go/checker"
-	"github.com/google/cel-go/common"
-	"github.com/google/cel-go/common/ast"
-	"github.com/google/cel-go/common/operators"
-	"github.com/google/cel-go/common/overloads"
-	"github.com/google/cel-go/common/types/ref"
-	"github.com/google/cel-go/ext"
+	"cel.dev/cel-go/cel"
+	"cel.dev/cel-go/common"
+	"cel.dev/cel-go/common/ast"
+	"cel.dev/cel-go/common/functions"
+	"cel.dev/cel-go/common/operators"
+	"cel.dev/cel-go/common/overloads"
+	"cel.dev/cel-go/common/types"
+	"cel.dev/cel-go/ext"
 )
 
 const (
 	// MaxLength of an expression in characters.
 	MaxLength = 1024
-	// MaxCost bounds one evaluation in CEL's units: about one per field access, comparison or ten
-	// characters of text. It is enough for a simple condition on each of some 2,000 elements and
-	// takes a few milliseconds. The time per unit grows with the count: ten times as many units
-	// took a second.
-	MaxCost = 10_000
-	// maxEstimate permits one pass over a long list, also over the lists in its elements, but not a
-	// comparison of every element of one list with every element of another.
-	maxEstimate = 1_000_000
-	// assumedSize is the length that the estimate assumes for a list, object or text of a call;
-	// assumedInner is that within the elements of a list.
-	assumedSize, assumedInner = 1000, 16
 )
 
-// ErrNotBool is returned for a call for which the result is neither true nor false.
-var ErrNotBool = errors.New("the expression returned a value that is neither true nor false")
-
 // Program is a compiled expression. It is safe for concurrent use.
-type Program struct{ program cel.Program }
+type Program struct {
+	program cel.Program
+	// offsets are the positions of the nodes in the text, in characters.
+	offsets map[int64]ast.OffsetRange
+	size    Size
+}
+
+// Size is what a compiled expression needs of the memory of the dispatchers, in units that do not depend on the
+// machine.
+type Size struct {
+	// Instructions of its patterns, and nodes of its syntax tree.
+	Instructions, Nodes int
+}
+
+// Plus returns the sum of two sizes.
+func (s Size) Plus(o Size) Size { return Size{s.Instructions + o.Instructions, s.Nodes + o.Nodes} }
+
+// Within reports whether a size is not above a limit.
+func (s Size) Within(limit Size) bool {
+	return s.Instructions <= limit.Instructions && s.Nodes <= limit.Nodes
+}
+
+// Size returns the size of the program.
+func (p *Program) Size() Size { return p.size }
 
 // Compile checks and prepares an expression. The error is written for the author of the expression:
 // it has the reason, the position and the fix.
@@ -74,7 +86,11 @@ func Compile(expr string) (*Program, error) {
 	if t := checked.OutputType(); !t.IsExactType(cel.BoolType) && !t.IsExactType(cel.DynType) {
 		return nil, fmt.Errorf("the expression returns a value of type %s; it must be true or false, for example call.properties.total > 100", t)
 	}
-	if err := restrict(checked.NativeRep()); err != nil {
+	size, err := restrict(checked.NativeRep())
+	if err != nil {
+		return nil, err
+	}
+	if err := checkLoops(checked.NativeRep()); err != nil {
 		return nil, err
 	}
 	estimate, err := env.EstimateCost(checked, sizes{})
@@ -84,13 +100,33 @@ func Compile(expr string) (*Program, error) {
 	if estimate.Max > maxEstimate {
 		return nil, errors.New("the expression is too expensive; do not compare every element of one list with every element of another, and compare with fixed texts instead of long fields")
 	}
+	searches, err := bindings(env, "indexOf", "lastIndexOf")
+	if err != nil {
+		return nil, err
+	}
 	program, err := env.Program(checked,
+		cel.CustomDecoratorV2(chargeFunctions(searches)), matchers(),
 		cel.EvalOptions(cel.OptOptimize),
 		cel.CostTracking(costs{}), cel.CostLimit(MaxCost))
 	if err != nil {
 		return nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
-	return &Program{program}, nil
+	return &Program{program, checked.NativeRep().SourceInfo().OffsetRanges(), size}, nil
+}
+
+// bindings returns the overloads of functions by ID.
+func bindings(env *cel.Env, names ...string) (map[string]*functions.Overload, error) {
+	all := map[string]*functions.Overload{}
+	for _, name := range names {
+		overloads, err := env.Functions()[name].Bindings()
+		if err != nil {
+			return nil, err
+		}
+		for _, o := range overloads {
+			all[o.Operator] = o
+		}
+	}
+	return all, nil
 }
 
 // environment is shared by all expressions and immutable.
@@ -106,11 +142,11 @@ var environment = sync.OnceValues(func() (*cel.Env, error) {
 	)
 })
 
-// restrict rejects functions with unbounded cost: functions that multiply texts, and patterns from
-// the call.
-func restrict(a *ast.AST) error {
-	var err error
+// restrict returns the size of an expression. It rejects functions with unbounded cost: functions that multiply
+// texts, patterns from the call, and long patterns.
+func restrict(a *ast.AST) (size Size, err error) {
 	ast.PreOrderVisit(a.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
+		size.Nodes++
 		if e.Kind() != ast.CallKind || err != nil {
 			return
 		}
@@ -119,12 +155,25 @@ func restrict(a *ast.AST) error {
 		case "replace", "format", "join", "reverse", "strings.quote":
 			err = fmt.Errorf("%s cannot be used in a filter", name)
 		case overloads.Matches:
-			if args := call.Args(); args[len(args)-1].Kind() != ast.LiteralKind {
+			pattern := call.Args()[len(call.Args())-1]
+			if pattern.Kind() != ast.LiteralKind {
 				err = errors.New("the pattern of matches must be a fixed text")
+				return
+			}
+			text, _ := pattern.AsLiteral().Value().(string)
+			n, invalid := instructions(text)
+			size.Instructions += n
+			switch {
+			case invalid != nil:
+				err = fmt.Errorf("the pattern of matches is invalid: %w", invalid)
+			case n > MaxPatternInstructions:
+				err = fmt.Errorf("a pattern of matches has more than %d instructions: each character, class and alternative is one, and repeats such as {0,100} multiply them; write a shorter pattern, with * or + instead of large repeats", MaxPatternInstructions)
+			case size.Instructions > MaxInstructions:
+				err = fmt.Errorf("the patterns of the expression have more than %d instructions in all; use fewer patterns", MaxInstructions)
 			}
 		}
 	}))
-	return err
+	return size, err
 }
 
 // explain converts the compiler's issues to one line without its internals.
@@ -171,111 +220,98 @@ func between(s, before, after string) (string, bool) {
 	return s, true
 }
 
-// Call is a message parsed for expressions.
-type Call struct{ variables map[string]any }
+// Call is a message parsed for expressions. It must not be used concurrently.
+type Call struct {
+	variables map[string]any
+	work      *work
+	// Units are the units that all evaluations have cost.
+	Units uint64
+}
 
 // Parse parses a message, the JSON object that would be delivered.
-func Parse(body []byte) (Call, error) {
+func Parse(body []byte) (*Call, error) {
 	var object map[string]any
 	// Within an object, only a number outside of the range of doubles fails; it becomes null.
 	if _ = json.Unmarshal(body, &object); object == nil {
-		return Call{}, errors.New("the call is not a JSON object")
+		return nil, errors.New("the call is not a JSON object")
 	}
-	return Call{map[string]any{"call": object}}, nil
+	w := new(work)
+	return &Call{variables: map[string]any{"call": object, workVariable: w}, work: w}, nil
 }
 
-// Match reports whether the expression is true for a message. An error (a missing field, a value of
-// the wrong type, a cost above MaxCost) means that it does not match; the error may contain data of
-// the call and must not be logged.
-func (p *Program) Match(body []byte) (bool, error) {
-	call, err := Parse(body)
-	if err != nil {
-		return false, err
-	}
-	return p.MatchCall(call)
+// Result is the result of an expression for a call.
+type Result struct {
+	Matches bool
+	// Failure says why it is not known whether the call matches; empty if it is. It contains no data of the call.
+	Failure string
 }
 
-// MatchCall is Match for a message that is matched with several expressions.
-func (p *Program) MatchCall(call Call) (bool, error) {
-	value, _, err := p.program.Eval(call.variables)
-	if err != nil {
-		return false, err
+// Match evaluates the expression for a message.
+func (p *Program) Match(call *Call) (r Result) {
+	if call.Units >= MaxCallCost {
+		return Result{Failure: fmt.Sprintf("the filters of the call cost more than %d units", MaxCallCost)}
 	}
-	matches, ok := value.Value().(bool)
-	if !ok {
-		return false, ErrNotBool
+	*call.work = work{}
+	value, details, err := p.program.Eval(call.variables)
+	call.Units += call.work.done / workPerUnit
+	if cost := details.ActualCost(); cost != nil {
+		call.Units += *cost
+	} else {
+		call.Units += MaxCost
 	}
-	return matches, nil
+	if err == nil {
+		matches, ok := value.Value().(bool)
+		return Result{Matches: ok && matches}
+	}
+	if call.work.over != 0 {
+		return Result{Failure: p.at(call.work.over) + fmt.Sprintf("the text to search is too long: the evaluation needs more than %d bytes times instructions", MaxWork)}
+	}
+	return Result{Failure: p.failure(err)}
 }
 
-// sizes are the assumptions of the estimate about a call, whose fields have no declared types.
-type sizes struct{}
-
-// EstimateSize implements checker.CostEstimator.
-func (sizes) EstimateSize(element checker.AstNode) *checker.SizeEstimate {
-	for _, part := range element.Path() {
-		if strings.HasPrefix(part, "@") { // The element is within a list or object.
-			return &checker.SizeEstimate{Max: assumedInner}
-		}
-	}
-	return &checker.SizeEstimate{Max: assumedSize}
+// absent are the beginnings of cel-go's errors for a missing field or element, and for a value of another type.
+var absent = []string{
+	"no such key", "no such attribute", "no such overload", "index out of bounds", "no such field", "optional.none() dereference",
+	"unsupported comprehension range type", "invalid qualifier type", "unsupported index", "index '", "got '",
 }
 
-// EstimateCallCost implements checker.CostEstimator.
-func (sizes) EstimateCallCost(string, string, *checker.AstNode, []checker.AstNode) *checker.CallEstimate {
-	return nil
+// failures are fixed texts for cel-go's errors, which may contain data of the call.
+var failures = []struct{ part, text string }{
+	{"actual cost limit exceeded", fmt.Sprintf("the evaluation costs more than %d units", MaxCost)},
+	{"by zero", "division by zero"},
+	{"overflow", "a number or time is too large"},
+	{"index out of range", "a position is outside of a text"},
+	{"substring range", "a position is outside of a text"},
+	{"conver", "a value cannot be converted"},
+	{"strconv", "a value cannot be converted"},
+	{"timestamp", "a value cannot be converted"},
+	{"duration", "a value cannot be converted"},
+	{"time", "a value cannot be converted"},
 }
 
-// costs counts operations that CEL assumes to be constant but are not: comparing whole objects,
-// measuring and converting texts, looking up time zones.
-type costs struct{}
-
-// CallCost implements interpreter.ActualCostEstimator.
-func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uint64 {
-	cost := uint64(1)
-	switch function {
-	case overloads.Matches, overloads.Contains, overloads.StartsWith, overloads.EndsWith:
-		return nil // CEL's own count is correct.
-	case operators.Index, operators.OptIndex, operators.OptSelect:
-		return &cost
-	case operators.Equals, operators.NotEquals:
-		cost += min(weight(args[0].Value()), weight(args[1].Value()))
-		return &cost
+// failure explains why an evaluation failed; it is empty if a field is missing or has another type.
+func (p *Program) failure(err error) string {
+	text, node := err.Error(), int64(0)
+	if e, ok := errors.AsType[*types.Err](err); ok {
+		node = e.NodeID()
 	}
-	if strings.HasSuffix(overload, "_tz") {
-		cost += 500
-	}
-	for _, arg := range args {
-		v := arg.Value()
-		if _, text := v.(string); text || function == operators.In || function == operators.OldIn {
-			cost += weight(v)
+	for _, start := range absent {
+		if strings.HasPrefix(text, start) {
+			return ""
 		}
 	}
-	return &cost
+	for _, f := range failures {
+		if strings.Contains(text, f.part) {
+			return p.at(node) + f.text
+		}
+	}
+	return p.at(node) + "the evaluation failed"
 }
 
-// weight estimates the cost of reading a whole value.
-func weight(v any) uint64 {
-	sum := uint64(1)
-	switch v := v.(type) {
-	case string:
-		sum += uint64(len(v) / 10)
-	case []any:
-		for _, e := range v {
-			sum += weight(e)
-		}
-	case map[string]any:
-		for _, e := range v {
-			sum += 1 + weight(e)
-		}
-	case []ref.Val:
-		for _, e := range v {
-			sum += weight(e.Value())
-		}
-	case map[ref.Val]ref.Val:
-		for k, e := range v {
-			sum += weight(k.Value()) + weight(e.Value())
-		}
+// at names the position of a node; it is empty if the position is not known.
+func (p *Program) at(node int64) string {
+	if o, ok := p.offsets[node]; ok {
+		return fmt.Sprintf("character %d: ", o.Start+1)
 	}
-	return sum
+	return ""
 }

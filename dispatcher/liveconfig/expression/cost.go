@@ -1,0 +1,312 @@
+package expression
+
+import (
+	"errors"
+	"regexp"
+	"strings"
+
+	"cel.dev/cel-go/cel"
+	"cel.dev/cel-go/checker"
+	"cel.dev/cel-go/common/ast"
+	"cel.dev/cel-go/common/functions"
+	"cel.dev/cel-go/common/operators"
+	"cel.dev/cel-go/common/overloads"
+	"cel.dev/cel-go/common/types"
+	"cel.dev/cel-go/common/types/ref"
+	"cel.dev/cel-go/common/types/traits"
+	"cel.dev/cel-go/interpreter"
+)
+
+const (
+	// MaxCost bounds one evaluation in CEL's units: about one per field access, comparison or ten
+	// characters of text. It is enough for a simple condition on each of some 2,000 elements and
+	// takes a few milliseconds.
+	MaxCost = 10_000
+	// MaxCallCost bounds the evaluations of one call with all filters of its Source.
+	MaxCallCost = 10 * MaxCost
+	// MaxWork bounds the texts of one evaluation that are searched for a pattern or another text: the sum
+	// of bytes times instructions.
+	MaxWork = 2_000_000
+	// workPerUnit is the work that costs as much time as a unit.
+	workPerUnit = MaxWork / MaxCost
+	// maxEstimate permits one pass over a long list, also over the lists in its elements, but not a
+	// comparison of every element of one list with every element of another.
+	maxEstimate = 1_000_000
+	// assumedSize is the length that the estimate assumes for a list, object or text of a call;
+	// assumedInner is that within the elements of a list.
+	assumedSize, assumedInner = 1000, 16
+)
+
+// workVariable is the hidden variable of an evaluation with its work.
+const workVariable = "@work"
+
+// work is what one evaluation has searched.
+type work struct {
+	done uint64
+	// over is the node of the call that would exceed MaxWork; 0 if there is none.
+	over int64
+}
+
+// charged is a call of a function whose time is more than proportional to its arguments, or whose arguments
+// may have many times the size of the message. cel-go charges a call after it ran; this one is charged before.
+type charged struct {
+	interpreter.InterpretableCall
+	// instructions of the pattern or text that is searched for in the first argument; nil for no search.
+	instructions func(args []ref.Val) int
+	run          func(args ...ref.Val) ref.Val
+}
+
+// Exec implements interpreter.InterpretableV2.
+func (c *charged) Exec(frame *interpreter.ExecutionFrame) ref.Val {
+	args := make([]ref.Val, len(c.Args()))
+	for i, arg := range c.Args() {
+		if args[i] = arg.Exec(frame); types.IsUnknownOrError(args[i]) {
+			return args[i]
+		}
+	}
+	if c.instructions != nil {
+		v, _ := frame.ResolveName(workVariable)
+		w := v.(*work)
+		if w.done += uint64(length(args[0])) * uint64(c.instructions(args)); w.done > MaxWork {
+			w.over = c.ID()
+			// It ends the whole evaluation: an error could be hidden by another one, of a missing field.
+			panic(interpreter.EvalCancelledError{Cause: interpreter.CostLimitExceeded, Message: "too much work"})
+		}
+	}
+	if costs := frame.CostTracker(); costs != nil {
+		costs.EvalVarArgs(frame, c.ID(), c, args, nil)
+	}
+	return types.LabelErrNode(c.ID(), c.run(args...))
+}
+
+// Eval implements interpreter.Interpretable.
+func (c *charged) Eval(vars interpreter.Activation) ref.Val { return interpreter.EvalActivation(vars, c.Exec) }
+
+// length returns the bytes of a text.
+func length(v ref.Val) int {
+	text, _ := v.Value().(string)
+	return len(text)
+}
+
+// chargeFunctions decorates the calls of functions that must be charged before they run. bindings are those of indexOf
+// and lastIndexOf.
+func chargeFunctions(bindings map[string]*functions.Overload) interpreter.InterpretableDecoratorV2 {
+	return func(i interpreter.InterpretableV2) (interpreter.InterpretableV2, error) {
+		call, ok := i.(interpreter.InterpretableCall)
+		if !ok {
+			return i, nil
+		}
+		switch call.Function() {
+		case operators.Equals:
+			return &charged{call, nil, func(args ...ref.Val) ref.Val { return types.Equal(args[0], args[1]) }}, nil
+		case operators.NotEquals:
+			return &charged{call, nil, func(args ...ref.Val) ref.Val { return types.Bool(types.Equal(args[0], args[1]) != types.True) }}, nil
+		case operators.In, operators.OldIn:
+			return &charged{call, nil, contains}, nil
+		}
+		b := bindings[call.OverloadID()]
+		if b == nil {
+			return i, nil
+		}
+		return &charged{call, func(args []ref.Val) int { return length(args[1]) }, func(args ...ref.Val) ref.Val {
+			if b.Binary != nil && len(args) == 2 {
+				return b.Binary(args[0], args[1])
+			}
+			return b.Function(args...)
+		}}, nil
+	}
+}
+
+func contains(args ...ref.Val) ref.Val {
+	if c, ok := args[1].(traits.Container); ok {
+		return c.Contains(args[0])
+	}
+	return types.MaybeNoSuchOverloadErr(args[1])
+}
+
+// matchers compile the patterns of matches. Each needs its overload's ID: without it, cel-go's own
+// factory replaces it.
+func matchers() cel.ProgramOption {
+	var all []*interpreter.RegexOptimization
+	for _, overload := range []string{overloads.Matches, overloads.MatchesString} {
+		all = append(all, &interpreter.RegexOptimization{Function: overloads.Matches, OverloadID: overload, RegexIndex: 1, Factory: matcher})
+	}
+	return cel.OptimizeRegex(all...)
+}
+
+func matcher(call interpreter.InterpretableCall, pattern string) (interpreter.InterpretableCall, error) {
+	n, err := instructions(pattern)
+	if err != nil {
+		return nil, err
+	}
+	compiled, err := regexp.Compile(pattern)
+	if err != nil {
+		return nil, err
+	}
+	return &charged{call, func([]ref.Val) int { return n }, func(args ...ref.Val) ref.Val {
+		if text, ok := args[0].Value().(string); ok {
+			return types.Bool(compiled.MatchString(text))
+		}
+		return types.NoSuchOverloadErr()
+	}}, nil
+}
+
+// sizes are the assumptions of the estimate about a call, whose fields have no declared types.
+type sizes struct{}
+
+// EstimateSize implements checker.CostEstimator.
+func (sizes) EstimateSize(element checker.AstNode) *checker.SizeEstimate {
+	for _, part := range element.Path() {
+		if strings.HasPrefix(part, "@") { // The element is within a list or object.
+			return &checker.SizeEstimate{Max: assumedInner}
+		}
+	}
+	return &checker.SizeEstimate{Max: assumedSize}
+}
+
+// EstimateCallCost implements checker.CostEstimator.
+func (sizes) EstimateCallCost(string, string, *checker.AstNode, []checker.AstNode) *checker.CallEstimate {
+	return nil
+}
+
+// costs counts operations that CEL assumes to be constant but are not: comparing whole objects,
+// measuring and converting texts, adding lists, looking up time zones.
+type costs struct{}
+
+// CallCost implements interpreter.ActualCostEstimator.
+func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uint64 {
+	cost := uint64(1)
+	switch function {
+	case overloads.Contains, overloads.StartsWith, overloads.EndsWith:
+		return nil // CEL's own count is correct.
+	case operators.Index, operators.OptIndex, operators.OptSelect:
+		return &cost
+	case operators.Equals, operators.NotEquals: // It ends at the first difference.
+		cost += min(weight(args[0], MaxCost+1), weight(args[1], MaxCost+1))
+		return &cost
+	case operators.In, operators.OldIn:
+		cost += weight(args[1], MaxCost+1)
+		return &cost
+	}
+	if strings.HasSuffix(overload, "_tz") {
+		cost += 500
+	}
+	for _, arg := range args {
+		switch v := arg.(type) {
+		case types.String:
+			cost += uint64(len(v) / 10)
+		case traits.Lister:
+			if n, ok := v.Size().(types.Int); ok && function == operators.Add {
+				cost += uint64(n)
+			}
+		}
+	}
+	return &cost
+}
+
+// weight estimates the cost of reading a whole value, and ends at a limit.
+func weight(v any, limit uint64) uint64 {
+	if value, ok := v.(ref.Val); ok {
+		v = value.Value()
+	}
+	sum := uint64(1)
+	add := func(v any) bool {
+		if sum < limit {
+			sum += weight(v, limit-sum)
+		}
+		return sum < limit
+	}
+	switch v := v.(type) {
+	case string:
+		sum += uint64(len(v) / 10)
+	case []any:
+		for _, e := range v {
+			if !add(e) {
+				break
+			}
+		}
+	case map[string]any:
+		for k, e := range v {
+			if sum += uint64(len(k) / 10); !add(e) {
+				break
+			}
+		}
+	case []ref.Val:
+		for _, e := range v {
+			if !add(e) {
+				break
+			}
+		}
+	case map[ref.Val]ref.Val:
+		for k, e := range v {
+			if !add(k) || !add(e) {
+				break
+			}
+		}
+	}
+	return sum
+}
+
+// checkLoops rejects loops whose time is not proportional to the message: an all or exists within another one that
+// does not go through a field of the outer element, or within one over a list that repeats values of the call.
+// cel-go copies the keys of an object before it begins a loop, and does not charge it.
+func checkLoops(a *ast.AST) error {
+	for _, loop := range ast.MatchDescendants(ast.NavigateAST(a), ast.KindMatcher(ast.ComprehensionKind)) {
+		outer := outerLoop(loop)
+		if outer == nil {
+			continue
+		}
+		repeats := false
+		ast.PreOrderVisit(outer.IterRange(), ast.NewExprVisitor(func(e ast.Expr) {
+			repeats = repeats || (e.Kind() == ast.ListKind || e.Kind() == ast.MapKind) && !isConstant(e)
+		}))
+		if repeats || !goesThrough(loop.AsComprehension().IterRange(), outer.IterVar()) {
+			return errors.New("the expression is too expensive; an all or exists within another one must go through a field of the outer element, for example call.items.exists(i, i.tags.exists(t, t == 'x'))")
+		}
+	}
+	return nil
+}
+
+// outerLoop returns the loop around another one; nil without one.
+func outerLoop(inner ast.NavigableExpr) ast.ComprehensionExpr {
+	for {
+		outer, ok := inner.Parent()
+		if !ok {
+			return nil
+		}
+		if outer.Kind() == ast.ComprehensionKind && outer.AsComprehension().IterRange().ID() != inner.ID() {
+			return outer.AsComprehension()
+		}
+		inner = outer
+	}
+}
+
+// goesThrough reports whether a value is constant or a part of a variable.
+func goesThrough(e ast.Expr, variable string) bool {
+	switch e.Kind() {
+	case ast.IdentKind:
+		return e.AsIdent() == variable
+	case ast.SelectKind:
+		return goesThrough(e.AsSelect().Operand(), variable)
+	case ast.CallKind:
+		call := e.AsCall()
+		switch call.FunctionName() {
+		case operators.Index, operators.OptIndex, operators.OptSelect:
+			return goesThrough(call.Args()[0], variable)
+		}
+		for _, arg := range call.Args() {
+			if !isConstant(arg) {
+				return false
+			}
+		}
+		return call.IsMemberFunction() && goesThrough(call.Target(), variable)
+	}
+	return isConstant(e)
+}
+
+// isConstant reports whether a value does not depend on the call.
+func isConstant(e ast.Expr) bool {
+	constant := true
+	ast.PreOrderVisit(e, ast.NewExprVisitor(func(e ast.Expr) { constant = constant && e.Kind() != ast.IdentKind }))
+	return constant
+}
