@@ -640,6 +640,7 @@ func (e *explainer) backlog() {
 			if in := c.NextAttemptTime.Sub(e.Now); in > time.Second {
 				text += ", the next attempt is in " + in.Round(time.Second).String()
 			}
+			text += e.requestedWait(c.NextAttemptTime.Time)
 		}
 		if e.d.Spec.Filter != nil && e.nothingIsSent() {
 			text += ", including messages that the filter will exclude"
@@ -652,6 +653,22 @@ func (e *explainer) backlog() {
 	case c.DeadLettered > 0:
 		e.add(Fine, "DeadLetters", "", "none stored; %s became dead letters so far", plural.Count(c.DeadLettered, "message"))
 	}
+}
+
+// requestedWait explains that messages wait because the receiver requested it, as a part of a sentence; "" if none is
+// known to wait so.
+func (e *explainer) requestedWait(next time.Time) string {
+	succeeded := map[string]bool{}
+	for _, a := range slices.Backward(e.Attempts) {
+		switch {
+		case a.Reason == "":
+			succeeded[a.Endpoint] = true // It has ended earlier waits.
+		case a.RetryAfter > 0 && !succeeded[a.Endpoint] && a.Time.Add(a.RetryAfter).After(e.Now):
+			return fmt.Sprintf(": messages wait until %s because %q answered %d with Retry-After: %d %s; a success or an edit of the destination ends the wait earlier",
+				next.UTC().Format(time.RFC3339), a.Endpoint, a.StatusCode, int64(a.RetryAfter.Seconds()), ago(e.Now, a.Time))
+		}
+	}
+	return ""
 }
 
 func ago(now, t time.Time) string {

@@ -272,6 +272,9 @@ func TestExplain(t *testing.T) {
 				t.Destinations[0].DeadLettered, t.Destinations[0].DeadLettersStored = 4, 1
 			})(f)
 		}, "", "", "", "NOTICE DeadLetters 2 dead letters stored; 8 messages became dead letters so far\n"},
+		{"a requested wait", waiting(), "", "", "", "the next attempt is in 40m0s: messages wait until " + now.Add(40*time.Minute).Format(time.RFC3339) + ` because "primary" answered 503 with Retry-After: 86400 20m0s ago; a success or an edit of the destination ends the wait earlier; 120 messages`},
+		{"a requested wait that a success ended", waiting(adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
+		{"a requested wait that is over", waiting(adminapi.Attempt{Time: now.Add(-time.Hour), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: time.Minute}, adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
 		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
 		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
 	} {
@@ -411,5 +414,14 @@ func TestIdleSourceIsTheLastCause(t *testing.T) {
 	}
 	if got := Cause([]Finding{{Level: Notice, Idle: true}}); got != nil {
 		t.Errorf("a notice is a cause: %+v", got)
+	}
+}
+
+// waiting makes a message wait because the receiver requested it; further are later attempts.
+func waiting(further ...adminapi.Attempt) func(*Facts) {
+	return func(f *Facts) {
+		next := metav1.NewTime(now.Add(40 * time.Minute))
+		f.Destinations[0].Status.Delivery.Pending, f.Destinations[0].Status.Delivery.NextAttemptTime = 1, &next
+		f.Attempts = append([]adminapi.Attempt{{Time: now.Add(-20 * time.Minute), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: 24 * time.Hour}}, further...)
 	}
 }

@@ -27,6 +27,8 @@ type Attempt struct {
 	StatusCode int    `json:"statusCode,omitempty"`
 	Reason     string `json:"reason,omitempty"`
 	Message    string `json:"message,omitempty"`
+	// RetryAfter is the wait that the response requested, at most a day; 0 if it requested none.
+	RetryAfter time.Duration `json:"retryAfterNanos,omitempty"`
 	// Response holds the first bytes of the response, with secrets redacted. Only the last failed
 	// attempt of an endpoint that got a response with a body has it.
 	Response string `json:"response,omitempty"`

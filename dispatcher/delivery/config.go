@@ -344,21 +344,27 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	old := d.set
 	d.set, d.changed = p.set, p.object
 	d.trim = &p.set.deadLetters
-	endpoints := map[string]*liveEndpoint{}
+	endpoints, edited := map[string]*liveEndpoint{}, false
 	for i := range p.set.targets {
 		name := p.set.configs[i].Name
 		ep := d.endpoints[name]
 		if ep == nil {
 			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(p.set.maxInFlight, now)}
-			e.restoreHealth(ep, p.set.revision, now)
+			edited = e.restoreHealth(ep, p.set.revision, now) || edited
 			ep.loggedState = ep.machine.Status().State
 		} else if old == nil || old.revision != p.set.revision {
 			ep.machine.Reconfigure(p.set.maxInFlight, now)
+			edited = true
 		}
 		endpoints[name] = ep
 		p.set.targets[i].liveEndpoint = ep
 		ep.to = p.set.targets[i].to
 		ep.setRate(p.set.perSecond)
+	}
+	for _, l := range d.lanes {
+		if edited && l.waits {
+			l.waitsEnded = now
+		}
 	}
 	if len(endpoints) > 0 { // Unknown endpoints may be the same ones when they are known again.
 		d.endpoints = endpoints
@@ -401,7 +407,7 @@ func (e *Engine) lane(id queue.LaneID) *lane {
 	l := e.lanes[id]
 	if l == nil {
 		d := e.destination(id.Destination)
-		l = &lane{id: id, destination: d, owner: d.owner}
+		l = &lane{id: id, destination: d, owner: d.owner, waits: true}
 		l.destination.lanes = append(l.destination.lanes, l)
 		e.lanes[id] = l
 		e.bySource[id.Source] = append(e.bySource[id.Source], l)

@@ -240,6 +240,9 @@ type liveEndpoint struct {
 	// lanes that send to the endpoint, in turns; turn is the index of the next.
 	lanes []*lane
 	turn  int
+	// waitsRequested counts the responses that requested a wait. The first waitsEnded of these waits are over,
+	// because a later request succeeded.
+	waitsRequested, waitsEnded int
 	// timer fires at timerAt, when a probe is due or the rate limit permits a request.
 	timer   *time.Timer
 	timerAt time.Time
@@ -286,6 +289,10 @@ type lane struct {
 	scratch []queue.Delivery
 	head    int
 	leasing bool
+	// waits is true if the store may have messages that wait as their receiver requested. waitsEnded is
+	// the time of an edit that ends the waits of earlier responses; zero if the store has ended them.
+	waits      bool
+	waitsEnded time.Time
 	// more is true unless the last lease emptied the lane; notified is true if the store reported
 	// new messages during a lease.
 	more, notified bool

@@ -238,6 +238,12 @@ func (w *world) apply(destinations ...liveconfig.Destination) {
 	}
 }
 
+// sameView is view with the revision of the last one.
+func (w *world) sameView(destinations ...liveconfig.Destination) *liveconfig.View {
+	w.rev--
+	return w.view(destinations...)
+}
+
 func (w *world) view(destinations ...liveconfig.Destination) *liveconfig.View {
 	w.rev++
 	c := liveconfig.Config{Version: 1, Namespace: "ns"}

@@ -59,6 +59,7 @@ func (e *Engine) wakeMaintenance() {
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
 	e.storeHistory(historyInterval)
+	e.endEditedWaits(ctx)
 	switch {
 	case !e.maySend():
 		return min(pausedInterval, e.logStates())
@@ -70,6 +71,44 @@ func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	wait = min(wait, e.dropLanes(ctx), e.logStates())
 	e.trimDeadLetters(ctx, true)
 	return wait
+}
+
+// endEditedWaits ends the waits that receivers requested before their destinations were edited.
+func (e *Engine) endEditedWaits(ctx context.Context) {
+	var edited []*lane
+	e.mu.Lock()
+	for _, l := range e.lanes {
+		if !l.waitsEnded.IsZero() && l.opened {
+			edited = append(edited, l)
+		}
+	}
+	e.mu.Unlock()
+	for _, l := range edited {
+		e.mu.Lock()
+		until := l.waitsEnded
+		l.waits, l.waitsEnded = false, time.Time{}
+		e.mu.Unlock()
+		for e.endWaits(l, until) && ctx.Err() == nil {
+		}
+	}
+}
+
+// endWaits makes the store end waits of a lane until a time, and reports whether the lane has further ones until then.
+// The lock is not held.
+func (e *Engine) endWaits(l *lane, until time.Time) (more bool) {
+	ended, left, err := e.o.Store.EndWaits(l.id, until)
+	if err != nil && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
+		e.log.With(l.id.LogArgs()...).Error("ending the requested waits of a lane failed; its messages are retried later", "error", err)
+	}
+	if left {
+		e.mu.Lock()
+		l.waits = true
+		e.mu.Unlock()
+	}
+	if ended > 0 {
+		e.markChanged(l.id.Destination)
+	}
+	return err == nil && ended > 0
 }
 
 // logStates logs the endpoint states that were suppressed.

@@ -89,9 +89,9 @@ func (e *Engine) putRecord(name string, value []byte) {
 	}
 }
 
-// restoreHealth gives a new endpoint its health and its last failed attempt of the earlier run. The lock is
-// held.
-func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) {
+// restoreHealth gives a new endpoint its health and its last failed attempt of the earlier run. It reports
+// whether the destination was edited since. The lock is held.
+func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) (edited bool) {
 	records := e.records[ep.destination.namespace]
 	r, ok := records[ep.recordName(circuitPrefix)]
 	if !ok {
@@ -104,6 +104,7 @@ func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time)
 		}
 	}
 	ep.stored, ep.storedAt = ep.machine.Status(), now
+	return ok && r.Revision != revision
 }
 
 // loadRecords reads the records of the earlier run: the health of the endpoints, and the bounds of

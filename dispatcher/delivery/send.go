@@ -34,6 +34,9 @@ type post struct {
 	probe, unproven bool
 	// others is true if the lane may also send the message to other endpoints.
 	others bool
+	// waitsRequested is the endpoint's count at the start of the request, or at its response if that
+	// requested a wait.
+	waitsRequested int
 }
 
 // ended is a finished request.
@@ -115,6 +118,7 @@ func (e *Engine) account(p *post, now time.Time) {
 	p.lane.inFlight++
 	p.target.inFlight++
 	p.unproven = !p.lane.proven()
+	p.waitsRequested = p.target.waitsRequested
 	e.endGrant(p.lane)
 	e.addInFlight(p.lane.owner, 1, p.unproven)
 	if p.target.rate != nil {
@@ -298,12 +302,43 @@ func (e *Engine) send(w *worker) {
 	}
 	p.target.destination.changed.Numbers()
 	e.finish(p, &r, s)
+	waiting, until := p.waitsOver(&r, s, started)
 	*p = post{}
 	e.mu.Unlock()
+	for _, l := range waiting {
+		e.endWaits(l, until)
+	}
 	e.release(back)
 	if changed.Record || changed.State {
 		e.storeHealth(ep)
 	}
+}
+
+// waitsOver returns the lanes with waits to end, and the time of the last response whose wait is over: a success ends
+// the waits of all responses before its request. The lock is held.
+func (p *post) waitsOver(r *ended, s outcome, started time.Time) (lanes []*lane, until time.Time) {
+	ep := p.target.liveEndpoint
+	if r.outcome().Failed() {
+		if s != retried || r.RetryAfter == 0 {
+			return nil, until
+		}
+		p.lane.waits = true
+		if p.waitsRequested > ep.waitsEnded {
+			return nil, until
+		}
+		return []*lane{p.lane}, r.at // The success was faster than the store.
+	}
+	ep.waitsEnded = max(ep.waitsEnded, p.waitsRequested)
+	if until = r.at; ep.waitsRequested > p.waitsRequested {
+		until = started.Add(-time.Millisecond) // The store has the times of failures in milliseconds.
+	}
+	for _, l := range ep.lanes {
+		if l.waits {
+			l.waits = false // Until endWaits, or a further wait, sets it.
+			lanes = append(lanes, l)
+		}
+	}
+	return lanes, until
 }
 
 // messageOutcome returns the outcome of an attempt for its message. It differs from that for the
@@ -380,7 +415,7 @@ func (e *Engine) settle(p *post, r *ended, o retry.Outcome) outcome {
 		}
 		return delivered
 	}
-	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response}
+	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response, Wait: decision.Wait}
 	if decision.Action == retry.Retry {
 		e.o.Store.Retry(p.message, decision.At, f)
 		return retried
@@ -419,6 +454,10 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 	}
 	if a.Result != endpoint.Succeeded {
 		a.Failure, a.Jitter = r.failure(), rand.Float64()
+	}
+	if a.RetryAfter > 0 {
+		ep.waitsRequested++
+		p.waitsRequested = ep.waitsRequested
 	}
 	changed = ep.machine.Observe(a)
 	if changed.Opened || changed.Closed {
@@ -473,7 +512,7 @@ func (e *Engine) record(p *post, r *ended) {
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
 		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
-		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RemoteAddr: r.RemoteAddr, CertificateExpires: r.CertificateExpires, Probe: p.probe,
+		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr, CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}
 	if r.Reason != "" {
 		a.Response = strings.ToValidUTF8(string(r.Response[:min(len(r.Response), maxKeptResponse)]), "\uFFFD")

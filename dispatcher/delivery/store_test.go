@@ -26,6 +26,7 @@ type testStore struct {
 	leased map[lease]int // The attempt of each leased message.
 	misuse []string
 	leases int // Calls of Lease and LeaseOldest.
+	ends   int // Calls of EndWaits.
 	fail   error
 }
 
@@ -171,6 +172,13 @@ func (s *testStore) Release(d queue.Delivery) {
 func (s *testStore) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.settle(d, "retry")
 	s.Store.Retry(d, at, f)
+}
+
+func (s *testStore) EndWaits(id queue.LaneID, until time.Time) (ended int, left bool, err error) {
+	s.mu.Lock()
+	s.ends++
+	s.mu.Unlock()
+	return s.Store.EndWaits(id, until)
 }
 
 func (s *testStore) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {

@@ -117,6 +117,9 @@ type Failure struct {
 	Message    string
 	// Response holds the first bytes of the response body, at most 1 KiB.
 	Response []byte
+	// Wait is the part of the time until a retry that the receiver requested. It is not stored with
+	// the failure; see Lanes.EndWaits.
+	Wait time.Duration
 }
 
 // ReasonDamaged is the reason of a dead letter whose message cannot be read because its file is
@@ -375,6 +378,11 @@ type Lanes interface {
 	// Retry schedules a message for another attempt at a time; Attempt becomes d.Attempt+1.
 	// When another lane of the group delivered the message, it ends in this lane instead.
 	Retry(d Delivery, at time.Time, f Failure)
+	// EndWaits ends the waits that the receiver requested (Failure.Wait) in failures until a time:
+	// the messages are due when they would be without the wait, those that are due now in the order
+	// of the log. One call ends a bounded number, those of the oldest failures. ended is 0 if none was left;
+	// left is true if there may be further waits, also of later failures.
+	EndWaits(lane LaneID, until time.Time) (ended int, left bool, err error)
 	// Bury turns a message into a dead letter with d.Attempt+1 attempts. When another lane of
 	// the group delivered the message or has it pending, the message ends in this lane instead,
 	// and buried is false; the last lane of the group makes the dead letter, with the attempts

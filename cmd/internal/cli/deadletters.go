@@ -509,6 +509,9 @@ func attemptLine(a adminapi.Attempt) string {
 	if a.Probe {
 		result += " (probe)"
 	}
+	if a.RetryAfter > 0 {
+		a.Message += fmt.Sprintf("; Retry-After: %d", int64(a.RetryAfter.Seconds()))
+	}
 	return fmt.Sprintf("%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(a.MessageID), a.Number,
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }

@@ -41,8 +41,11 @@ const (
 	maxProbeInterval = time.Minute
 	// goneInterval is the probe interval of an endpoint that answers 410.
 	goneInterval = time.Hour
-	// maxProbeDelay bounds how far a receiver can postpone the next probe with Retry-After.
+	// maxProbeDelay bounds how far a receiver can postpone the next probe with Retry-After. The requests
+	// that open a circuit, which end at about the same time, postpone the first probe by at most
+	// maxFirstDelay: the outage may be over, and no other request would notice.
 	maxProbeDelay = time.Hour
+	maxFirstDelay = 5 * time.Minute
 )
 
 // Result is the result of an attempt.
@@ -375,7 +378,7 @@ func (m *Machine) openIfStrained(a *Attempt) {
 func (m *Machine) failedWhileOpen(a *Attempt) {
 	if a.Probe {
 		m.scheduleProbe(a)
-	} else if at := a.Ended.Add(min(a.RetryAfter, maxProbeDelay)); a.RetryAfter > 0 && at.After(m.probeAt) {
+	} else if at := a.Ended.Add(a.probeDelay()); a.RetryAfter > 0 && at.After(m.probeAt) {
 		m.probeAt = at
 	}
 }
@@ -393,7 +396,15 @@ func (m *Machine) scheduleProbe(a *Attempt) {
 		}
 	}
 	wait := time.Duration(float64(interval) * (0.8 + 0.4*a.Jitter))
-	m.probeAt = a.Ended.Add(max(wait, min(a.RetryAfter, maxProbeDelay)))
+	m.probeAt = a.Ended.Add(max(wait, a.probeDelay()))
+}
+
+// probeDelay returns how far the attempt's Retry-After postpones the next probe.
+func (a *Attempt) probeDelay() time.Duration {
+	if a.Probe {
+		return min(a.RetryAfter, maxProbeDelay)
+	}
+	return min(a.RetryAfter, maxFirstDelay)
 }
 
 // close closes the circuit, with the smallest window. Slow start continues up to the window that the

@@ -51,8 +51,9 @@ type Policy struct {
 // Decision is the next action for a message.
 type Decision struct {
 	Action Action
-	// At is the time of the next attempt; set for Retry.
-	At time.Time
+	// At is the time of the next attempt; set for Retry. Wait is its part that the receiver requested.
+	At   time.Time
+	Wait time.Duration
 	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected or Expired.
 	Reason egress.Reason
 }
@@ -82,7 +83,8 @@ func (p *Policy) Permanent(o Outcome) egress.Reason {
 // accepted is the start of the window; rnd returns numbers in [0, 1).
 //
 // The wait is exponential backoff with full jitter, plus the wait that the receiver requested with
-// Retry-After. A wait beyond the end of the window is shortened to one last attempt shortly before
+// Retry-After, at most maxWait and a quarter of the window, so that no single response decides about
+// the message. A wait beyond the end of the window is shortened to one last attempt shortly before
 // the end; after that attempt the message expires.
 func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func() float64) Decision {
 	if !o.Failed() {
@@ -96,13 +98,13 @@ func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func(
 	if !now.Before(last) {
 		return Decision{Action: Bury, Reason: Expired}
 	}
-	wait := time.Duration(rnd()*float64(Backoff(p, attempt))) + max(0, min(o.RetryAfter, p.Window))
-	at := now.Add(wait)
-	if at.After(last) {
-		at = last
-	}
-	return Decision{Action: Retry, At: at}
+	backoff := min(time.Duration(rnd()*float64(Backoff(p, attempt))), last.Sub(now))
+	wait := min(max(0, o.RetryAfter), maxWait, p.Window/4, last.Sub(now)-backoff)
+	return Decision{Action: Retry, At: now.Add(backoff + wait), Wait: wait}
 }
+
+// maxWait bounds the wait of a message that the receiver requested.
+const maxWait = time.Hour
 
 // Backoff is the longest wait after `attempt` failed attempts before this one: MinBackoff doubled
 // each time, at most MaxBackoff.

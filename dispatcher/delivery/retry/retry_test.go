@@ -81,7 +81,8 @@ func TestWait(t *testing.T) {
 		{name: "jitter is full", attempt: 4, rnd: func() float64 { return 0 }, want: 0},
 		{name: "half", attempt: 4, rnd: half, want: 8 * time.Second},
 		{name: "Retry-After is a floor", after: time.Minute, rnd: half, want: time.Minute + 500*time.Millisecond},
-		{name: "Retry-After beyond the window is cut to the last attempt", after: 24 * time.Hour, rnd: half, want: 4*time.Hour - 5*time.Second},
+		{name: "Retry-After is cut to an hour", after: 24 * time.Hour, rnd: half, want: time.Hour + 500*time.Millisecond},
+		{name: "Retry-After is cut to the last attempt", after: 24 * time.Hour, age: 3*time.Hour + 30*time.Minute, rnd: half, want: 30*time.Minute - 5*time.Second},
 		{name: "negative Retry-After", after: -time.Hour, rnd: half, want: 500 * time.Millisecond},
 		{name: "near the end there is one last attempt", attempt: 20, age: 4*time.Hour - time.Minute, rnd: almostOne, want: 55 * time.Second},
 	} {
@@ -92,6 +93,24 @@ func TestWait(t *testing.T) {
 				t.Errorf("%+v, wait %v, want a retry after %v", got, wait, test.want)
 			}
 		})
+	}
+}
+
+// A wait as long as a short window leaves several attempts in it, and the wait is told apart from the backoff.
+func TestRetryAfterInAShortWindow(t *testing.T) {
+	p := policy
+	p.Window = 5 * time.Minute
+	now, attempts := accepted, 1
+	for d := (Decision{}); ; now, attempts = d.At, attempts+1 {
+		if d = Decide(Outcome{StatusCode: 503, RetryAfter: 10 * time.Minute}, p, attempts-1, accepted, now, half); d.Action == Bury {
+			break
+		}
+		if d.Wait < 0 || d.Wait > 75*time.Second || d.At.Add(-d.Wait).Before(now) {
+			t.Errorf("attempt %d: %+v at +%v, want a wait of at most 75s", attempts, d, now.Sub(accepted))
+		}
+	}
+	if attempts < 4 || attempts > 6 {
+		t.Errorf("%d attempts, want 4 to 6", attempts)
 	}
 }
 

@@ -52,6 +52,8 @@ type lane struct {
 	lowDue   retryKey
 	lowSeq   uint64
 	lowStale bool
+	// lowWait is a lower bound of the failure times in the index of requested waits.
+	lowWait int64
 	// firstAttempts is the number of first attempts leased since the last retry, while retries are
 	// due.
 	firstAttempts int
@@ -162,6 +164,9 @@ func (s *Store) correctDue(l *lane) (err error) {
 			continue // The next attempt reports a damaged entry.
 		}
 		corrected := now + max(0, due-f.Time.UnixMilli())
+		if backoff, err := s.get(codec.Key(codec.PrefixWait, l.number, uint64(f.Time.UnixMilli()), seq)); err == nil {
+			_ = b.Set(codec.Key(codec.PrefixWait, l.number, uint64(now), seq), backoff, nil)
+		}
 		f.Time = codec.FromMillis(now)
 		_ = b.Delete(it.Key(), nil)
 		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(corrected), seq), it.Value(), nil)
@@ -392,6 +397,7 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	l.dest.putWith(b, ofDestination)
 	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), nil)
 	_ = b.Delete(codec.Key(codec.PrefixLane, l.number), nil)
+	_ = b.DeleteRange(codec.Key(codec.PrefixWait, l.number), codec.After(codec.PrefixWait, l.number), nil)
 	if l.Retries > 0 {
 		_ = b.DeleteRange(codec.Key(codec.PrefixRetry, l.number), codec.After(codec.PrefixRetry, l.number), nil)
 		_ = b.DeleteRange(codec.Key(codec.PrefixDue, l.number), codec.After(codec.PrefixDue, l.number), nil)
@@ -750,6 +756,11 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 		attempt := d.Attempt + 1
 		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(due), d.Seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
 		_ = b.Set(codec.Key(codec.PrefixRetry, l.number, d.Seq), codec.AppendRetry(nil, due, attempt, &f), nil)
+		if failed := f.Time.UnixMilli(); f.Wait > 0 {
+			backoff := at.Add(-f.Wait).UnixMilli() - failed
+			_ = b.Set(codec.Key(codec.PrefixWait, l.number, uint64(failed), d.Seq), binary.AppendUvarint(nil, uint64(max(backoff, 0))), nil)
+			l.lowWait = min(l.lowWait, failed)
+		}
 		l.put(b)
 		if k := (retryKey{due, d.Seq}); k.less(l.lowDue) {
 			l.lowDue = k
@@ -764,6 +775,83 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 		}
 		return err
 	}))
+}
+
+// maxEndedWaits bounds the waits that one EndWaits ends; each is four changes of its batch.
+const maxEndedWaits = 1024
+
+// EndWaits implements queue.Store. An entry of the index of requested waits is outdated when its message has
+// no retry of the same failure; EndWaits removes it.
+func (s *Store) EndWaits(id queue.LaneID, until time.Time) (ended int, left bool, err error) {
+	if err := s.enter(); err != nil {
+		return 0, false, err
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return 0, false, queue.ErrNoLane
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.dropped {
+		return 0, false, queue.ErrNoLane
+	}
+	it, err := s.db.NewIter(&pebble.IterOptions{
+		LowerBound: codec.Key(codec.PrefixWait, l.number, uint64(l.lowWait)), UpperBound: codec.After(codec.PrefixWait, l.number),
+	})
+	if err != nil {
+		return 0, false, err
+	}
+	defer func() { _ = it.Close() }()
+	b := s.db.NewBatch()
+	now, first, low := s.o.Now().UnixMilli(), retryKey{due: codec.Never}, until.UnixMilli()
+	for ok := it.First(); ok; ok = it.Next() {
+		failed, seq := int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)
+		if failed > until.UnixMilli() || b.Count() >= 4*maxEndedWaits {
+			left, low = true, failed
+			break
+		}
+		_ = b.Delete(it.Key(), nil)
+		ended++
+		if _, isOpen := l.open[seq]; isOpen {
+			continue // It is leased now, or next.
+		}
+		key := codec.Key(codec.PrefixRetry, l.number, seq)
+		v, err := s.get(key)
+		d := codec.Decoder{Rest: v}
+		due, attempt := d.Retry()
+		f := d.Failure()
+		wait := codec.Decoder{Rest: it.Value()}
+		at := retryKey{max(now, failed+int64(wait.Uvarint())), seq}
+		if err != nil || d.Bad || wait.Bad || f.Time.UnixMilli() != failed || at.due >= due {
+			continue // The next attempt reports a damaged entry.
+		}
+		_ = b.Delete(codec.Key(codec.PrefixDue, l.number, uint64(due), seq), nil)
+		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(at.due), seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
+		_ = b.Set(key, codec.AppendRetry(nil, at.due, attempt, &f), nil)
+		if at.less(first) {
+			first = at
+		}
+	}
+	if err := it.Error(); err != nil {
+		return 0, true, errors.Join(err, b.Close())
+	}
+	l.lowWait = low
+	if b.Count() == 0 {
+		return 0, left, b.Close()
+	}
+	if err := s.applyFor(b, l.group); err != nil {
+		l.lowWait = 0
+		return 0, true, err
+	}
+	if first.less(l.lowDue) {
+		l.lowDue = first
+	}
+	if first.due < l.nextDue {
+		l.nextDue = first.due
+		s.scheduleRetries(l)
+	}
+	return ended, left, nil
 }
 
 // needNoRetry ends a message for a lane that need not attempt it again, because another lane

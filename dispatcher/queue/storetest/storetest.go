@@ -84,6 +84,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"Release", (*suite).release},
 		{"OldestWaiting", (*suite).oldestWaiting},
 		{"Retry", (*suite).retry},
+		{"EndWaits", (*suite).endWaits},
 		{"RetriesGetAnEighth", (*suite).retriesGetAnEighth},
 		{"ReleasedFillTheShareOfRetries", (*suite).releasedFillTheShareOfRetries},
 		{"LeaseOldest", (*suite).leaseOldest},
@@ -632,6 +633,70 @@ func (x *suite) retry() {
 	d = x.lease(lane, 10)
 	x.equal("after a restart", seqs(d), []uint64{4, 1})
 	x.equal("attempts", []int{d[0].Attempt, d[1].Attempt}, []int{0, 1})
+}
+
+// endWaits: waits of failures until a time end, oldest message first, and keep their backoff.
+func (x *suite) endWaits() {
+	const n = 1500
+	x.open(lane)
+	x.add(n + 4)
+	got := x.lease(lane, n+4)
+	failed := x.Clock.Now()
+	retry := func(d queue.Delivery, at time.Time, backoff, wait time.Duration) {
+		f := x.failure("ServerError")
+		f.Time, f.Wait = at, wait
+		x.store.Retry(d, at.Add(backoff+wait), f)
+	}
+	for i := range n {
+		retry(got[n-1-i], failed, 0, time.Hour)
+	}
+	retry(got[n], failed, 10*time.Minute, time.Hour)       // The backoff remains.
+	retry(got[n+1], failed.Add(time.Minute), 0, time.Hour) // A later failure.
+	retry(got[n+2], failed, 20*time.Minute, 0)             // Not a requested wait.
+	retry(got[n+3], failed, 0, time.Hour)                  // It is settled before.
+	d, ok := x.oldest(lane)
+	x.equal("oldest", []any{d.Seq, ok}, []any{got[0].Seq, true})
+	x.store.Ack(d)
+	x.Clock.Advance(2 * time.Minute)
+	x.reopenStore()
+	x.open(lane)
+	all := 0
+	for {
+		ended, left, err := x.store.EndWaits(lane, failed.Add(time.Second))
+		if err != nil || !left {
+			x.Fatalf("EndWaits: %d, %v, %v", ended, left, err)
+		}
+		if all += ended; ended == 0 {
+			break
+		}
+	}
+	if all != n+2 {
+		x.Errorf("%d ended waits, want %d", all, n+2)
+	}
+	again := x.lease(lane, n+4)
+	if len(again) != n {
+		x.Fatalf("%d messages are due, want %d", len(again), n)
+	}
+	for i, d := range again {
+		want := got[i+1].Seq
+		if i == n-1 {
+			want = got[n+3].Seq
+		}
+		if d.Seq != want || d.Attempt != 1 {
+			x.Fatalf("message %d: %d with attempt %d, want %d with 1", i, d.Seq, d.Attempt, want)
+		}
+		x.store.Ack(d)
+	}
+	next := x.store.LaneStats(lane).NextRetry
+	if wait := next.Sub(failed); wait < 10*time.Minute-time.Second || wait > 10*time.Minute+time.Second {
+		x.Errorf("the next retry is due %v after the failure, want 10m", wait)
+	}
+	if ended, left, err := x.store.EndWaits(lane, failed.Add(time.Hour)); ended != 1 || left || err != nil {
+		x.Errorf("EndWaits of the later failure: %d, %v, %v", ended, left, err)
+	}
+	if rest := x.lease(lane, 4); len(rest) != 1 || rest[0].Seq != got[n+1].Seq {
+		x.Errorf("after it: %+v", rest)
+	}
 }
 
 func (x *suite) retriesGetAnEighth() {

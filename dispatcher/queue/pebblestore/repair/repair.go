@@ -378,7 +378,7 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 func (w *rebuilder) forgetLane(l *lane) error {
 	delete(w.lanes, l.number)
 	err := w.b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), nil)
-	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue} {
+	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue, codec.PrefixWait} {
 		err = errors.Join(err, w.b.DeleteRange(codec.Key(prefix, l.number), codec.After(prefix, l.number), nil))
 	}
 	return err
@@ -634,7 +634,7 @@ func (w *rebuilder) exists(k []byte) (bool, error) {
 // repairLanes removes entries without a lane, and counts lost messages in the ledgers of
 // dropped lanes.
 func (w *rebuilder) repairLanes() error {
-	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue} {
+	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue, codec.PrefixWait} {
 		var stray []uint64
 		err := w.scan([]byte{prefix}, func(k, _ []byte) error {
 			if n := codec.Number(k, 0); w.lanes[n] == nil && !slices.Contains(stray, n) {

@@ -375,7 +375,7 @@ type deletedRange struct {
 // rangeGroup is the common prefix of the keys of a deleted range, so that each key is compared
 // with few ranges.
 func rangeGroup(key []byte) string {
-	if len(key) > 9 && (key[0] == codec.PrefixMessage || key[0] == codec.PrefixRetry || key[0] == codec.PrefixDue) {
+	if len(key) > 9 && (key[0] == codec.PrefixMessage || key[0] == codec.PrefixRetry || key[0] == codec.PrefixDue || key[0] == codec.PrefixWait) {
 		return string(key[:9])
 	}
 	return ""

@@ -26,6 +26,7 @@ import (
 //	ms source                             the number of a Source's log(8)
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
+//	s lane(8) failed(8) seq(8)            a retry whose receiver requested a wait -> milliseconds of its backoff; may be outdated
 //	t log(8)                              the last trimmed message of the log: seq(8); only a repair reads it
 //	w group(8) seq(8)                     a handover record -> attempts, failure
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
@@ -42,6 +43,7 @@ const (
 	prefixMeta       = 'm'
 	PrefixRetry      = 'q'
 	PrefixDue        = 'r'
+	PrefixWait       = 's'
 	PrefixFreed      = 't'
 	PrefixHandover   = 'w'
 	PrefixDeadLetter = 'x'
