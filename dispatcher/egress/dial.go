@@ -102,11 +102,10 @@ func (cn *conn) close() {
 	})
 }
 
-// dialer resolves the endpoint's name, tries the addresses one after the other (two families in
-// parallel), and checks each address right before it dials it. So a name that resolves differently
+// dialer checks each address of the endpoint right before it dials it. So a name that resolves differently
 // the next time (DNS rebinding) bypasses nothing.
-func (c *Client) dialer(e *Endpoint) *net.Dialer {
-	return &net.Dialer{
+func (c *Client) dialer(e *Endpoint) net.Dialer {
+	return net.Dialer{
 		Resolver: c.resolver,
 		ControlContext: func(_ context.Context, _, address string, _ syscall.RawConn) error {
 			addr, err := netip.ParseAddrPort(address)
@@ -131,7 +130,11 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	start := time.Now()
 	var dns atomic.Int64
 	raw, err := c.connect(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
-		DNSDone: func(httptrace.DNSDoneInfo) { dns.Store(int64(time.Since(start))) },
+		DNSDone: func(info httptrace.DNSDoneInfo) {
+			if !errors.Is(info.Err, context.Canceled) { // The other family was faster.
+				dns.Store(int64(time.Since(start)))
+			}
+		},
 	}), e)
 	t.DNS = time.Duration(dns.Load())
 	t.Connect = time.Since(start) - t.DNS

@@ -115,7 +115,7 @@ type Options struct {
 	Policy Policy
 	// Proxy for all requests except its exceptions; nil for none.
 	Proxy *Proxy
-	// Resolver; default net.DefaultResolver.
+	// Resolver; default net.DefaultResolver, with queries that end with the request.
 	Resolver *net.Resolver
 	// IdleTimeout is how long an unused connection is kept open; default 55 s, which is less than
 	// the 60 s of common load balancers. A shorter value of the endpoint (Keep-Alive: timeout=5)
@@ -154,7 +154,7 @@ type Client struct {
 func New(o Options) *Client {
 	c := &Client{policy: o.Policy, proxy: o.Proxy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
 	if c.resolver == nil {
-		c.resolver = net.DefaultResolver
+		c.resolver = newResolver()
 	}
 	if c.idleTimeout <= 0 {
 		c.idleTimeout = 55 * time.Second

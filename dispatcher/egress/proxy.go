@@ -180,7 +180,7 @@ func (e *proxyError) Error() string { return e.text }
 // without DNS: an address, and names of this machine and of metadata services.
 func (c *Client) connect(ctx context.Context, e *Endpoint) (net.Conn, error) {
 	if e.proxy == nil {
-		return c.dialer(e).DialContext(ctx, "tcp", e.address)
+		return dialHost(ctx, c.dialer(e), e.address)
 	}
 	if err := c.policy.CheckHost(e.host); err != nil {
 		if denied, ok := errors.AsType[*deniedError](err); ok {
@@ -188,7 +188,7 @@ func (c *Client) connect(ctx context.Context, e *Endpoint) (net.Conn, error) {
 		}
 		return nil, &deniedNameError{err}
 	}
-	raw, err := (&net.Dialer{Resolver: c.resolver}).DialContext(ctx, "tcp", e.proxy.address)
+	raw, err := dialHost(ctx, net.Dialer{Resolver: c.resolver}, e.proxy.address)
 	if err != nil {
 		return nil, e.proxy.failed(ctx, e, "no connection to it", err)
 	}

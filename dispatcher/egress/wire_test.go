@@ -823,6 +823,17 @@ func TestResponseIsRedacted(t *testing.T) {
 
 // resolver answers address lookups with the results of lookup; without results: no such host.
 func resolver(lookup func(name string) []string) *net.Resolver {
+	return resolverByType(func(name string, _ dnsmessage.Type) ([]string, dnsmessage.RCode, bool) {
+		all := lookup(name)
+		if len(all) == 0 {
+			return nil, dnsmessage.RCodeNameError, true
+		}
+		return all, dnsmessage.RCodeSuccess, true
+	})
+}
+
+// resolverByType is resolver with a result for each type of record; answered is false for a query that is never answered.
+func resolverByType(lookup func(name string, of dnsmessage.Type) (addresses []string, code dnsmessage.RCode, answered bool)) *net.Resolver {
 	return &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		client, server := net.Pipe()
 		context.AfterFunc(ctx, func() { _ = server.Close() })
@@ -841,10 +852,13 @@ func resolver(lookup func(name string) []string) *net.Resolver {
 				return
 			}
 			question := message.Questions[0]
-			message.Response, message.Additionals = true, nil
-			found := false
-			for _, address := range lookup(strings.TrimSuffix(question.Name.String(), ".")) {
-				found = true
+			message.Response, message.RecursionAvailable, message.Additionals = true, true, nil
+			addresses, code, answered := lookup(strings.TrimSuffix(question.Name.String(), "."), question.Type)
+			if message.RCode = code; !answered {
+				<-ctx.Done()
+				return
+			}
+			for _, address := range addresses {
 				ip := net.ParseIP(address)
 				header := dnsmessage.ResourceHeader{Name: question.Name, Type: question.Type, Class: question.Class}
 				if v4 := ip.To4(); v4 != nil && !strings.Contains(address, ":") {
@@ -854,9 +868,6 @@ func resolver(lookup func(name string) []string) *net.Resolver {
 				} else if question.Type == dnsmessage.TypeAAAA {
 					message.Answers = append(message.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AAAAResource{AAAA: [16]byte(ip.To16())}})
 				}
-			}
-			if !found {
-				message.RCode = dnsmessage.RCodeNameError
 			}
 			packet, err := message.Pack()
 			if err != nil {
