@@ -191,7 +191,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	}
 	if bad, ok := errors.AsType[*tls.CertificateVerificationError](err); ok && len(bad.UnverifiedCertificates) > 0 {
 		leaf := bad.UnverifiedCertificates[0]
-		return rejected(leaf, whyUnverified(leaf, bad.Err))
+		return rejected(leaf, whyUnverified(e, bad))
 	}
 	if alert := alertOf(err); alert != 0 {
 		return TLSFailed, alertMessage(e, alert)
@@ -208,7 +208,8 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 
 const whySelfSigned = "it is self-signed, which is rejected even if tls.caSecretKeyRef lists it; use a certificate that a CA issued, and set tls.caSecretKeyRef to a private CA"
 
-func whyUnverified(leaf *x509.Certificate, err error) string {
+func whyUnverified(e *Endpoint, bad *tls.CertificateVerificationError) string {
+	leaf, err := bad.UnverifiedCertificates[0], bad.Err
 	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
 		if now := time.Now(); now.Before(invalid.Cert.NotBefore) {
 			return "it is not valid before " + invalid.Cert.NotBefore.UTC().Format(time.RFC3339)
@@ -223,12 +224,52 @@ func whyUnverified(leaf *x509.Certificate, err error) string {
 		for _, ip := range leaf.IPAddresses {
 			names = append(names, ip.String())
 		}
+		if len(names) == 0 {
+			return fmt.Sprintf("it has no subject alternative name (SAN); the common name %q does not count: issue it with the SAN %s", clip(leaf.Subject.CommonName), sanFor(e.host))
+		}
 		return fmt.Sprintf("it is not valid for this host, but for %q", clip(strings.Join(names, ", ")))
 	}
 	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
-		return "the authority that signed it is not trusted; set tls.caSecretKeyRef to its CA if it is a private one"
+		return whyUntrusted(bad.UnverifiedCertificates, e.tls != nil && e.tls.RootCAs != nil)
 	}
 	return clip(err.Error())
+}
+
+// whyUntrusted explains a chain that does not end at a trusted CA; hasCA is true if the endpoint has CAs of its own.
+func whyUntrusted(sent []*x509.Certificate, hasCA bool) string {
+	leaf := sent[0]
+	last := leaf
+	for range sent {
+		i := slices.IndexFunc(sent, func(c *x509.Certificate) bool { return bytes.Equal(c.RawSubject, last.RawIssuer) })
+		if i < 0 || sent[i] == last {
+			break
+		}
+		last = sent[i]
+	}
+	set := "set tls.caSecretKeyRef to it"
+	if hasCA {
+		set = "add it to the Secret of tls.caSecretKeyRef, which does not contain it"
+	}
+	issuer := clip(last.Issuer.String())
+	const why = "the authority that signed it is not trusted"
+	switch {
+	case last == leaf && (hasCA || len(leaf.IssuingCertificateURL) > 0): // Certificates of public CAs have the URL.
+		return fmt.Sprintf(why+", and the chain is incomplete: the server does not send the certificate of the issuer %q; "+
+			"it must send the intermediate certificates after its own one; if the issuer is a private CA without intermediates, %s", issuer, set)
+	case last == leaf:
+		return fmt.Sprintf(why+": if %q is a private CA, %s; if it is an intermediate of another CA, the server must send it", issuer, set)
+	case bytes.Equal(last.RawSubject, last.RawIssuer):
+		return fmt.Sprintf(why+": the server sends the root CA %q; if it is a private CA, %s", issuer, set)
+	}
+	return fmt.Sprintf(why+": the last certificate that the server sends is from the CA %q; if it is a private CA, %s; if it is an intermediate, the server must send it, too", issuer, set)
+}
+
+// sanFor returns the subject alternative name of a host.
+func sanFor(host string) string {
+	if ip := net.ParseIP(strings.Trim(host, "[]")); ip != nil {
+		return "IP:" + ip.String()
+	}
+	return "DNS:" + strings.TrimSuffix(host, ".")
 }
 
 // describe identifies a certificate.

@@ -110,6 +110,9 @@ func TestTLS(t *testing.T) {
 	client := issue(t, ca, nil)
 	chained := issue(t, intermediate, nil)
 	chained.forServer.Certificate = append(chained.forServer.Certificate, intermediate.cert.Raw)
+	rooted := issue(t, ca, nil)
+	rooted.forServer.Certificate = append(rooted.forServer.Certificate, ca.cert.Raw)
+	noSAN := issue(t, ca, func(c *x509.Certificate) { c.Subject.CommonName, c.IPAddresses, c.DNSNames = "hooks.example", nil, nil })
 	expired := issue(t, ca, func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) })
 	clientCAs := x509.NewCertPool()
 	clientCAs.AddCert(ca.cert)
@@ -145,7 +148,14 @@ func TestTLS(t *testing.T) {
 		{name: "issuer of the same name", server: sameName, reason: CertificateRejected, message: []string{"authority that signed it is not trusted"}},
 		{name: "unknown authority", server: issue(t, other, nil), reason: CertificateRejected, message: []string{"authority that signed it is not trusted", `issuer "CN=another authority"`}},
 		{name: "system's authorities", server: good, ca: "-", reason: CertificateRejected, message: []string{"not trusted"}},
-		{name: "intermediate missing", server: issue(t, intermediate, nil), reason: CertificateRejected, message: []string{"not trusted", `issuer "CN=test intermediate"`}},
+		{name: "intermediate missing", server: issue(t, intermediate, nil), reason: CertificateRejected, message: []string{"not trusted", `issuer "CN=test intermediate"`, "chain is incomplete", "must send the intermediate"}},
+		{name: "intermediate missing, public CA", server: issue(t, intermediate, func(c *x509.Certificate) { c.IssuingCertificateURL = []string{"http://ca.example/i.crt"} }), ca: "-", reason: CertificateRejected, message: []string{"chain is incomplete", "must send the intermediate"}},
+		{name: "private CA, not set", server: good, ca: "-", reason: CertificateRejected, message: []string{`if "CN=test authority" is a private CA, set tls.caSecretKeyRef to it`}},
+		{name: "private CA with an intermediate, not set", server: chained, ca: "-", reason: CertificateRejected, message: []string{`from the CA "CN=test authority"; if it is a private CA, set tls.caSecretKeyRef to it`}},
+		{name: "private CA with its root, not set", server: rooted, ca: "-", reason: CertificateRejected, message: []string{`sends the root CA "CN=test authority"; if it is a private CA, set tls.caSecretKeyRef to it`}},
+		{name: "private CA, another one is set", server: chained, ca: other.pem, reason: CertificateRejected, message: []string{`"CN=test authority"; if it is a private CA, add it to the Secret of tls.caSecretKeyRef`}},
+		{name: "no SAN, by address", server: noSAN, reason: CertificateRejected, message: []string{`no subject alternative name (SAN); the common name "hooks.example" does not count`, "with the SAN IP:127.0.0.1"}},
+		{name: "no SAN, by name", server: noSAN, host: "hooks.example", reason: CertificateRejected, message: []string{"with the SAN DNS:hooks.example"}},
 		{name: "expired", server: expired, reason: CertificateRejected, message: []string{"expired at " + expired.cert.NotAfter.UTC().Format(time.RFC3339)}},
 		{name: "not valid yet", server: issue(t, ca, func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Hour) }), reason: CertificateRejected, message: []string{"not valid before"}},
 		{name: "wrong name", server: good, host: "other.example", reason: CertificateRejected, message: []string{"not valid for this host, but for", "hooks.example, 127.0.0.1"}},
