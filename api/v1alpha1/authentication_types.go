@@ -54,7 +54,7 @@ type OAuth2Authentication struct {
 	// +required
 	ClientID string `json:"clientID"`
 
-	// The Secret key that contains the client secret. It is used unchanged.
+	// The Secret key that contains the client secret. A line break at its end is not used.
 	// +required
 	ClientSecretKeyRef SecretKeyReference `json:"clientSecretKeyRef"`
 

@@ -201,8 +201,8 @@ type SigningScheme struct {
 	// +required
 	Type SigningType `json:"type"`
 
-	// The Secret key that contains the shared secret: at most 4,096 bytes, used
-	// unchanged. StandardWebhooks: after a "whsec_" prefix the rest is base64.
+	// The Secret key that contains the shared secret: at most 4,096 bytes. A line break at
+	// its end is not used. StandardWebhooks: after a "whsec_" prefix the rest is base64.
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 

@@ -68,11 +68,11 @@ func (b *builder) authentication(field string, a *v1alpha1.Authentication, c *li
 
 // bearer returns the value of the header Authorization for a constant token.
 func (b *builder) bearer(field string, ref v1alpha1.SecretKeyReference) (string, bool) {
-	value, ok := b.value(field, ref)
+	value, ok := b.text(field, ref)
 	if !ok {
 		return "", false
 	}
-	token := strings.TrimSpace(string(value))
+	token := strings.TrimSpace(value)
 	broken := checkHeaderValue(token)
 	if broken == "" && len(strings.Fields(token)) > 1 {
 		broken = "contains a space; store the token without \"Bearer\""
@@ -84,23 +84,23 @@ func (b *builder) bearer(field string, ref v1alpha1.SecretKeyReference) (string,
 	return "Bearer " + token, true
 }
 
-// basic returns the value of the header Authorization for a user name and a password. The
-// password is used unchanged, as HTTP clients do.
+// basic returns the value of the header Authorization for a user name and a password. Spaces are part of
+// them, as in HTTP clients.
 func (b *builder) basic(field, name string) (string, bool) {
 	secret, ok := b.secret(field, name)
 	if !ok {
 		return "", false
 	}
-	user, userOK := b.key(field, name, secret, corev1.BasicAuthUsernameKey)
-	password, passwordOK := b.key(field, name, secret, corev1.BasicAuthPasswordKey)
+	user, userOK := b.textOf(field, name, secret, corev1.BasicAuthUsernameKey)
+	password, passwordOK := b.textOf(field, name, secret, corev1.BasicAuthPasswordKey)
 	if !userOK || !passwordOK {
 		return "", false
 	}
-	if strings.Contains(string(user), ":") {
+	if strings.Contains(user, ":") {
 		b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q contains a colon, which a user name of Basic authentication must not have", corev1.BasicAuthUsernameKey, name)
 		return "", false
 	}
-	value := "Basic " + base64.StdEncoding.EncodeToString(slices.Concat(user, []byte(":"), password))
+	value := "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":"+password))
 	if broken := checkHeaderValue(value); broken != "" {
 		b.add(v1alpha1.ReasonInvalidSecret, field, "the header made of Secret %q %s", name, broken)
 		return "", false
@@ -130,9 +130,8 @@ func (b *builder) oauth2(field string, o *v1alpha1.OAuth2Authentication) *liveco
 	if o.ClientID == "" {
 		b.add(v1alpha1.ReasonInvalidSpec, field+".clientID", "is empty; set the client's identifier")
 	}
-	if secret, ok := b.value(field+".clientSecretKeyRef", o.ClientSecretKeyRef); ok {
-		b.noteLineBreak(field+".clientSecretKeyRef", o.ClientSecretKeyRef, secret)
-		c.ClientSecret = liveconfig.NewSecret(string(secret))
+	if secret, ok := b.text(field+".clientSecretKeyRef", o.ClientSecretKeyRef); ok {
+		c.ClientSecret = liveconfig.NewSecret(secret)
 	}
 	switch o.ClientAuthentication {
 	case "", v1alpha1.ClientAuthenticationHeader:

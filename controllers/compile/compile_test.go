@@ -188,7 +188,7 @@ func TestSecretsAreResolved(t *testing.T) {
 }
 
 func TestSharedSecretIsTakenByteForByte(t *testing.T) {
-	for _, secret := range []string{" spaces and a line break \n", "\xff\x00\xfe", "ü"} {
+	for _, secret := range []string{" spaces ", "\xff\x00\xfe", "\xff\n", "ü"} {
 		s := load(t, "testdata/full.in.yaml")
 		destinationsOf(&s)[0].Spec.Signing.Schemes[0].Type = v1alpha1.HMACSHA1
 		s.Secrets["crm"].Data["sharedSecret"] = []byte(secret)

@@ -1,7 +1,6 @@
 package compile
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/base64"
 	"fmt"
@@ -129,8 +128,6 @@ type builder struct {
 	policy Policy
 	// literals are the URLs and header values that the spec contains as plain text.
 	literals []string
-	// notes are warnings about valid but unusual values.
-	notes []string
 	// sourcesUnknown means that the spec does not give the Sources in a valid form.
 	sourcesUnknown bool
 }
@@ -221,11 +218,11 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 	text, fromSecret := e.URL, e.URLFrom != nil
 	if fromSecret {
 		field += ".urlFrom.secretKeyRef"
-		value, ok := b.value(field, e.URLFrom.SecretKeyRef)
+		value, ok := b.text(field, e.URLFrom.SecretKeyRef)
 		if !ok {
 			return out, false
 		}
-		text = strings.TrimSpace(string(value))
+		text = strings.TrimSpace(value)
 	} else {
 		field += ".url"
 		b.literals = append(b.literals, field, text)
@@ -280,11 +277,10 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 			}
 		} else {
 			ref := h.ValueFrom.SecretKeyRef
-			secret, ok := b.value(field+".valueFrom.secretKeyRef", ref)
-			if !ok {
+			var ok bool
+			if value, ok = b.text(field+".valueFrom.secretKeyRef", ref); !ok {
 				continue
 			}
-			value = string(secret)
 			if broken := checkHeaderValue(value); broken != "" {
 				b.add(v1alpha1.ReasonInvalidSecret, field+".valueFrom.secretKeyRef", "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
 				continue
@@ -408,9 +404,9 @@ func (b *builder) checkHeaderCollisions(endpoints []v1alpha1.Endpoint, schemes l
 
 const maxSharedSecretBytes = 4096
 
-// sharedSecret returns a shared secret unchanged: white space is part of it.
+// sharedSecret returns a shared secret. Spaces are part of it.
 func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyReference) liveconfig.Secret {
-	value, ok := b.value(field, ref)
+	value, ok := b.text(field, ref)
 	if !ok {
 		return liveconfig.Secret{}
 	}
@@ -418,21 +414,13 @@ func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyRefer
 		b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q has more than %d bytes; use a shorter secret", ref.Key, ref.Name, maxSharedSecretBytes)
 		return liveconfig.Secret{}
 	}
-	if encoded, prefixed := strings.CutPrefix(string(value), "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {
+	if encoded, prefixed := strings.CutPrefix(value, "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {
 		if raw, err := base64.StdEncoding.DecodeString(encoded); err != nil || len(raw) == 0 {
-			b.add(v1alpha1.ReasonInvalidSecret, field, "the text after whsec_ in key %q of Secret %q is not base64; copy the complete secret with its padding and without a line break", ref.Key, ref.Name)
+			b.add(v1alpha1.ReasonInvalidSecret, field, "the text after whsec_ in key %q of Secret %q is not base64; copy the complete secret with its padding", ref.Key, ref.Name)
 			return liveconfig.Secret{}
 		}
 	}
-	b.noteLineBreak(field, ref, value)
-	return liveconfig.NewSecret(string(value))
-}
-
-// noteLineBreak adds a note if a secret that is used unchanged ends with a line break.
-func (b *builder) noteLineBreak(field string, ref v1alpha1.SecretKeyReference, value []byte) {
-	if bytes.HasSuffix(value, []byte("\n")) {
-		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q ends with a line break, which is part of the secret; if that is not intended, store the secret without it (--from-literal, or a file written by echo -n)", field, ref.Key, ref.Name))
-	}
+	return liveconfig.NewSecret(value)
 }
 
 func (b *builder) successPolicy(policy v1alpha1.SuccessPolicy) string {

@@ -1,7 +1,6 @@
 package compile
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -85,7 +84,7 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 	}
 	invalid := len(r.problems) > 0
 	// refs are the references of the write keys in c, for the revision.
-	var refs, notes []string
+	var refs []string
 	for i, key := range o.Spec.WriteKeys {
 		hash := writeKey(r, i, key)
 		foreign := s.ForeignWriteKeys[hash]
@@ -99,7 +98,7 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		case owner != o.Name:
 			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
 		case slices.Contains(c.WriteKeySHA256, hash):
-			notes = append(notes, writeKeyField(i)+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
+			r.notes = append(r.notes, writeKeyField(i)+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
 		default:
 			c.WriteKeySHA256 = append(c.WriteKeySHA256, hash)
 			refs = append(refs, key.SecretKeyRef.Name+"/"+key.SecretKeyRef.Key)
@@ -119,8 +118,8 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		r.apply(&v, "")
 	case len(r.problems) > 0:
 		r.apply(&v, "; the other write key remains in effect")
-	case len(notes) > 0:
-		v.Message += "; " + strings.Join(notes, "; ")
+	case len(r.notes) > 0:
+		v.Message += "; " + strings.Join(r.notes, "; ")
 	}
 	redacted := c
 	redacted.WriteKeySHA256 = refs
@@ -135,20 +134,20 @@ func writeKeyField(i int) string { return fmt.Sprintf("spec.writeKeys[%d].secret
 // writeKey returns the hex SHA-256 of a write key. For an unusable key it adds a problem
 // and returns "".
 func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
-	value, ok := r.value(writeKeyField(i), key.SecretKeyRef)
+	value, ok := r.text(writeKeyField(i), key.SecretKeyRef)
 	if !ok {
 		return ""
 	}
-	text := bytes.TrimSpace(value)
+	text := strings.TrimSpace(value)
 	switch {
 	case len(text) > maxWriteKeyBytes:
 		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
 		return ""
-	case !utf8.Valid(text) || bytes.ContainsRune(text, ':') || bytes.ContainsFunc(text, unicode.IsControl):
+	case !utf8.ValidString(text) || strings.Contains(text, ":") || strings.ContainsFunc(text, unicode.IsControl):
 		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
 		return ""
 	}
-	sum := sha256.Sum256(text)
+	sum := sha256.Sum256([]byte(text))
 	return hex.EncodeToString(sum[:])
 }
 

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	corev1 "k8s.io/api/core/v1"
 
@@ -23,6 +24,8 @@ type resolver struct {
 	secrets map[string]Secret
 	used    map[string]string
 	problems
+	// notes are warnings about valid but unusual values.
+	notes []string
 }
 
 func newResolver(secrets map[string]Secret) *resolver {
@@ -77,6 +80,34 @@ func (r *resolver) key(field, name string, s Secret, key string) ([]byte, bool) 
 		ok = false
 	}
 	return value, ok
+}
+
+// text returns the value of a Secret's key that is a text of one line: without the line breaks at its end, which
+// editors and echo add, and with a note about them. A value that is not UTF-8 is returned unchanged: a shared secret
+// may be any bytes.
+func (r *resolver) text(field string, ref v1alpha1.SecretKeyReference) (string, bool) {
+	s, ok := r.secret(field, ref.Name)
+	if !ok {
+		return "", false
+	}
+	return r.textOf(field, ref.Name, s, ref.Key)
+}
+
+func (r *resolver) textOf(field, name string, s Secret, key string) (string, bool) {
+	value, ok := r.key(field, name, s, key)
+	text := string(value)
+	if !ok || !utf8.ValidString(text) {
+		return text, ok
+	}
+	line := strings.TrimRight(text, "\r\n")
+	if strings.ContainsAny(line, "\r\n") {
+		r.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q has a line break before its end; store the value in one line", key, name)
+		return "", false
+	}
+	if line != text {
+		r.notes = append(r.notes, fmt.Sprintf("%s: key %q of Secret %q ends with a line break, which is not used; store the value without it (--from-literal, or a file written by printf %%s)", field, key, name))
+	}
+	return line, true
 }
 
 const maxURLBytes = 2048

@@ -118,7 +118,7 @@ type explainer struct {
 	found []Finding
 	// paused is true if nothing is sent because of the spec.
 	paused bool
-	// lineBreak is true if a signing secret ends with a line break.
+	// lineBreak is true if a Secret's value ends with a line break, which is not used.
 	lineBreak bool
 	// delivers is true if an endpoint accepts all messages, so that another one that fails does not
 	// prevent the delivery.
@@ -197,8 +197,8 @@ func refusals(conditions []metav1.Condition) (list []metav1.Condition) {
 	return list
 }
 
-// lineBreakNote is a part of the message of Accepted when the value of a signing secret ends with a
-// line break, which is a usual cause of wrong signatures. Package compile writes it.
+// lineBreakNote is a part of the message of Accepted when the value of a Secret ends with a line break, which
+// is not used. Package compile writes it.
 const lineBreakNote = "ends with a line break"
 
 func (e *explainer) spec() {
@@ -494,7 +494,7 @@ func (e *explainer) hint(endpoint string, f *v1alpha1.DeliveryFailure) string {
 	if f.Reason == v1alpha1.ReasonRejected {
 		fix = cmp.Or(statusHints[f.StatusCode], fix) + "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
 		if e.lineBreak && (f.StatusCode == http.StatusUnauthorized || f.StatusCode == http.StatusForbidden) {
-			fix = "remove the line break at the end of the secret (see Destination), or " + fix
+			fix = "let the receiver use the secret without the line break at its end, too (see Destination), or " + fix
 		}
 	}
 	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1alpha1.Endpoint) bool {

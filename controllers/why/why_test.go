@@ -317,7 +317,7 @@ func TestExplainChangesNoObject(t *testing.T) {
 // The hint depends on the status code, the URL and the secret; the finding has the receiver's answer.
 func TestHintOfAFailure(t *testing.T) {
 	const again = "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
-	lineBreak := "the spec is valid; spec.signing: key \"k\" of Secret \"s\" ends with a line break, which is part of the secret"
+	lineBreak := "the spec is valid; spec.signing: key \"k\" of Secret \"s\" ends with a line break, which is not used"
 	for _, c := range []struct {
 		name, reason   string
 		status         int32
@@ -326,7 +326,7 @@ func TestHintOfAFailure(t *testing.T) {
 		text, fix, not string
 	}{
 		{name: "unauthorized", reason: "Rejected", status: 401, fix: "check the signing secret"},
-		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "remove the line break at the end of the secret"},
+		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "let the receiver use the secret without the line break at its end"},
 		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak, fix: "check the path of the URL" + again},
 		{name: "gone", reason: "Rejected", status: 410, fix: "the URL was removed"},
 		{name: "unprocessable", reason: "Rejected", status: 422, fix: "posthorn deadletters show"},

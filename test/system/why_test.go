@@ -56,7 +56,7 @@ func TestWhyUnauthorized(t *testing.T) {
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m1"}`)
 	p.ledger("crm")
 	stdout, _, _ := cli(t, "", "why", "crm", "--admin", p.Admin)
-	for _, want := range []string{"To do: remove the line break at the end of the secret", "NOTICE    Destination", "answered 401"} {
+	for _, want := range []string{"To do: let the receiver use the secret without the line break at its end", "NOTICE    Destination", "answered 401"} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("why: got\n%s\nwant %q", stdout, want)
 		}
