@@ -112,11 +112,17 @@ func (r *resolver) textOf(field, name string, s Secret, key string) (string, boo
 
 const maxURLBytes = 2048
 
+// badPercent matches an invalid percent-encoding (RFC 3986, section 2.1).
+var badPercent = regexp.MustCompile(`%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)`)
+
 // checkURL applies the rules of the API for spec.endpoints[].url. It returns the violated
 // rule, or "". The rule does not contain the URL.
 func checkURL(text string) (u *url.URL, broken string) {
 	if len(text) > maxURLBytes {
 		return nil, fmt.Sprintf("must have at most %d characters", maxURLBytes)
+	}
+	if badPercent.MatchString(text) {
+		return nil, "has a % that no two hexadecimal digits follow; write %25 for a percent sign"
 	}
 	u, err := url.ParseRequestURI(text) // The error contains the URL, so it is not returned.
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
