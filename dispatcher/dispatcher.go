@@ -274,6 +274,7 @@ func New(o Options) (*Dispatcher, error) {
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(), MayExpire: o.term.mayExpire(),
 		Changes: d.changes,
 	})
+	tracker.Buried = d.engine.CountDead
 	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}

@@ -232,7 +232,7 @@ const (
 
 // DeadLetterReasons are the reasons that a dead letter can have.
 var DeadLetterReasons = []string{
-	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDamaged, ReasonTimedOut, ReasonConnectionRefused,
+	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonTimedOut, ReasonConnectionRefused,
 	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
 	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
 }
@@ -305,7 +305,8 @@ const (
 	// ReasonNotDelivered: Failed; some notifications were dead-lettered or discarded.
 	// Action: repair the receiver, then redeliver the dead letters or create the request again.
 	ReasonNotDelivered = "NotDelivered"
-	// ReasonDeadlineExceeded: Failed; the run did not end within spec.activeDeadlineSeconds.
-	// Action: repair the receiver, or create the object again with a later deadline.
+	// ReasonDeadlineExceeded: Failed; the run did not end within spec.activeDeadlineSeconds. The
+	// dead letters of notifications that were pending then have the same reason. Action: repair
+	// the receiver, or create the object again with a later deadline.
 	ReasonDeadlineExceeded = "DeadlineExceeded"
 )

@@ -23,6 +23,8 @@ type OutcomeTracker struct {
 	done map[outcome]bool
 	// cancelled is nil while no message is cancelled, so that a lease costs only one check.
 	cancelled atomic.Pointer[map[cancelledMessage]bool]
+	// Buried, unless nil, is called for each of their dead letters. It must be set before the first lease.
+	Buried func(destination, reason string)
 }
 
 // cancelledMessage is a message of a Source for a destination ("namespace/name").
@@ -93,9 +95,12 @@ func (s *OutcomeTracker) isCancelled(d queue.Delivery) bool {
 
 // bury makes a dead letter of a cancelled message.
 func (s *OutcomeTracker) bury(d queue.Delivery) error {
-	_, err := s.Bury(d, queue.Failure{
+	buried, err := s.Bury(d, queue.Failure{
 		Time: time.Now(), Reason: adminapi.ReasonDeadlineExceeded, Message: "the deadline of the DeletionRequest ended before the message was delivered",
 	})
+	if buried && s.Buried != nil {
+		s.Buried(d.Lane.Destination, adminapi.ReasonDeadlineExceeded)
+	}
 	return err
 }
 

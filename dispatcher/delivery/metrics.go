@@ -151,6 +151,15 @@ func (d *destination) countDead(reason string, n int64) {
 	d.owner.dead.add(reason, n)
 }
 
+// CountDead counts a dead letter of a destination ("namespace/name") that another part of the dispatcher made.
+func (e *Engine) CountDead(destination, reason string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if d := e.destinations[destination]; d != nil {
+		d.countDead(reason, 1)
+	}
+}
+
 // collector converts an engine's totals to series.
 type collector struct{ e *Engine }
 

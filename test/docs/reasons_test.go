@@ -6,6 +6,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -108,8 +109,12 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 		inAPI[r.name] = true
 	}
 	found := 0
-	for _, file := range []string{"egress/egress.go", "delivery/retry/retry.go", "delivery/maintain.go", "queue/queue.go"} {
-		for _, m := range regexp.MustCompile(`(?m)^(?:const |\t)\w+ (?:(?:egress\.)?Reason )?= "([A-Z]\w+)"$`).FindAllStringSubmatch(read(t, "dispatcher", filepath.FromSlash(file)), -1) {
+	constant := regexp.MustCompile(`(?m)^(?:const |\t)(?:Reason\w+ |EndpointRemoved |\w+ (?:egress\.)?Reason )= "([A-Z]\w+)"$`)
+	err := fs.WalkDir(os.DirFS(filepath.Join(root, "dispatcher")), ".", func(file string, _ fs.DirEntry, err error) error {
+		if err != nil || filepath.Ext(file) != ".go" {
+			return err
+		}
+		for _, m := range constant.FindAllStringSubmatch(read(t, "dispatcher", filepath.FromSlash(file)), -1) {
 			found++
 			if !inAPI[m[1]] {
 				t.Errorf("dispatcher/%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
@@ -118,9 +123,15 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 				t.Errorf("dispatcher/%s has the reason %s, which v1alpha1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
 			}
 		}
+		return nil
+	})
+	if err != nil || found < 18 {
+		t.Errorf("reasons in the dispatcher: got %d and error %v, want at least 18", found, err)
 	}
-	if found < 15 {
-		t.Errorf("reasons in the dispatcher: got %d, want at least 15", found)
+	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "Damaged"} {
+		if row := regexp.MustCompile("(?m)^.*`posthorn_messages_dead_lettered_total`.*$").FindString(read(t, "docs", "metrics.md")); !strings.Contains(row, "`"+reason+"`") {
+			t.Errorf("docs/metrics.md: the reason %s of dead letters is missing: %s", reason, row)
+		}
 	}
 }
 
