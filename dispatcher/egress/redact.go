@@ -16,6 +16,9 @@ const (
 	minEncoded = 6
 	// minCut is the length of the shortest part of a secret that is removed from a text's end.
 	minCut = 4
+	// minPart is the length of the shortest beginning or end of a secret that is removed anywhere, if it is at
+	// least half of the secret.
+	minPart = 8
 )
 
 // Redactor removes secrets from texts of a receiver. It finds a secret unchanged, in another case,
@@ -124,6 +127,48 @@ func (f *finder) find(forms [][]byte, view []byte, offsets []int) {
 				break
 			}
 		}
+	}
+	found := slices.Clone(f.spans)
+	for _, form := range forms {
+		if least := max(minPart, (len(form)+1)/2); least < len(form) {
+			f.findParts(form, view, least, found, at)
+		}
+	}
+}
+
+// findParts searches for the beginnings and ends of a form with at least so many bytes. found are the secrets that
+// were found as a whole.
+func (f *finder) findParts(form, view []byte, least int, found []span, at func(int) int) {
+	add := func(from, to int) {
+		if !slices.ContainsFunc(found, func(s span) bool { return s.from < at(to) && at(from) < s.to }) {
+			f.spans = append(f.spans, span{at(from), at(to)})
+		}
+	}
+	for from := 0; ; {
+		i := bytes.Index(view[from:], form[:least])
+		if i < 0 {
+			break
+		}
+		from += i
+		n := least
+		for n < len(form) && from+n < len(view) && view[from+n] == form[n] {
+			n++
+		}
+		add(from, from+n)
+		from += n
+	}
+	for from := 0; ; {
+		i := bytes.Index(view[from:], form[len(form)-least:])
+		if i < 0 {
+			break
+		}
+		end := from + i + least
+		n := least
+		for n < len(form) && end-n > from && view[end-n-1] == form[len(form)-n-1] {
+			n++
+		}
+		add(end-n, end)
+		from = end
 	}
 }
 

@@ -105,6 +105,26 @@ func TestRedactLeavesTheRest(t *testing.T) {
 	}
 }
 
+// A part of a secret is removed anywhere if it is long, and its beginning or its end.
+func TestRedactParts(t *testing.T) {
+	const secret = "s3cr3t-T0ken-4-hooks" // 20 characters
+	r := NewRedactor(secret)
+	for _, n := range []int{10, 15, 19} {
+		for name, part := range map[string]string{"beginning": secret[:n], "end": secret[20-n:], "beginning in upper case": strings.ToUpper(secret[:n]), "percent-encoded end": percent(secret[20-n:], "%%%02x")} {
+			for _, around := range [][2]string{{"the key ", "… is unknown"}, {"", " at the beginning"}, {`{"key":"`, `"}`}} {
+				if got, want := string(r.Redact([]byte(around[0]+part+around[1]))), around[0]+redacted+around[1]; got != want {
+					t.Errorf("%s of %d characters: got %q, want %q", name, n, got, want)
+				}
+			}
+		}
+	}
+	for _, text := range []string{"s3cr3t-T0 is short, ", "4-hooks, too", "-T0ken-4 is the middle"} {
+		if got := string(r.Redact([]byte(text))); got != text {
+			t.Errorf("%q became %q", text, got)
+		}
+	}
+}
+
 // Random texts: no secret is readable, and no text is longer than 1 KiB.
 func TestRedactRandom(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
