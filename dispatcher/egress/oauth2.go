@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -308,6 +309,12 @@ func (t *tokens) explain(ctx context.Context, err error) error {
 	return fmt.Errorf("the answer of %s is not a token in JSON; check the token URL", t.server.host)
 }
 
+// errorCodes are those of RFC 6749, sections 4.1.2.1 and 5.2.
+var errorCodes = []string{
+	"invalid_request", "invalid_client", "invalid_grant", "unauthorized_client", "unsupported_grant_type", "invalid_scope",
+	"access_denied", "unsupported_response_type", "server_error", "temporarily_unavailable",
+}
+
 // explainRefusal describes an error response (RFC 6749, section 5.2).
 func (t *tokens) explainRefusal(e *oauth2.RetrieveError) error {
 	status := e.Response.StatusCode
@@ -316,7 +323,9 @@ func (t *tokens) explainRefusal(e *oauth2.RetrieveError) error {
 		s = string(t.redactor.Redact([]byte(s)))
 		return strings.ToValidUTF8(s[:min(len(s), maxTokenErrorBytes)], "")
 	}
-	if e.ErrorCode != "" {
+	if slices.Contains(errorCodes, e.ErrorCode) {
+		text += fmt.Sprintf(": %q", e.ErrorCode) // A secret can be a part of it.
+	} else if e.ErrorCode != "" {
 		text += fmt.Sprintf(": %q", quote(e.ErrorCode))
 	}
 	if e.ErrorDescription != "" {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/oauth2"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/wait"
@@ -441,6 +442,24 @@ func TestTokenEndpointOverTLS(t *testing.T) {
 		r := c.Post(withTimeout(t, wait.Limit), i.endpoint(t, c, func(o *liveconfig.OAuth2) { o.TLS = tc.tls }), nil, nil)
 		if (r.Message == "") != (tc.want == "") || !strings.HasPrefix(r.Message, tc.want) {
 			t.Errorf("%s: %+v", name, r)
+		}
+	}
+}
+
+// A standard error code is shown as it is, also if the client's secret begins like a part of it. Other codes are redacted.
+func TestErrorCodesAreShown(t *testing.T) {
+	for _, secret := range []string{"client", "client-s3cr3t", "invalid", "grant-s3cr3t", "unauthorized_client-s3cr3t"} {
+		tokens := &tokens{server: &Endpoint{host: "login.example"}, redactor: NewRedactor(secret)}
+		explain := func(code string) string {
+			return tokens.explainRefusal(&oauth2.RetrieveError{Response: &http.Response{StatusCode: 401}, ErrorCode: code}).Error()
+		}
+		for _, code := range errorCodes {
+			if got, want := explain(code), fmt.Sprintf("login.example answered 401 Unauthorized: %q", code); got != want {
+				t.Errorf("secret %q: got %s, want %s", secret, got, want)
+			}
+		}
+		if got := explain("no_" + secret); strings.Contains(got, secret) {
+			t.Errorf("got %s, want it without %q", got, secret)
 		}
 	}
 }
