@@ -68,6 +68,10 @@ func ReadSecretValues(flags []string) (values []SecretValue, err error) {
 
 // readSecretFile reads a value without the line breaks at its end, which many editors add.
 func readSecretFile(path string) ([]byte, error) {
+	// A pipe would wait for its writer, and has the value only once.
+	if info, err := os.Stat(path); err == nil && info.Mode()&os.ModeNamedPipe != 0 {
+		return nil, fmt.Errorf("%s is a pipe, which cannot be read again; write the value to a file", path)
+	}
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, err

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -121,4 +122,15 @@ func TestSecretValues(t *testing.T) {
 	f = start(t, dir, state, values...)
 	f.runs("default/crm Active")
 	hasKey("canary-third")
+}
+
+// A pipe has no writer at the start, or none later: it is rejected, and nothing waits for it.
+func TestSecretFromAPipe(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Skip(err)
+	}
+	if _, err := ReadSecretValues([]string{"default/crm/secret=file:" + pipe}); err == nil || !strings.Contains(err.Error(), "is a pipe, which cannot be read again; write the value to a file") {
+		t.Errorf("got error %v", err)
+	}
 }
