@@ -282,6 +282,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 // printFindings prints the findings, the cause first.
 func printFindings(w io.Writer, output, object string, findings []why.Finding) error {
 	cause := why.Cause(findings)
+	object = strings.Trim(fmt.Sprintf("%+q", object), `"`) // The name is an argument: any bytes.
 	if output == "json" {
 		out := json.NewEncoder(w)
 		for _, f := range findings {

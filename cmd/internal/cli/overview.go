@@ -299,7 +299,7 @@ func objectOf(args []string) (resource, name string, err error) {
 	kind, _, _ = strings.Cut(kind, ".")
 	resources, err := resourcesOf(kind)
 	if err != nil && name != "" && !strings.Contains(name, "/") && command.DidYouMean(kind, kindNames) == "" {
-		return "", "", command.Usagef("%q is not a kind; for an object of that namespace: %s -n %s", kind, name, kind)
+		return "", "", command.Usagef("%q is not a kind; for an object of that namespace: %s -n %s", kind, quoted(name), quoted(kind))
 	}
 	if err != nil {
 		return "", "", err
