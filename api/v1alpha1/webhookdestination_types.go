@@ -109,7 +109,8 @@ type Endpoint struct {
 	// most 2,048 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
-	// +kubebuilder:validation:XValidation:rule="isURL(self) && url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != ''",message="must be a full URL that starts with http:// or https:// and names a host"
+	// +kubebuilder:validation:XValidation:rule="!self.matches('%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)')",message="has a % that no two hexadecimal digits follow; write %25 for a percent sign"
+	// +kubebuilder:validation:XValidation:rule="isURL(self) ? url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != '' : self.matches('%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)')",message="must be a full URL that starts with http:// or https:// and names a host"
 	// +kubebuilder:validation:XValidation:rule="!isURL(self) || url(self).getPort() == '' || (int(url(self).getPort()) >= 1 && int(url(self).getPort()) <= 65535)",message="the port must be between 1 and 65535"
 	// +kubebuilder:validation:XValidation:rule="!self.contains('#')",message="must not have a fragment (#...); remove it"
 	// +kubebuilder:validation:XValidation:rule="!self.matches('^[a-zA-Z]+://[^/?]*@')",message="must not contain a user name or password; send them in a header with valueFrom"
