@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"strconv"
+	"sync/atomic"
+	"time"
 )
 
 // framing parses the framing of the requests of one connection: the start and end of each head and
@@ -27,6 +29,11 @@ type framing struct {
 	frame           []byte // the start of a frame's header
 	streams, resets int
 	lastStream      uint32
+	// sent has the frames that are written. control counts the frames without progress since the window began,
+	// and opened the streams.
+	sent            sentFrames
+	control, opened int
+	window          time.Time
 }
 
 type state uint8
@@ -64,7 +71,8 @@ var (
 	errLength      = errors.New("the Content-Length is not one decimal number; send it once, with digits only")
 	errChunkSize   = errors.New("the size of a chunk is not a hexadecimal number; send hexadecimal digits only")
 	errLongLine    = errors.New("a line of the head is too long; send shorter headers")
-	errManyResets  = errors.New("the client reset too many HTTP/2 streams; wait for the answers")
+	errManyResets  = errors.New("too many HTTP/2 streams were reset, by the client or for its invalid frames; wait for the answers")
+	errManyControl = errors.New("the client sent too many HTTP/2 frames that belong to no request; send fewer of PING, SETTINGS, PRIORITY, WINDOW_UPDATE and empty DATA")
 )
 
 const (
@@ -72,10 +80,25 @@ const (
 	maxLine = 32 << 10
 	// maxBlank bounds the empty lines before a request; old clients send one.
 	maxBlank = 2
-	// A client may reset maxResets streams, and one in resetRatio of all streams that it opened.
+	// A client may reset maxResets streams, and one in resetRatio of all streams that it opened. Streams that the
+	// server must reset count as well.
 	maxResets  = 100
 	resetRatio = 10
-	frameHead  = 9
+	// A client may send maxControl frames without progress in each controlWindow, and controlRatio for each stream
+	// that it opens.
+	maxControl    = 1000
+	controlRatio  = 10
+	controlWindow = 10 * time.Second
+	frameHead     = 9
+)
+
+// Types, flags and error codes of HTTP/2.
+const (
+	frameData, frameHeaders, frameReset, frameGoAway, frameContinuation = 0, 1, 3, 7, 9
+
+	flagEndStream = 1
+
+	noError, protocolError, flowControlError, streamClosed, frameSizeError, refusedStream, enhanceYourCalm = 0, 1, 3, 5, 6, 7, 11
 )
 
 // prefaceEnd is the part of HTTP/2's connection preface after its first line.
@@ -280,25 +303,103 @@ func (f *framing) readFrame(p []byte) (n int, ended bool, fault error) {
 	f.left = int64(binary.BigEndian.Uint32(f.frame) >> 8)
 	kind, flags, stream := f.frame[3], f.frame[4], binary.BigEndian.Uint32(f.frame[5:])&(1<<31-1)
 	f.frame = f.frame[:0]
-	const data, headers, rstStream, endStream = 0, 1, 3, 1
-	switch kind {
-	case headers:
+	ended = (kind == frameData || kind == frameHeaders) && flags&flagEndStream != 0
+	switch {
+	case kind == frameHeaders:
 		if stream > f.lastStream {
 			f.lastStream = stream
 			f.streams++
+			f.opened++
 		}
-	case rstStream:
-		if f.resets++; f.resets > maxResets+f.streams/resetRatio {
-			return 0, false, errManyResets
+	case kind == frameReset:
+		f.resets++
+	case kind == frameContinuation, kind == frameData && (f.left > 0 || ended):
+	default:
+		if f.control++; f.control > maxControl+controlRatio*f.opened {
+			return 0, false, errManyControl
 		}
 	}
-	return n, (kind == data || kind == headers) && flags&endStream != 0, nil
+	if f.resets+int(f.sent.resets.Load()) > maxResets+f.streams/resetRatio {
+		return 0, false, errManyResets
+	}
+	return n, ended, nil
+}
+
+// countFrom begins a new window of frames without progress if the last one has ended.
+func (f *framing) countFrom(now time.Time) {
+	if now.Sub(f.window) >= controlWindow {
+		f.window, f.control, f.opened = now, 0, 0
+	}
+}
+
+// sentFrames parses the HTTP/2 frames that a server writes, and counts the streams that it resets because of the
+// client. One goroutine at a time calls scan.
+type sentFrames struct {
+	// resets is read by the goroutine that reads from the connection.
+	resets atomic.Int64
+	// head is the start of a frame's header; for a reset with its error code. left counts the bytes to skip.
+	head []byte
+	left int
+	// ended counts the resets of streams whose rest the server has declined: it answered without the whole body,
+	// and frames that were on their way are no fault of the client.
+	ended map[uint32]int
+}
+
+const (
+	// maxEnded bounds the streams that sentFrames remembers, and maxLate the frames on their way: a window of
+	// 1 MiB has 64 frames.
+	maxEnded = 1000
+	maxLate  = 100
+)
+
+func (s *sentFrames) scan(p []byte) {
+	for len(p) > 0 {
+		if s.left > 0 {
+			n := min(s.left, len(p))
+			s.left -= n
+			p = p[n:]
+			continue
+		}
+		need := frameHead
+		if len(s.head) >= frameHead {
+			need += 4 // the error code
+		}
+		n := min(need-len(s.head), len(p))
+		s.head, p = append(s.head, p[:n]...), p[n:]
+		switch {
+		case len(s.head) < need:
+		case need == frameHead && s.head[3] == frameReset: // The error code follows.
+		case need == frameHead:
+			s.left, s.head = int(binary.BigEndian.Uint32(s.head)>>8), s.head[:0]
+		default:
+			s.reset(binary.BigEndian.Uint32(s.head[5:]), binary.BigEndian.Uint32(s.head[frameHead:]))
+			s.head = s.head[:0]
+		}
+	}
+}
+
+// reset counts a stream that the server has reset with an error code.
+func (s *sentFrames) reset(stream, code uint32) {
+	switch code {
+	case noError:
+		if s.ended == nil || len(s.ended) >= maxEnded {
+			s.ended = map[uint32]int{}
+		}
+		s.ended[stream] = 0
+	case streamClosed:
+		if late, ok := s.ended[stream]; ok && late < maxLate {
+			s.ended[stream]++
+			return
+		}
+		s.resets.Add(1)
+	case protocolError, flowControlError, frameSizeError, refusedStream:
+		s.resets.Add(1)
+	}
 }
 
 // goAway is the frame that ends a connection with ENHANCE_YOUR_CALM.
 func (f *framing) goAway() []byte {
-	const goAway, enhanceYourCalm = 7, 11
-	frame := []byte{0, 0, 8, goAway, 0, 0, 0, 0, 0}
+	frame := []byte{0, 0, 8, frameGoAway, 0, 0, 0, 0, 0}
 	frame = binary.BigEndian.AppendUint32(frame, f.lastStream)
 	return binary.BigEndian.AppendUint32(frame, enhanceYourCalm)
 }

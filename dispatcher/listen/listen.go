@@ -5,7 +5,7 @@
 // to handlers: Content-Length beside Transfer-Encoding, folded header lines, lines that end with a
 // bare line feed. Therefore each connection parses the framing of its requests ([framing]) and ends
 // before net/http reads such a form; net/http then answers 400 and closes the connection. The same
-// code counts the reset streams of HTTP/2 and a request's progress, by which [limits.Conns] chooses
+// code counts the reset streams of HTTP/2, its frames without progress, and a request's progress, by which [limits.Conns] chooses
 // the connection to close when there are too many. The main type is Server.
 package listen
 
@@ -18,6 +18,7 @@ import (
 	"net"
 	"net/http"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/limits"
@@ -106,6 +107,8 @@ type conn struct {
 	tls     *tls.Conn // nil: clear text, or after the handshake
 	framing framing
 	fault   error // ends all further reads
+	// frames is true after the preface of HTTP/2.
+	frames atomic.Bool
 	// limit is the progress by which the limiter selects the connection to close.
 	limit *limits.Conn
 }
@@ -123,7 +126,13 @@ func (c *conn) Read(p []byte) (int, error) {
 		return n, err
 	}
 	c.limit.Received(n)
+	if c.framing.state == inFrames {
+		c.framing.countFrom(time.Now())
+	}
 	sound, events, fault := c.framing.scan(p[:n])
+	if c.framing.state == inFrames && !c.frames.Load() {
+		c.frames.Store(true)
+	}
 	if events&requestEnded != 0 {
 		c.limit.RequestEnded()
 	}
@@ -135,14 +144,23 @@ func (c *conn) Read(p []byte) (int, error) {
 	}
 	c.server.log.Warn("malformed request; closing the connection", "peer", c.RemoteAddr().String(), "error", fault)
 	c.fault = fault
-	if errors.Is(fault, errManyResets) {
+	if errors.Is(fault, errManyResets) || errors.Is(fault, errManyControl) {
 		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
-		_, _ = c.Write(c.framing.goAway())
+		_, _ = c.Conn.Write(c.framing.goAway())
 	}
 	if sound == 0 {
 		return 0, fault
 	}
 	return sound, nil
+}
+
+// Write writes data. The frames of HTTP/2 are parsed: net/http writes the first one after it has read the preface.
+func (c *conn) Write(p []byte) (int, error) {
+	n, err := c.Conn.Write(p)
+	if c.frames.Load() {
+		c.framing.sent.scan(p[:n])
+	}
+	return n, err
 }
 
 // handshake does the TLS handshake. Its deadline is that for the request's head.

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -240,8 +241,9 @@ func TestHeadIsBounded(t *testing.T) {
 	}
 }
 
-// reset opens and resets n streams on one connection and returns the last frame that it reads.
-func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) {
+// attack sends n rounds of frames on one connection and returns the last frame that it reads. round gets a new
+// stream and the headers of a request.
+func attack(t *testing.T, f *fixture, encrypted bool, n int, round func(to *http2.Framer, stream uint32, headers []byte) error) (frame http2.Frame) {
 	t.Helper()
 	var c net.Conn
 	if encrypted {
@@ -258,6 +260,7 @@ func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) 
 	}
 	_, _ = io.WriteString(c, http2.ClientPreface)
 	framer := http2.NewFramer(c, c)
+	framer.AllowIllegalWrites = true
 	_ = framer.WriteSettings()
 	var block bytes.Buffer
 	encoder := hpack.NewEncoder(&block)
@@ -266,9 +269,7 @@ func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) 
 	}
 	go func() {
 		for i := range n {
-			id := uint32(2*i + 1)
-			if framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true}) != nil ||
-				framer.WriteRSTStream(id, http2.ErrCodeCancel) != nil {
+			if round(framer, uint32(2*i+1), block.Bytes()) != nil {
 				return
 			}
 		}
@@ -286,18 +287,112 @@ func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) 
 	}
 }
 
-// A client that resets its streams is disconnected after a bounded number of them.
-func TestRapidReset(t *testing.T) {
-	for _, encrypted := range []bool{false, true} {
-		f := newFixture(t, 100)
-		frame := reset(t, f, encrypted, 20_000)
-		if away, ok := frame.(*http2.GoAwayFrame); ok && away.ErrCode != http2.ErrCodeEnhanceYourCalm {
-			t.Errorf("TLS %v: GOAWAY with %v", encrypted, away.ErrCode)
+// A client that resets its streams, makes the server reset them, or sends frames without progress, is
+// disconnected after a bounded number of them.
+func TestFramesWithoutProgress(t *testing.T) {
+	open := func(to *http2.Framer, id uint32, headers []byte, end bool) error {
+		return to.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: headers, EndStream: end, EndHeaders: true})
+	}
+	for name, round := range map[string]func(to *http2.Framer, id uint32, headers []byte) error{
+		"reset": func(to *http2.Framer, id uint32, headers []byte) error {
+			return errors.Join(open(to, id, headers, true), to.WriteRSTStream(id, http2.ErrCodeCancel))
+		},
+		"window update of 0": func(to *http2.Framer, id uint32, headers []byte) error {
+			return errors.Join(open(to, id, headers, false), to.WriteWindowUpdate(id, 0))
+		},
+		"window overflow": func(to *http2.Framer, id uint32, headers []byte) error {
+			return errors.Join(open(to, id, headers, false), to.WriteWindowUpdate(id, 1<<31-1))
+		},
+		"stream that depends on itself": func(to *http2.Framer, id uint32, headers []byte) error {
+			return to.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: headers, EndHeaders: true, Priority: http2.PriorityParam{StreamDep: id}})
+		},
+		"data after the end": func(to *http2.Framer, id uint32, headers []byte) error {
+			return errors.Join(open(to, id, headers, true), to.WriteData(id, false, []byte("x")))
+		},
+		"more streams than allowed": func(to *http2.Framer, id uint32, headers []byte) error { return open(to, id, headers, false) },
+		"ping":                      func(to *http2.Framer, _ uint32, _ []byte) error { return to.WritePing(false, [8]byte{}) },
+		"settings": func(to *http2.Framer, _ uint32, _ []byte) error {
+			return to.WriteSettings(http2.Setting{ID: http2.SettingMaxFrameSize, Val: 1 << 14})
+		},
+		"priority": func(to *http2.Framer, _ uint32, _ []byte) error {
+			return to.WritePriority(1, http2.PriorityParam{StreamDep: 3})
+		},
+		"window updates": func(to *http2.Framer, _ uint32, _ []byte) error { return to.WriteWindowUpdate(0, 1) },
+		"unknown frames": func(to *http2.Framer, _ uint32, _ []byte) error { return to.WriteRawFrame(0xbe, 0, 0, nil) },
+		"empty data": func(to *http2.Framer, id uint32, headers []byte) error {
+			if id == 1 {
+				return open(to, 1, headers, false)
+			}
+			return to.WriteData(1, false, nil)
+		},
+	} {
+		for _, encrypted := range []bool{false, true} {
+			if encrypted && name != "reset" && name != "window update of 0" {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s, TLS %v", name, encrypted), func(t *testing.T) {
+				f := newFixture(t, 100)
+				frame := attack(t, f, encrypted, 20_000, round)
+				if away, ok := frame.(*http2.GoAwayFrame); ok && away.ErrCode != http2.ErrCodeEnhanceYourCalm {
+					t.Errorf("got GOAWAY with %v, want %v", away.ErrCode, http2.ErrCodeEnhanceYourCalm)
+				}
+				eventually(t, "the connection is closed", func() bool { return f.open() == 0 })
+				// The server can be behind by the frames that it has read at once.
+				if n := f.started.Load(); n > 10*maxResets {
+					t.Errorf("requests at the handler: got %d, want at most %d", n, 10*maxResets)
+				}
+			})
 		}
-		eventually(t, "the connection is closed", func() bool { return f.open() == 0 })
-		if n := f.started.Load(); n > maxResets*resetRatio/(resetRatio-1)+1 {
-			t.Errorf("TLS %v: %d requests reached the handler", encrypted, n)
+	}
+}
+
+// A client whose requests are answered before their bodies have arrived keeps its connection, and so does one
+// that sends some frames without progress for a long time.
+func TestDeclinedBodiesPass(t *testing.T) {
+	var s sentFrames
+	var frames bytes.Buffer
+	framer := http2.NewFramer(&frames, nil)
+	for i := range 2000 {
+		id := uint32(2*i + 1)
+		_ = framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte("headers"), EndHeaders: true, EndStream: true})
+		_ = framer.WriteRSTStream(id, http2.ErrCodeNo)
+		for range maxLate {
+			_ = framer.WriteRSTStream(id, http2.ErrCodeStreamClosed)
 		}
+		_ = framer.WriteRSTStream(id, http2.ErrCodeInternal)
+	}
+	for piece := range slices.Chunk(frames.Bytes(), 7) { // The server's writes end within frames.
+		s.scan(piece)
+	}
+	if n := s.resets.Load(); n != 0 {
+		t.Errorf("resets because of the client: got %d, want none", n)
+	}
+	frames.Reset()
+	_ = framer.WriteData(5, false, []byte("a body"))
+	for _, code := range []http2.ErrCode{http2.ErrCodeProtocol, http2.ErrCodeFlowControl, http2.ErrCodeFrameSize, http2.ErrCodeRefusedStream, http2.ErrCodeStreamClosed} {
+		_ = framer.WriteRSTStream(7001, code)
+	}
+	_ = framer.WriteRSTStream(2001*2-3, http2.ErrCodeStreamClosed) // One more than those on their way.
+	s.scan(frames.Bytes())
+	if n := s.resets.Load(); n != 6 {
+		t.Errorf("resets because of the client: got %d, want 6", n)
+	}
+
+	f := framing{http2: true}
+	if _, _, err := f.scan([]byte(http2.ClientPreface)); err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1, 0)
+	for range 10 {
+		f.countFrom(now)
+		for range maxControl {
+			frames.Reset()
+			_ = framer.WritePing(false, [8]byte{})
+			if _, _, err := f.scan(frames.Bytes()); err != nil {
+				t.Fatalf("within the bound: %v", err)
+			}
+		}
+		now = now.Add(controlWindow)
 	}
 }
 
