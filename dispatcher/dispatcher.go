@@ -424,7 +424,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.listeners.probes != nil {
 		group.Go(func() error { return serve(d.listeners.probes, probeServer.Serve) })
 	}
-	peers := listen.New(newPeerServer(d.options.identity, peer.Handlers{Calls: d.mux(), Admin: adminServer.Handler}, d.log), maxConns, d.log)
+	peers := listen.New(newPeerServer(d.options.identity, peer.Handlers{Calls: d.mux(), Admin: adminServer.Handler, Namespace: d.gate.NamespaceOf}, d.log), maxConns, d.log)
 	peers.ErrorLog = main.ErrorLog
 	if d.options.identity != nil {
 		group.Go(func() error {

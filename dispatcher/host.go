@@ -152,6 +152,7 @@ func newHost(o Options, s Slots) *host {
 		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
 	}
 	h.memory = planMemory(cmp.Or(o.Memory, DefaultMemory))
+	h.connections.Memory = &limits.Pool{Max: h.memory.requests}
 	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.cache)), slots.NewUploadLimiter()
 	returnMemory := func(bool) {}
 	if o.Memory != 0 {
@@ -635,8 +636,6 @@ type hosted struct {
 	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
 	forwarder *peer.Forwarder
 	forward   http.Handler
-	// bodies is the memory of the bodies that were read to find their write key.
-	bodies limits.Account
 	// mayClaim is true while this process should take the slot.
 	mayClaim atomic.Bool
 	// listed is true while the owner knows no other write keys than those in the live configs.
@@ -852,7 +851,7 @@ func (h *host) front() *front.Front {
 	return &front.Front{
 		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.listDoubtful,
 		Slot: h.handlerOf, Any: h.any,
-		Memory: &limits.Memory{Max: planMemory(cmp.Or(h.o.Memory, DefaultMemory)).requests}, Account: h.accountOf, Unreadable: func(w http.ResponseWriter, err error) {
+		Memory: h.connections.Memory, Unreadable: func(w http.ResponseWriter, err error) {
 			refuseForwarded(w, &peer.BodyError{Err: err})
 		},
 	}
@@ -879,14 +878,6 @@ func (h *host) handlerOf(slot int) http.Handler {
 		return h.slots[slot]
 	}
 	return http.HandlerFunc(refuseCall)
-}
-
-// accountOf returns the memory account of the bodies for a slot.
-func (h *host) accountOf(slot int) *limits.Account {
-	if slot < len(h.slots) {
-		return &h.slots[slot].bodies
-	}
-	return &limits.Account{} // handlerOf refuses the request.
 }
 
 // slotNamed returns the slot with a number in decimal; nil if there is none.

@@ -23,8 +23,9 @@ func (h *host) serve(ctx context.Context) error {
 	admin.MountHealth(calls, h.ready)
 	calls.Handle("/", h.front())
 	peers := peer.Handlers{
-		Calls: h.fromPeer(func(a *admitted, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
-		Admin: h.fromPeer((*admitted).serveAdmin),
+		Calls:     h.fromPeer(func(a *admitted, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
+		Admin:     h.fromPeer((*admitted).serveAdmin),
+		Namespace: h.namespaces.index.OfHash,
 	}
 	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), peers, h.ready}, func() time.Duration { return handOverTimeout })
 }

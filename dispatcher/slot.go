@@ -25,6 +25,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/peer"
 	"github.com/posthorn/posthorn/dispatcher/promtext"
@@ -77,7 +78,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {
 			return err
 		}
-		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{}}
+		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{Memory: &limits.Pool{Max: planMemory(cmp.Or(o.Memory, DefaultMemory)).requests}}}
 	}
 	process := newSingle(o)
 	o.clock = process.o.clock
@@ -461,7 +462,9 @@ func refuseForwarded(w http.ResponseWriter, err error) {
 		admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive in time; send the request again").Write(w)
 	case isClient:
 		admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, "the body ended early; send the request again").Write(w)
-	case errors.Is(err, peer.ErrTimeout), errors.Is(err, peer.ErrBusy):
+	case errors.Is(err, peer.ErrBusy):
+		admission.Retry(silentRetryAfter, admission.CodeBusy, "too many requests of this namespace, or of senders without a known write key, wait for the process that stores the calls; send the request again").Write(w)
+	case errors.Is(err, peer.ErrTimeout):
 		admission.Retry(silentRetryAfter, admission.CodeNotReady, "the process that stores the calls of this write key does not answer in time, but may have accepted the request; send it again with the same messageIds").Write(w)
 	default:
 		admission.Retry(standbyRetryAfter, admission.CodeNotReady, "the process that stores the calls did not answer, or another one is replacing it; send the request again").Write(w)

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
 // NotReady returns the refusal of requests before the first full config.
@@ -50,6 +51,16 @@ func (g *Gate) Authenticate(view *liveconfig.View, key string) (ref liveconfig.S
 		return ref, g.Unidentified, Retry(retrySoon, CodeNotReady, "some Sources are not loaded yet; send the request again")
 	}
 	return ref, g.Unidentified, Refuse(http.StatusUnauthorized, CodeUnknownKey, "no accepted Source has this write key; compare it with the Source's Secret")
+}
+
+// NamespaceOf returns the namespace of the Source with a write key.
+func (g *Gate) NamespaceOf(key writekey.Hash) (namespace string, ok bool) {
+	view := g.View()
+	if view == nil {
+		return "", false
+	}
+	ref, ok := view.SourceByHash(key)
+	return ref.Namespace, ok
 }
 
 // CheckEnabled returns the refusal of the requests of a disabled Source, or nil.

@@ -8,6 +8,7 @@ package front
 
 import (
 	"bytes"
+	"errors"
 	"io"
 	"maps"
 	"net/http"
@@ -33,14 +34,10 @@ type Front struct {
 	// any slot, for requests without a key.
 	Slot func(slot int) http.Handler
 	Any  func() http.Handler
-	// Memory bounds the bodies that are read to find the key. Account is that of the bodies for a slot: an
-	// owner that does not answer leaves memory for the others.
-	Memory  *limits.Memory
-	Account func(slot int) *limits.Account
+	// Memory bounds the bodies that are read to find the key. Those of unknown keys share an account.
+	Memory *limits.Pool
 	// Unreadable answers a request whose body did not arrive.
 	Unreadable func(w http.ResponseWriter, err error)
-
-	account limits.Account
 }
 
 // busyRetryAfter is the Retry-After, in seconds, of a request whose body exceeds the free memory.
@@ -75,7 +72,7 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	memory := f.Memory.For(&f.account)
+	memory := f.Memory.For("")
 	defer memory.Release()
 	body, bad := f.read(r, &memory)
 	switch {
@@ -106,7 +103,7 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // keyInBody returns the write key in a body; ok is false without memory for it.
 func (f *Front) keyInBody(r *http.Request, body []byte) (key string, ok bool) {
-	inflated := f.Memory.For(&f.account)
+	inflated := f.Memory.For("")
 	defer inflated.Release()
 	if r.Header.Get("Content-Encoding") != "" && !inflated.Grow(2*event.MaxBodyBytes) { // Inflated, and parsed.
 		return "", false
@@ -116,7 +113,7 @@ func (f *Front) keyInBody(r *http.Request, body []byte) (key string, ok bool) {
 
 // serveRead sends a request whose body of a size was read to the owner of a namespace's slot.
 func (f *Front) serveRead(w http.ResponseWriter, r *http.Request, namespace string, memory *limits.Reservation, size int) {
-	if slot, ok := f.SlotOf(namespace); ok && !memory.Replace(f.Account(slot), int64(size)) {
+	if !memory.Replace(namespace, int64(size)) {
 		refuseBusy(w)
 		return
 	}
@@ -141,16 +138,14 @@ func (f *Front) serve(w http.ResponseWriter, r *http.Request, namespace string) 
 // read reads the body of a request, which can be read again then; at most one byte more than the largest
 // body.
 func (f *Front) read(r *http.Request, memory *limits.Reservation) (body []byte, bad func(http.ResponseWriter)) {
-	size := r.ContentLength
-	if size < 0 || size > event.MaxBodyBytes {
-		size = event.MaxBodyBytes
-	}
-	if !memory.Grow(2 * size) { // The parsed body is about as large.
+	body, err := limits.ReadBody(r.Body, memory, r.ContentLength, event.MaxBodyBytes+1)
+	switch {
+	case errors.Is(err, limits.ErrNoMemory):
 		return nil, refuseBusy
-	}
-	body, err := io.ReadAll(io.LimitReader(r.Body, event.MaxBodyBytes+1))
-	if err != nil {
+	case err != nil:
 		return nil, func(w http.ResponseWriter) { f.Unreadable(w, err) }
+	case !memory.Grow(int64(len(body))): // The parsed body is about as large.
+		return nil, refuseBusy
 	}
 	replay(r, body)
 	return body, nil

@@ -104,8 +104,7 @@ func TestFront(t *testing.T) {
 			return n, ok
 		},
 		Slot: func(n int) http.Handler { return slot{n, statuses[n], &asked} },
-		Any:  func() http.Handler { return slot{0, statuses[0], &asked} }, Memory: &limits.Memory{Max: 8 << 20},
-		Account:    func(int) *limits.Account { return &limits.Account{} },
+		Any:  func() http.Handler { return slot{0, statuses[0], &asked} }, Memory: &limits.Pool{Max: 8 << 20},
 		Unreadable: func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusBadRequest) },
 	}
 	zipped := func(text string) string {
@@ -190,7 +189,7 @@ func (r *rest) Read(p []byte) (int, error) {
 func TestBodyOfUnknownKeyIsNotRead(t *testing.T) {
 	var asked []int
 	f := &Front{
-		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{},
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Pool{},
 		Any: func() http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 				asked = append(asked, 0)
@@ -216,7 +215,7 @@ func TestInflatedBodiesHaveBoundedMemory(t *testing.T) {
 	_ = z.Close()
 	var asked []int
 	f := &Front{
-		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: event.MaxBodyBytes},
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Pool{Max: event.MaxBodyBytes},
 		Any: func() http.Handler { return slot{0, 200, &asked} },
 	}
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/track", &b)
@@ -232,7 +231,7 @@ func TestInflatedBodiesHaveBoundedMemory(t *testing.T) {
 func TestBodiesHaveBoundedMemory(t *testing.T) {
 	var asked []int
 	f := &Front{
-		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: 1 << 20},
+		Ready: func() error { return nil }, Index: &Index{}, Doubtful: func() []int { return nil }, Memory: &limits.Pool{Max: 1 << 20},
 		Any: func() http.Handler { return slot{0, 200, &asked} },
 	}
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/batch", strings.NewReader(strings.Repeat("x", event.MaxBodyBytes)))
@@ -243,18 +242,16 @@ func TestBodiesHaveBoundedMemory(t *testing.T) {
 	}
 }
 
-// The bodies that wait for a silent owner leave memory for those of another slot.
+// The bodies of a namespace whose owner does not answer leave memory for those of another namespace.
 func TestSilentOwnerLeavesMemory(t *testing.T) {
 	var x Index
 	for _, namespace := range []string{"silent", "other"} {
 		x.Set(namespace, live(namespace, "key-"+namespace, ""))
 	}
-	var accounts [2]limits.Account
 	arrived, end := make(chan struct{}), make(chan struct{})
 	var asked []int
 	f := &Front{
-		Ready: func() error { return nil }, Index: &x, Doubtful: func() []int { return nil }, Memory: &limits.Memory{Max: 4 << 20},
-		Account: func(n int) *limits.Account { return &accounts[n] },
+		Ready: func() error { return nil }, Index: &x, Doubtful: func() []int { return nil }, Memory: &limits.Pool{Max: 4 << 20},
 		SlotOf: func(namespace string) (int, bool) {
 			n, ok := map[string]int{"silent": 0, "other": 1}[namespace]
 			return n, ok

@@ -131,7 +131,11 @@ func (x *Index) remove(namespace string) {
 // Namespace returns the namespace whose Source has or had a write key: of several the first one by name, as
 // in liveconfig.View.
 func (x *Index) Namespace(key string) (namespace string, ok bool) {
-	hash := writekey.HashOf(key)
+	return x.OfHash(writekey.HashOf(key))
+}
+
+// OfHash is Namespace with the hash of a key.
+func (x *Index) OfHash(hash writekey.Hash) (namespace string, ok bool) {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
 	for _, keys := range []byKey{x.known, x.reserved} {

@@ -1,6 +1,7 @@
 package ingest
 
 import (
+	"bytes"
 	"compress/gzip"
 	"errors"
 	"io"
@@ -60,30 +61,37 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 	if q.ContentLength > event.MaxBodyBytes {
 		return nil, bodyTooLarge
 	}
-	class := 0
-	if q.ContentLength >= int64(sizes[0]) || zipped {
-		class = 1
-	}
-	need := int64(sizes[class] + headerBytes(q.Header))
-	if zipped {
-		need += inflaterBytes
-	}
-	if !q.memory.Grow(need) {
+	if !q.memory.Grow(int64(headerBytes(q.Header))) {
 		return nil, busy
 	}
 	var body io.Reader = q.Body
 	if q.ContentLength < 0 {
 		body = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
 	}
-	if zipped {
-		z := inflaters.Get().(*gzip.Reader)
-		defer inflaters.Put(z)
-		if err := z.Reset(body); err != nil {
-			return nil, unreadable(err, "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
-		}
-		body = z
+	b, bad := fill(q, body)
+	if bad != nil || !zipped {
+		return b, bad
 	}
-	b := newBuffer(class)
+	// Only a body that has arrived is inflated: a slow sender occupies no inflater.
+	defer b.release()
+	if !q.memory.Grow(inflaterBytes) {
+		return nil, busy
+	}
+	z := inflaters.Get().(*gzip.Reader)
+	defer inflaters.Put(z)
+	if err := z.Reset(bytes.NewReader(b.bytes)); err != nil {
+		return nil, unreadable(err, "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
+	}
+	return fill(q, z)
+}
+
+// fill reads a body into a buffer, and reserves its memory. The first buffer is small, whatever length the
+// request announces.
+func fill(q *request, body io.Reader) (*buffer, *admission.Refusal) {
+	if !q.memory.Grow(int64(sizes[0])) {
+		return nil, busy
+	}
+	b := newBuffer(0)
 	for {
 		if len(b.bytes) == cap(b.bytes) {
 			larger := b.class + 1

@@ -96,7 +96,7 @@ var openAPI []byte
 type Handler struct {
 	Options
 	metrics   metrics
-	memory    limits.Memory
+	memory    limits.Pool
 	scheduler *limits.Scheduler
 	deadlines limits.Deadlines
 	pace      limits.Pace
@@ -207,7 +207,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	q := request{Request: r, view: h.Gate.View(), source: h.Gate.Unidentified, origin: r.Header.Get("Origin")}
-	q.memory = h.memory.For(&q.source.Limits.Memory)
+	q.memory = h.memory.For("")
 	defer q.memory.Release() // A slow client can delay this until after the answer is written.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
@@ -340,7 +340,7 @@ func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now t
 		}
 		want = q.reading.Bytes
 		if q.storing.Extend(q.source.Limits, want) {
-			if q.memory.Replace(&q.source.Limits.Memory, h.memoryFor(q)) {
+			if q.memory.Replace(q.source.Namespace, h.memoryFor(q)) {
 				return nil
 			}
 			q.reading.Release()
@@ -503,7 +503,7 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *a
 		return bad
 	}
 	q.ref = ref
-	q.memory.Move(&q.source.Limits.Memory) // If the body is read, its memory moves after the parse.
+	q.memory.Move(q.source.Namespace) // If the body is read, its memory moves after the parse.
 	if bad := allowPage(w, q); bad != nil {
 		return bad
 	}

@@ -487,8 +487,8 @@ func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *a
 	return func() int { group.Wait(); return int(taken.Load()) }, refused
 }
 
-// A flood cannot use more memory than the limit, and never all of it: another Source still finds
-// memory, also if its messages are larger than its bodies.
+// A flood cannot use more memory than the limit, and never all of it: a Source of another namespace still finds
+// memory, also if its messages are larger than its bodies. A Source of the same namespace shares its part.
 func TestMemoryIsBoundedAndShared(t *testing.T) {
 	wide := `{"context":{"x":"` + strings.Repeat("x", 20<<10) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
 	for name, body := range map[string]string{
@@ -497,6 +497,10 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t)
+			f.set(liveconfig.NewView([]liveconfig.Revisioned{
+				{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("web", "web-key", nil), source_("ios", "ios-key", nil)}}},
+				{Config: liveconfig.Config{Namespace: "bank", Sources: []liveconfig.Source{source_("app", "bank-key", nil)}}},
+			}))
 			f.memory.Max = 8 << 20
 			f.block = make(chan struct{})
 			const n = 1000
@@ -507,22 +511,25 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 			for held := int64(0); refused.Load() == 0 || held != f.memory.Used(); {
 				held = f.memory.Used()
 				if held > f.memory.Max/2 {
-					t.Fatalf("one Source holds %d of %d bytes", held, f.memory.Max)
+					t.Fatalf("one namespace holds %d of %d bytes", held, f.memory.Max)
 				}
 				if time.Now().After(deadline) {
 					t.Fatal("nothing was refused")
 				}
 				time.Sleep(10 * time.Millisecond)
 			}
-			go func() { other <- f.serve(post("/v1/batch", "slow-key", wide)).Code }()
+			if w := f.serve(post("/v1/batch", "ios-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusServiceUnavailable {
+				t.Errorf("another Source of the namespace was answered %d during the flood, want 503", w.Code)
+			}
+			go func() { other <- f.serve(post("/v1/batch", "bank-key", wide)).Code }()
 			select {
 			case s := <-other: // it must wait for storage, too
-				t.Errorf("another Source was answered %d during the flood", s)
+				t.Errorf("a Source of another namespace was answered %d during the flood", s)
 			case <-time.After(100 * time.Millisecond):
 			}
 			close(f.block)
 			if s := <-other; s != http.StatusOK {
-				t.Errorf("another Source was answered %d after the flood", s)
+				t.Errorf("a Source of another namespace was answered %d after the flood", s)
 			}
 			if taken := waiting(); taken == 0 || taken+int(refused.Load()) != n {
 				t.Errorf("%d taken, %d refused", taken, refused.Load())

@@ -4,7 +4,9 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -104,5 +106,57 @@ func TestHeadersAndAnswersAreInTheBudget(t *testing.T) {
 				t.Errorf("%d bytes are still held", held)
 			}
 		})
+	}
+}
+
+// waiting is a body of which one part has arrived.
+type waiting struct {
+	io.Reader
+	reached chan<- struct{}
+	end     <-chan struct{}
+}
+
+func (b *waiting) Read(p []byte) (int, error) {
+	if n, _ := b.Reader.Read(p); n > 0 {
+		return n, nil
+	}
+	b.reached <- struct{}{}
+	<-b.end
+	return 0, io.ErrUnexpectedEOF
+}
+
+// A sender that stops occupies the memory of what it sent, whatever its request announces, and the memory of its
+// namespace alone.
+func TestSlowBodiesOccupyLittle(t *testing.T) {
+	f := newFixture(t)
+	reached, end := make(chan struct{}), make(chan struct{})
+	var group sync.WaitGroup
+	for name, c := range map[string]struct {
+		key, encoding string
+		sent          string
+		length        int64
+		most          int64
+	}{
+		"long":             {"", "", "{", event.MaxBodyBytes, 8 << 10},
+		"with a key":       {"web-key", "", "{", event.MaxBodyBytes, 8 << 10},
+		"chunked":          {"", "", "{", -1, 8 << 10},
+		"begin of gzip":    {"", "gzip", "\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00", event.MaxBodyBytes, 8 << 10},
+		"a part has come":  {"", "", strings.Repeat("a", 9<<10), event.MaxBodyBytes, 64 << 10},
+		"more has come":    {"", "", strings.Repeat("a", 65<<10), event.MaxBodyBytes, 512 << 10},
+		"gzip with a part": {"", "gzip", strings.Repeat("a", 9<<10), -1, 64 << 10},
+	} {
+		before := f.memory.Used()
+		r := post("/v1/batch", c.key, "", "Content-Encoding", c.encoding)
+		r.Body, r.ContentLength = io.NopCloser(&waiting{strings.NewReader(c.sent), reached, end}), c.length
+		group.Go(func() { f.ServeHTTP(httptest.NewRecorder(), r) })
+		<-reached
+		if got, most := f.memory.Used()-before, c.most+int64(headerBytes(r.Header)); got > most {
+			t.Errorf("%s: got %d bytes for %d that have arrived, want at most %d", name, got, len(c.sent), most)
+		}
+	}
+	close(end)
+	group.Wait()
+	if held := f.memory.Used(); held != 0 {
+		t.Errorf("afterwards: got %d bytes, want none", held)
 	}
 }

@@ -6,11 +6,11 @@
 //	                                a connection
 //	headers            net/http     memory of headers        large heads, slow heads          431, or closes the connection
 //	header key known   [CallRate]   the Source's owner       a Source far above its rate      429 before the body is read
-//	read the body      [Memory]     memory of the process    many or slow bodies              503
+//	read the body      [Pool]       memory of the process    many or slow bodies              503
 //	wait for the CPU   [Storing]    memory and the store     one Source's parallel requests   waits, with only the body in memory
 //	                   [Scheduler]  CPU time                 one Source's many requests, or   waits; the Source with the lowest
 //	                                                         small bodies, large messages     usage is next
-//	after the parse    [Memory]     memory of messages       small bodies, large messages     503
+//	after the parse    [Pool]       memory of messages       small bodies, large messages     503
 //	build messages     [CallRate]   the Source's owner       more calls than spec.rateLimit   429 with the time to wait
 //	append             [Deadlines]  goroutines and memory    a disk that does not answer      503 after 30 s
 //	commit, refusal    [Pace]       disk time of others      one Source's bulk                pauses the Source, only while
@@ -19,7 +19,7 @@
 // # Which Source is charged
 //
 // Each Source has a [Source], the requests without a known write key share one. So a limit never
-// lets one Source use what another one needs: Memory gives a single Source at most half, and less
+// lets one Source use what another one needs: Pool gives a single namespace at most half, and less
 // while others are busy; Scheduler gives it at most half of the slots; Storing at most
 // MaxStoring bytes in the store; Pace slows down only the Source that sends in bulk. Conns does not
 // know Sources, because a connection has none before its first request.
@@ -28,7 +28,7 @@
 //
 // Only Storing and Scheduler wait for other requests. A request waits for Storing while it holds
 // only the memory of its body, never a turn; a request in a turn computes and never waits for
-// Storing, Memory or the store. Memory and CallRate refuse instead of waiting. The wait for Storing
+// Storing, Pool or the store. Pool and CallRate refuse instead of waiting. The wait for Storing
 // ends with Deadlines at the latest.
 //
 // # Limits elsewhere
@@ -45,9 +45,8 @@ import (
 
 // Source is one Source's share of every limit. Make it with NewSource.
 type Source struct {
-	Memory Account
-	Queue  WaitQueue
-	Calls  CallRate
+	Queue WaitQueue
+	Calls CallRate
 
 	storing *semaphore.Weighted // bytes of messages in progress
 	bulk    *rate.Limiter       // bytes that it stores without pauses

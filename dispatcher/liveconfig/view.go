@@ -215,7 +215,12 @@ func (v *View) WithKeys(keys writekey.Book) *View {
 // SourceByWriteKey finds the Source of a write key. It looks up the key's SHA-256, so its duration
 // reveals nothing about other keys.
 func (v *View) SourceByWriteKey(key string) (SourceRef, bool) {
-	ref, ok := v.byKey[writekey.HashOf(key)]
+	return v.SourceByHash(writekey.HashOf(key))
+}
+
+// SourceByHash is SourceByWriteKey with the hash of a key.
+func (v *View) SourceByHash(hash writekey.Hash) (SourceRef, bool) {
+	ref, ok := v.byKey[hash]
 	return ref, ok
 }
 

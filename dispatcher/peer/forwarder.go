@@ -9,6 +9,7 @@ import (
 	"io"
 	"log"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httputil"
@@ -16,15 +17,22 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/answer"
+	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/limits"
 )
 
 const (
 	// dialTimeout bounds the connection to the owner.
 	dialTimeout = 2 * time.Second
-	// maxForwards bounds the requests to one owner in progress, each with a connection and about 100 KB, or
-	// with a body in the stream. It is a quarter of the connections of a server: an owner that does not answer
-	// leaves the others for the requests to other owners.
-	maxForwards = 1024
+	// maxForwards is the number of places for requests to one owner in progress, each with a connection and
+	// about 100 KB, or with a body in the stream. It is a quarter of the connections of a server: an owner that
+	// does not answer leaves the others for the requests to other owners. Namespaces share the places. A request
+	// without a known write key takes unknownPlaces of them, so that these requests have a small part together.
+	maxForwards   = 1024
+	unknownPlaces = 2
 	// maxIdle bounds the connections to the owner that are kept, and idleTimeout how long. It also bounds the
 	// goroutines of a stream that wait for a request.
 	maxIdle     = 256
@@ -35,8 +43,9 @@ const (
 // ErrNoOwner reports that no owner is known, or that the process no longer owns the slot.
 var ErrNoOwner = errors.New("no owner of the slot is known")
 
-// ErrBusy reports that too many requests wait for the owner.
-var ErrBusy = errors.New("too many requests wait for the owner of the slot")
+// ErrBusy reports that the requests of a namespace have used up its share of the places or of the memory. The
+// owner did not get the request.
+var ErrBusy = errors.New("too many requests of this namespace, or without a known write key, wait for the owner of the slot")
 
 // ErrTimeout reports that the owner did not read or answer the request in time. It may have handled it.
 var ErrTimeout = errors.New("the owner of the slot did not answer in time")
@@ -81,8 +90,13 @@ func (b answerBody) Read(p []byte) (int, error) {
 }
 
 // Connections are those of a process to the owners of its slots. Forwarders whose slots have the same
-// owner share them, and the bound of requests in progress.
+// owner share them, and the places of requests in progress.
 type Connections struct {
+	// Memory bounds the bodies of the calls and their answers. It is required.
+	Memory *limits.Pool
+
+	keys knownKeys
+
 	mu sync.Mutex
 	// to has the connections by the announcement of the owner.
 	to map[string]*connections
@@ -93,8 +107,8 @@ type connections struct {
 	transport *http.Transport
 	// users is the number of Forwarders; Connections.mu guards it.
 	users int
-	// forwards is the number of requests in progress.
-	forwards atomic.Int64
+	// places are those of the requests in progress.
+	places limits.Pool
 
 	mu      sync.Mutex
 	current *stream
@@ -107,7 +121,7 @@ func (c *Connections) use(announcement []byte, pool *x509.CertPool) *connections
 	defer c.mu.Unlock()
 	to := c.to[string(announcement)]
 	if to == nil {
-		to = &connections{transport: &http.Transport{
+		to = &connections{places: limits.Pool{Max: maxForwards}, transport: &http.Transport{
 			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
 			TLSHandshakeTimeout: dialTimeout,
 			TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, ServerName: serverName},
@@ -243,6 +257,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			}
 			p.Out.Header.Set(tokenHeader, a.Token)
 			f.mark(p.Out.Header, p.In, kindOf(p.In).admin)
+			f.Connections.keys.ask(p.Out.Header, kindOf(p.In).key)
 		},
 		ModifyResponse: func(r *http.Response) error {
 			if r.StatusCode == http.StatusMisdirectedRequest {
@@ -256,6 +271,7 @@ func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *
 			} else {
 				f.answered.Add(1)
 			}
+			f.Connections.keys.learn(r.Header, kindOf(r.Request).key)
 			r.Body = answerBody{r.Body, r.Request.Context()}
 			return nil
 		},
@@ -285,6 +301,7 @@ func (f *Forwarder) mark(out http.Header, in *http.Request, admin bool) {
 	out.Set(clientHeader, in.RemoteAddr)
 	delete(out, adminHeader)
 	delete(out, streamHeader)
+	delete(out, keyHeader)
 	if admin {
 		out.Set(adminHeader, "1")
 	}
@@ -297,6 +314,8 @@ func (f *Forwarder) mark(out http.Header, in *http.Request, admin bool) {
 type kind struct {
 	// admin is true for a request to the admin API.
 	admin bool
+	// key is the write key of a call, as far as it is known.
+	key string
 	// refuse answers the request without the owner.
 	refuse func(w http.ResponseWriter, err error)
 	limit  *timeLimit
@@ -310,57 +329,117 @@ func kindOf(r *http.Request) *kind {
 	return k
 }
 
-// ServeHTTP sends a call to the owner, and its answer to the client.
+// ServeHTTP sends a call to the owner, and its answer to the client. The call takes a place when its body has
+// arrived, and leaves it before the answer is written: a slow client occupies none.
 func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	o := f.enter(w, f.refuse)
+	o := f.owner.Load()
 	if o == nil {
+		f.refuse(w, ErrNoOwner)
 		return
 	}
-	defer o.forwards.Add(-1)
-	if inStream(r) && o.takesStreams() {
-		f.sendStreamed(w, r, o)
+	key, inBody := ingest.WriteKey(r)
+	namespace := f.Connections.keys.namespace(key)
+	memory := f.Connections.Memory.For(namespace)
+	defer memory.Release()
+	var body []byte
+	whole := r.ContentLength <= event.MaxBodyBytes
+	if whole {
+		var err error
+		body, err = limits.ReadBody(r.Body, &memory, r.ContentLength, event.MaxBodyBytes+1)
+		switch {
+		case errors.Is(err, limits.ErrNoMemory):
+			f.refuse(w, ErrBusy)
+			return
+		case err != nil:
+			f.refuse(w, &BodyError{err})
+			return
+		}
+		whole = len(body) <= event.MaxBodyBytes
+	}
+	if inBody && len(body) <= streamedBytes && r.Header.Get("Content-Encoding") == "" {
+		key = ingest.WriteKeyInBody(r, body)
+		namespace = f.Connections.keys.namespace(key)
+	}
+	place, ok := o.enter(namespace, "")
+	if !ok {
+		f.refuse(w, ErrBusy)
 		return
 	}
-	f.serve(w, r, o, &kind{refuse: f.refuse}, CallLimit)
+	defer place.Release()
+	var a answer.Writer
+	if whole && inStream(r, body) && o.takesStreams() {
+		f.sendStreamed(&a, r, o, body, key)
+	} else {
+		// The owner refuses the size of a body that is too large, whatever its rest is.
+		r = r.Clone(r.Context())
+		r.Body = readAgain{io.MultiReader(bytes.NewReader(body), r.Body), r.Body}
+		if whole {
+			r.ContentLength, r.TransferEncoding = int64(len(body)), nil
+		}
+		f.serve(&a, r, o, &kind{key: key, refuse: f.refuse}, CallLimit)
+	}
+	place.Release()
+	if !memory.Replace(namespace, int64(len(a.Body()))) {
+		f.refuse(w, ErrBusy)
+		return
+	}
+	maps.Copy(w.Header(), a.Header())
+	w.WriteHeader(a.Status())
+	_, _ = w.Write(a.Body())
+}
+
+// readAgain is a body of which a part was read.
+type readAgain struct {
+	io.Reader
+	io.Closer
 }
 
 // Limited returns a handler that sends calls to the owner with a time limit other than CallLimit, and
-// their answers to the clients as they arrive.
+// their answers to the clients as they arrive. Their bodies can be long: each occupies a place from the begin.
 func (f *Forwarder) Limited(limit time.Duration) http.Handler {
-	return f.served(func() *kind { return &kind{refuse: f.refuse} }, limit)
+	return f.served("/limited", func() *kind { return &kind{refuse: f.refuse} }, limit)
 }
 
 // Admin returns a handler that sends requests to the admin API of the owner, which authorizes them, and
 // answers to the clients as they arrive. An answer must begin within AdminLimit. refuse answers a request
 // that the owner did not answer; it may have handled it, except for ErrNoOwner and ErrBusy.
 func (f *Forwarder) Admin(refuse func(w http.ResponseWriter, err error)) http.Handler {
-	return f.served(func() *kind { return &kind{admin: true, refuse: refuse} }, AdminLimit)
+	return f.served("/admin", func() *kind { return &kind{admin: true, refuse: refuse} }, AdminLimit)
 }
 
-// served returns a handler of requests of a kind, none of which is in a stream.
-func (f *Forwarder) served(newKind func() *kind, limit time.Duration) http.Handler {
+// served returns a handler of requests of a kind, none of which is in a stream. They share no places with
+// other calls of their namespace.
+func (f *Forwarder) served(group string, newKind func() *kind, limit time.Duration) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		k := newKind()
-		if o := f.enter(w, k.refuse); o != nil {
-			defer o.forwards.Add(-1)
-			f.serve(w, r, o, k, limit)
+		o := f.owner.Load()
+		if o == nil {
+			k.refuse(w, ErrNoOwner)
+			return
 		}
+		namespace := "admin"
+		if !k.admin {
+			k.key, _ = ingest.WriteKey(r)
+			namespace = f.Connections.keys.namespace(k.key)
+		}
+		place, ok := o.enter(namespace, group)
+		if !ok {
+			k.refuse(w, ErrBusy)
+			return
+		}
+		defer place.Release()
+		f.serve(w, r, o, k, limit)
 	})
 }
 
-// enter returns the owner, with one more request in progress, which the caller ends. It returns nil after refuse.
-func (f *Forwarder) enter(w http.ResponseWriter, refuse func(http.ResponseWriter, error)) *owner {
-	o := f.owner.Load()
-	if o == nil {
-		refuse(w, ErrNoOwner)
-		return nil
+// enter takes a place for a request of a namespace, "" if it is unknown. Each group of requests other than calls
+// has an account of its own.
+func (c *connections) enter(namespace, group string) (place limits.Reservation, ok bool) {
+	place = c.places.For(namespace + group)
+	if namespace == "" {
+		return place, place.Grow(unknownPlaces)
 	}
-	if o.forwards.Add(1) > maxForwards {
-		o.forwards.Add(-1)
-		refuse(w, ErrBusy)
-		return nil
-	}
-	return o
+	return place, place.Grow(1)
 }
 
 // serve sends a request to the owner as an HTTP request, and its answer to the client as it arrives.

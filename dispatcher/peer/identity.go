@@ -24,6 +24,8 @@ import (
 	"math/big"
 	"net/http"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
 const (
@@ -38,7 +40,7 @@ const (
 	// slotHeader is the slot of the request, for a process with several slots.
 	slotHeader = "Posthorn-Peer-Slot"
 	// HeaderBytes bounds the size of these headers.
-	HeaderBytes = 256
+	HeaderBytes = 384
 	// serverName is the name in the certificates.
 	serverName = "owner.posthorn.internal"
 	// lifetime of a certificate; a process makes one at its start.
@@ -141,11 +143,13 @@ type Handlers struct {
 	Calls http.Handler
 	// Admin authorizes the requests to the admin API, as those of its own clients.
 	Admin http.Handler
+	// Namespace returns the namespace of a write key; nil knows none.
+	Namespace func(writekey.Hash) (namespace string, ok bool)
 }
 
 // NotOwner are the Handlers of a process that does not own the slot.
 func NotOwner() Handlers {
-	return Handlers{http.HandlerFunc(Misdirected), http.HandlerFunc(Misdirected)}
+	return Handlers{Calls: http.HandlerFunc(Misdirected), Admin: http.HandlerFunc(Misdirected)}
 }
 
 // Handler returns a handler of the requests of other processes.

@@ -18,6 +18,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/limits"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -74,7 +76,7 @@ func serveOwner(t testing.TB, next http.HandlerFunc, change ...func(*http.Server
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := i.Handler(Handlers{Calls: next, Admin: http.HandlerFunc(admin)}, slog.New(slog.DiscardHandler))
+	h := i.Handler(Handlers{Calls: next, Admin: http.HandlerFunc(admin), Namespace: namespaceOf}, slog.New(slog.DiscardHandler))
 	o := &testOwner{Identity: i}
 	o.server = &http.Server{ //nolint:gosec // a test
 		Handler: h, TLSConfig: i.Config(), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
@@ -93,6 +95,17 @@ func serveOwner(t testing.TB, next http.HandlerFunc, change ...func(*http.Server
 	return o
 }
 
+// namespaceOf knows the write keys shop-1, shop-2 and bank-1 of two namespaces.
+func namespaceOf(key writekey.Hash) (string, bool) {
+	for _, known := range []string{"shop-1", "shop-2", "bank-1"} {
+		if writekey.HashOf(known) == key {
+			namespace, _, _ := strings.Cut(known, "-")
+			return namespace, true
+		}
+	}
+	return "", false
+}
+
 // admin is an admin API. The answer to a request for "/tail" has no end.
 func admin(w http.ResponseWriter, r *http.Request) {
 	fmt.Fprintln(w, "admin", r.Method, r.URL, r.Header.Get("Authorization"), r.RemoteAddr, r.Header.Get(adminHeader), r.Header.Get(tokenHeader))
@@ -104,7 +117,7 @@ func admin(w http.ResponseWriter, r *http.Request) {
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
 func newForwarder(t testing.TB) (*Forwarder, *httptest.Server) {
-	f := &Forwarder{Connections: &Connections{}, Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
+	f := &Forwarder{Connections: &Connections{Memory: &limits.Pool{Max: 64 << 20}}, Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
 		status := http.StatusServiceUnavailable
 		if _, ok := errors.AsType[*BodyError](err); ok {
 			status = http.StatusBadRequest
@@ -259,8 +272,9 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 	setOwner(f, i.Announce())
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	forwards := &f.owner.Load().forwards
-	forwards.Store(maxForwards - 2)
+	places := &f.owner.Load().places
+	taken := places.For("")
+	taken.Grow(maxForwards/2 - 2*unknownPlaces)
 	var refused atomic.Int64
 	var group sync.WaitGroup
 	for range 10 {
@@ -282,8 +296,8 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 	}
 	cancel()
 	group.Wait()
-	if got := forwards.Load(); got != maxForwards-2 {
-		t.Errorf("requests in progress afterwards: got %d, want %d", got, maxForwards-2)
+	if taken.Release(); places.Used() != 0 {
+		t.Errorf("places that are taken afterwards: got %d, want none", places.Used())
 	}
 }
 
@@ -291,7 +305,7 @@ func TestRequestsInProgressAreBounded(t *testing.T) {
 func TestSilentOwnerLeavesRequestsToOthers(t *testing.T) {
 	silent := serveOwner(t, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
 	other := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "other") })
-	shared := &Connections{}
+	shared := &Connections{Memory: &limits.Pool{Max: 64 << 20}}
 	var forwarders []*Forwarder
 	var servers []*httptest.Server
 	for _, i := range []*testOwner{silent, silent, other} {
@@ -305,18 +319,19 @@ func TestSilentOwnerLeavesRequestsToOthers(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	forwarders[0].owner.Load().forwards.Store(maxForwards - 1)
+	taken := forwarders[0].owner.Load().places.For("")
+	taken.Grow(maxForwards/2 - unknownPlaces)
 	var group sync.WaitGroup
 	group.Go(func() {
 		forwarders[0].ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil))
 	})
 	if err := wait.Until(func() error {
-		if got := forwarders[1].owner.Load().forwards.Load(); got != maxForwards {
+		if got := forwarders[1].owner.Load().places.Used(); got != maxForwards/2 {
 			return fmt.Errorf("got %d", got)
 		}
 		return nil
 	}); err != nil {
-		t.Errorf("requests in progress to the silent owner: %v, want %d", err, maxForwards)
+		t.Errorf("places at the silent owner: %v, want %d", err, maxForwards/2)
 	}
 	if status, text := post(t, servers[1].URL, "", nil); status != http.StatusServiceUnavailable || !strings.Contains(text, ErrBusy.Error()) {
 		t.Errorf("other slot of the silent owner: got %d %q, want 503 and %q", status, text, ErrBusy)
@@ -384,7 +399,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 			setOwner(f, c.owner.Announce())
 			k, handler := &kind{refuse: f.refuse}, f.Limited(100*time.Millisecond)
 			if c.cut { // The test ends the limit when the answer has begun.
-				handler = f.served(func() *kind { return k }, wait.Limit)
+				handler = f.served("", func() *kind { return k }, wait.Limit)
 			}
 			s := httptest.NewServer(handler)
 			defer s.Close()
@@ -410,7 +425,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 				t.Errorf("got %d %q and error %v, want 503 and %q", resp.StatusCode, text, err, ErrTimeout)
 			}
 			if err := wait.Until(func() error {
-				if n := f.owner.Load().forwards.Load(); n != 0 {
+				if n := f.owner.Load().places.Used(); n != 0 {
 					return fmt.Errorf("got %d", n)
 				}
 				return nil
@@ -574,7 +589,7 @@ func TestAdminAnswersHaveNoEnd(t *testing.T) {
 	f, _ := newForwarder(t)
 	setOwner(f, o.Announce())
 	k := &kind{admin: true}
-	s := httptest.NewServer(f.served(func() *kind { return k }, time.Hour))
+	s := httptest.NewServer(f.served("/admin", func() *kind { return k }, time.Hour))
 	defer s.Close()
 	resp, err := s.Client().Get(s.URL + "/tail") //nolint:noctx // a test
 	if err != nil {

@@ -257,21 +257,17 @@ func (c *connections) takesStreams() bool {
 	return c.current == nil || !errors.Is(c.current.ended(), errNoStream)
 }
 
-// inStream reports whether a request is sent in a stream.
-func inStream(r *http.Request) bool {
-	return r.Method == http.MethodPost && r.ContentLength >= 0 && r.ContentLength <= streamedBytes && strings.HasPrefix(r.URL.Path, "/")
+// inStream reports whether a request with a body is sent in a stream.
+func inStream(r *http.Request, body []byte) bool {
+	return r.Method == http.MethodPost && len(body) <= streamedBytes && strings.HasPrefix(r.URL.Path, "/")
 }
 
-// sendStreamed sends a call in the stream to the owner, and its answer to the client.
-func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owner) {
-	body := make([]byte, r.ContentLength)
-	if _, err := io.ReadFull(r.Body, body); err != nil {
-		f.refuse(w, &BodyError{err})
-		return
-	}
+// sendStreamed sends a call in the stream to the owner, and takes its answer.
+func (f *Forwarder) sendStreamed(w *answer.Writer, r *http.Request, o *owner, body []byte, key string) {
 	q := frame{target: r.URL.RequestURI(), host: r.Host, header: maps.Clone(r.Header), body: body}
 	delete(q.header, "Connection")
 	f.mark(q.header, r, false)
+	f.Connections.keys.ask(q.header, key)
 	a := o.connections.stream(o.Announcement).send(r.Context(), o.replaced, &q)
 	if a.err == nil && a.status == http.StatusMisdirectedRequest {
 		a.err = ErrNoOwner
@@ -282,6 +278,7 @@ func (f *Forwarder) sendStreamed(w http.ResponseWriter, r *http.Request, o *owne
 		return
 	}
 	f.answered.Add(1)
+	f.Connections.keys.learn(a.header, key)
 	maps.Copy(w.Header(), a.header)
 	w.WriteHeader(a.status)
 	_, _ = w.Write(a.body)
@@ -323,6 +320,7 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request) {
 	r.Header.Del(tokenHeader)
 	r.Header.Del(clientHeader)
 	r.Header.Del(adminHeader)
+	h.to.tell(w.Header(), r.Header)
 	if !admin {
 		h.to.Calls.ServeHTTP(w, r)
 		return
