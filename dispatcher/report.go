@@ -137,14 +137,17 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 	for _, s := range config.Sources {
 		key := config.Namespace + "/" + s.Name
 		stats, counters := d.store.SourceStats(key), d.gate.Counters(key)
+		var share *adminapi.StorageShare
 		if counters.StoragePressure {
 			d.changes.Object(changes.Sources, config.Namespace, s.Name).TransitionAt(counters.PressureEnds)
+			share = &adminapi.StorageShare{Quota: d.options.Queue.MaxBytesPerSource != 0}
+			share.UsedBytes, share.MaxBytes = d.store.Share(key)
 		}
 		n.Sources = append(n.Sources, adminapi.SourceReport{
 			Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 			Accepted: stats.Accepted, Duplicates: counters.Duplicates, Rejected: counters.Rejected,
 			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
-			StoragePressure: counters.StoragePressure, Messages: adminapi.Ledger(stats.Ledger),
+			StoragePressure: counters.StoragePressure, Share: share, Messages: adminapi.Ledger(stats.Ledger),
 		})
 	}
 	return n

@@ -244,9 +244,10 @@ const (
 	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all
 	// rejected. Action: correct the sender; the message has the error code.
 	ReasonRejectingCalls = "RejectingCalls"
-	// ReasonStoragePressure: calls are answered 503, because a dispatcher's storage, or this
-	// Source's quota, is full. Action: repair the receivers with pending messages, or ask
-	// the administrator for more storage.
+	// ReasonStoragePressure: calls are answered 503, because a dispatcher's storage, the
+	// namespace's share of it, or this Source's quota is full; the message has the numbers.
+	// Action: repair the receivers with pending messages, or ask the administrator for more
+	// storage.
 	ReasonStoragePressure = "StoragePressure"
 )
 

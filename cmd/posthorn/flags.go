@@ -53,7 +53,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
 	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
-	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: no quota, and the namespaces share the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
 }
 
 // registerDelivery registers the flags of a process that delivers messages, whether it receives calls
@@ -116,7 +116,7 @@ func (d *dataFlags) parse() (err error) {
 	default:
 		bytes, err := strconv.ParseInt(d.sourceQuota, 10, 64)
 		if err != nil || bytes < 0 {
-			return command.Usagef("--source-quota %q: use a whole number of bytes, auto for half of the disk space, or none", d.sourceQuota)
+			return command.Usagef("--source-quota %q: use a whole number of bytes, auto for shares of the namespaces, or none", d.sourceQuota)
 		}
 		d.options.Queue.MaxBytesPerSource = bytes
 	}

@@ -47,7 +47,7 @@ func TestRefusedFlags(t *testing.T) {
 		{"run --manifests . --drain-timeout 10", `--drain-timeout "10": use a duration like 90s, 10m or 2h`},
 		{"run --manifests . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
 		{"run --manifests . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
-		{"run --manifests . --source-quota -1", "auto for half of the disk space, or none"},
+		{"run --manifests . --source-quota -1", "auto for shares of the namespaces, or none"},
 		{"run --manifests . --source-quota 5Gi", `--source-quota "5Gi": use a whole number of bytes`},
 		{"run --manifests . --debug=maybe", `--debug "maybe": use true or false`},
 		{"run --manifests . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},

@@ -1,6 +1,8 @@
 package health
 
 import (
+	"cmp"
+	"fmt"
 	"slices"
 	"time"
 
@@ -89,7 +91,8 @@ type traffic struct {
 	messages                   v1alpha1.MessageCounts
 	lastAccepted, lastRejected time.Time
 	lastRejection              string
-	pressure                   bool
+	// pressure is why calls are answered 503; empty if they are not.
+	pressure string
 }
 
 // add adds a pod's report; of an outdated one, only the counters and times.
@@ -111,7 +114,29 @@ func (t *traffic) add(r adminapi.SourceReport, pod Pod) {
 	if r.LastRejected.After(t.lastRejected) {
 		t.lastRejected, t.lastRejection = r.LastRejected, r.LastRejection
 	}
-	t.pressure = t.pressure || r.StoragePressure || pod.Report.Storage.Pressure
+	t.pressure = cmp.Or(t.pressure, pressure(r, pod))
+}
+
+// pressure returns why a pod rejects the calls of a Source for lack of storage; empty if it does not.
+func pressure(r adminapi.SourceReport, pod Pod) string {
+	s := r.Share
+	switch {
+	case pod.Report.Storage.Pressure, r.StoragePressure && (s == nil || s.MaxBytes == 0 || s.UsedBytes < s.MaxBytes*9/10):
+		return "a dispatcher's storage is full"
+	case !r.StoragePressure:
+		return ""
+	case s.Quota:
+		return fmt.Sprintf("the undelivered calls of this Source use %s, and its quota on dispatcher %s is %s", size(s.UsedBytes), pod.Name, size(s.MaxBytes))
+	}
+	return fmt.Sprintf("the undelivered calls of this namespace use %s, and its share of the storage of dispatcher %s is %s", size(s.UsedBytes), pod.Name, size(s.MaxBytes))
+}
+
+// size formats a number of bytes. It is coarse, so that a condition changes seldom.
+func size(bytes int64) string {
+	if bytes >= 1e9 {
+		return fmt.Sprintf("%.1f GB", float64(bytes)/1e9)
+	}
+	return fmt.Sprintf("%.0f MB", float64(bytes)/1e6)
 }
 
 // receiving returns the condition Receiving.
@@ -123,9 +148,9 @@ func (f facts) receiving(t traffic) metav1.Condition {
 	case f.state() == liveconfig.Paused:
 		_, message := f.verdict.Cause()
 		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
-	case t.pressure:
+	case t.pressure != "":
 		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
-			"calls are answered 503 because a dispatcher's storage, or this Source's quota, is full; see the pending messages of its destinations")
+			"calls are answered 503: "+t.pressure+"; see the pending messages of the destinations")
 	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
 		message := "all of the latest calls were rejected"
 		if t.lastRejection != "" {

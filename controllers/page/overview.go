@@ -207,7 +207,7 @@ func newSources(v view) (list []sourceRow) {
 			case ready != nil && ready.Status == metav1.ConditionFalse:
 				r.State, r.Words = "problem", ready.Message
 			case r.Calls.StoragePressure:
-				r.State, r.Words = "problem", "rejects calls: the storage or the Source's quota is full"
+				r.State, r.Words = "problem", "rejects calls: the storage, the namespace's share or the Source's quota is full"
 			case r.Calls.LastRejected.After(r.Calls.LastAccepted):
 				r.State, r.Words = "notice", "rejected the last call"
 			case r.Calls.LastAccepted.IsZero():

@@ -253,9 +253,19 @@ type SourceReport struct {
 	// Messages is the durable ledger of the calls: each call counts once per destination (or
 	// endpoint, under EveryEndpoint) that gets it, including deleted destinations.
 	Messages Ledger `json:"messages"`
-	// StoragePressure is true while calls are rejected because storage or the Source's quota is
-	// full.
-	StoragePressure bool `json:"storagePressure,omitempty"`
+	// StoragePressure is true while calls are rejected because storage, the namespace's share or the
+	// Source's quota is full. Share is nil otherwise.
+	StoragePressure bool          `json:"storagePressure,omitempty"`
+	Share           *StorageShare `json:"share,omitempty"`
+}
+
+// StorageShare is a part of a pod's disk and its use by undelivered calls.
+type StorageShare struct {
+	UsedBytes int64 `json:"usedBytes"`
+	// MaxBytes is the share of the namespace, or the Source's quota; 0 for no bound.
+	MaxBytes int64 `json:"maxBytes"`
+	// Quota is true if both are those of the Source alone.
+	Quota bool `json:"quota,omitempty"`
 }
 
 // Ledger counts the outcomes of messages. It is durable and balances: accepted = delivered +

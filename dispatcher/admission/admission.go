@@ -35,9 +35,9 @@ import (
 type Store interface {
 	// Append makes messages durable; see queue.Store.
 	Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error)
-	SourceStats(source string) queue.SourceStats
-	// SourceQuota bounds the undelivered bytes of one Source; 0 for no limit.
-	SourceQuota() int64
+	// Share returns the undelivered bytes that count for a Source, those of its namespace or its own ones, and
+	// their bound; 0 for no limit.
+	Share(source string) (used, most int64)
 	// Full reports whether the disk is above the high-water mark.
 	Full() bool
 	// DiskBytes is the disk space of the queue.

@@ -33,11 +33,11 @@ func (g *Gate) DiskLeft() (left, total float64, ok bool) {
 	return g.HighWater*total - used, total, true
 }
 
-// RoomForSync reports whether the log of a Source ("namespace/name") has space for calls of an
-// audience sync: they may fill half of its quota.
+// RoomForSync reports whether there is space for calls of an audience sync of a Source ("namespace/name"): they
+// may fill half of the share of its namespace, or of its quota.
 func (g *Gate) RoomForSync(source string) bool {
-	quota := g.Store.SourceQuota()
-	return g.DiskForSync() && (quota == 0 || g.Store.SourceStats(source).LogBytes <= quota/2)
+	used, most := g.Store.Share(source)
+	return g.DiskForSync() && (most == 0 || used <= most/2)
 }
 
 // RoomForDeadLetters is a quarter of the disk in bytes, so that dead letters alone never fill it.

@@ -144,7 +144,7 @@ func (g *Gate) Append(ctx context.Context, msgs []queue.Message) (duplicates []b
 }
 
 // Append makes messages durable and reports which are duplicates. Its errors are those of the
-// queue: queue.ErrFull, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
+// queue: queue.ErrFull, queue.ErrOverShare, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
 func (r Routing) Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error) {
 	duplicates, err = r.gate.Store.Append(ctx, msgs)
 	for i := range msgs {

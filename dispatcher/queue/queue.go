@@ -295,10 +295,13 @@ const (
 
 // Errors of a Store.
 var (
-	// ErrFull: the storage, or the Source's quota, is full. The caller should retry later.
+	// ErrFull: the storage, the share of the namespace, or the quota of the Source is full. The caller should
+	// retry later.
 	ErrFull = errors.New("storage is full")
 	// ErrOverQuota is the ErrFull of one Source whose undelivered messages reach its quota.
 	ErrOverQuota = fmt.Errorf("the Source's quota is used up: %w", ErrFull)
+	// ErrOverShare is the ErrFull of one namespace whose undelivered messages reach its share.
+	ErrOverShare = fmt.Errorf("the namespace's share of the storage is used up: %w", ErrFull)
 	// ErrUnavailable: the log that makes messages durable does not answer. The caller should retry
 	// in a few seconds.
 	ErrUnavailable = errors.New("the log of the queue is unavailable")
@@ -325,8 +328,8 @@ type Appender interface {
 	// message with the same Source and ID was appended within the duplicate window; that
 	// message is dropped. duplicates may be nil when there are none. When err is not nil, no
 	// message was accepted. ctx bounds the wait until the messages are written; then Append
-	// waits for the disk. It returns ErrFull above the storage's high-water mark or the
-	// Source's quota, and ErrUnavailable while the messages would not become durable soon. If their space is needed for new messages, first attempts of messages
+	// waits for the disk. It returns ErrFull above the storage's high-water mark, the
+	// namespace's share or the Source's quota, and ErrUnavailable while the messages would not become durable soon. If their space is needed for new messages, first attempts of messages
 	// that another lane of the group delivered are skipped, oldest first.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 }

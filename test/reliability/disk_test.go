@@ -3,6 +3,7 @@ package reliability
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/base64"
@@ -118,10 +119,12 @@ func diskOptions(t *testing.T, dir string) dispatcher.Options {
 // traffic sends batches of incompressible calls, and records the ids of those that were
 // answered 200.
 type traffic struct {
-	t  *testing.T
-	mu sync.Mutex
-	ok map[string]bool
-	n  int
+	t *testing.T
+	// source is the name of the Source, "web" if empty.
+	source string
+	mu     sync.Mutex
+	ok     map[string]bool
+	n      int
 }
 
 // batch sends 20 calls of 8 KB.
@@ -138,7 +141,7 @@ func (s *traffic) batch(c *client, r target) (answer, error) {
 		_, _ = rand.Read(noise)
 		calls = append(calls, call(id, `,"properties":{"noise":"`+base64.StdEncoding.EncodeToString(noise)+`"}`))
 	}
-	a, err := c.batch(s.t.Context(), r.Addr(), "web", calls...)
+	a, err := c.batch(s.t.Context(), r.Addr(), cmp.Or(s.source, "web"), calls...)
 	if err != nil {
 		return a, err
 	}
@@ -283,6 +286,50 @@ func TestBacklogFillsTheDisk(t *testing.T) {
 	}
 	if err := r.stop(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestNamespaceFillsItsShare tests two Sources of one namespace whose receiver is down. They leave space to a
+// Source of another namespace, and the report has the share.
+func TestNamespaceFillsItsShare(t *testing.T) {
+	disk := smallDisk(t)
+	down := receive(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) })
+	o := options(t, filepath.Join(disk, "data"), pebblestore.Options{})
+	r := start(t, o, config([]liveconfig.Source{source("web"), source("ios")}, destination("dead", "web", down.url), destination("dead2", "ios", down.url)))
+	bank := config([]liveconfig.Source{source("bank")}, destination("down", "bank", down.url))
+	bank.Namespace = "bank"
+	data, _, err := liveconfig.Encode(bank)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Set("bank", liveconfig.Stored{Config: data})
+	var floods sync.WaitGroup
+	for _, name := range []string{"web", "ios"} {
+		floods.Go(func() {
+			c := newClient()
+			defer c.close()
+			(&traffic{t: t, source: name}).flood(c, r)
+		})
+	}
+	floods.Wait()
+	t.Logf("rejected with %d MB free", freeBytes(t, disk)>>20)
+	c := newClient()
+	defer c.close()
+	other := &traffic{t: t, source: "bank"}
+	for range 5 {
+		if a, err := other.batch(c, r); err != nil || a.status != http.StatusOK {
+			t.Errorf("batch of another namespace: got status %d, error %v and %s, want 200", a.status, err, a.body)
+		}
+	}
+	pod, _ := storagePressure(r)
+	check.Equal(t, "storage pressure of the pod", pod, false)
+	for _, n := range r.Report().Namespaces {
+		for _, s := range n.Sources {
+			check.Equal(t, "storage pressure of "+s.Name, s.StoragePressure, n.Namespace != "bank")
+			if n.Namespace != "bank" && (s.Share == nil || s.Share.Quota || s.Share.UsedBytes < s.Share.MaxBytes) {
+				t.Errorf("share of the namespace of %s: got %+v, want one that is used up", s.Name, s.Share)
+			}
+		}
 	}
 }
 

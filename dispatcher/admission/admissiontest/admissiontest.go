@@ -26,16 +26,13 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 	return s.OnAppend(ctx, msgs)
 }
 
-// SourceStats implements admission.Store.
-func (s *Store) SourceStats(source string) queue.SourceStats {
+// Share implements admission.Store.
+func (s *Store) Share(source string) (used, most int64) {
 	if s.OnRoom == nil || s.OnRoom(source) {
-		return queue.SourceStats{}
+		return 0, 1 << 20
 	}
-	return queue.SourceStats{LogBytes: s.SourceQuota()}
+	return 1 << 20, 1 << 20
 }
-
-// SourceQuota implements admission.Store.
-func (s *Store) SourceQuota() int64 { return 1 << 20 }
 
 // Full implements admission.Store.
 func (s *Store) Full() bool { return s.OnFull != nil && s.OnFull() }

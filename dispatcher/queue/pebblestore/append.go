@@ -168,6 +168,7 @@ type committer struct {
 	s       *Store
 	current *commit
 	number  uint64     // The number of the commit.
+	now     time.Time  // The time of the commit.
 	last    *sourceLog // The log of the previous message, which is most often the same.
 	key     []byte
 
@@ -269,7 +270,8 @@ func (c *committer) write() {
 func (c *committer) assign(cm *commit) {
 	s := c.s
 	cm.batch = s.commitLog.newCommit(cm.bytes + 128*cm.count + 64)
-	s.duplicates.begin(cm.batch, s.o.Now().UnixMilli())
+	c.now = s.o.Now()
+	s.duplicates.begin(cm.batch, c.now.UnixMilli())
 	for _, r := range cm.requests {
 		r.err = c.add(cm.batch, r)
 	}
@@ -297,6 +299,7 @@ func (c *committer) submit(cm *commit) {
 		return
 	}
 	for _, t := range cm.touched {
+		t.log.share.used.Add(-int64(t.log.bytes - t.before.bytes))
 		t.log.head, t.log.bytes = t.before.head, t.before.bytes
 	}
 	cm.fail(err)
@@ -362,13 +365,34 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 	if s.disk.full.Load() {
 		return queue.ErrFull
 	}
+	var lead *share // The use of a request counts for the namespace of its first message.
 	for i := range r.messages {
-		if _, err := c.logFor(r.messages[i].Source); err != nil {
+		l, err := c.logFor(r.messages[i].Source)
+		if err != nil {
 			return err
 		}
+		if lead == nil {
+			lead = l.share
+			s.disk.shares.call(lead, c.now)
+		}
 	}
-	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) && !c.makeSpace(r, uint64(quota)) {
-		return queue.ErrOverQuota
+	if quota := uint64(max(s.o.MaxBytesPerSource, 0)); quota > 0 {
+		fits := func() bool { return c.fits(r, quota) }
+		if !fits() && !c.makeSpace(r, quota, quota/skipDivisor, fits) {
+			return queue.ErrOverQuota
+		}
+	} else {
+		bytes, current := int64(r.bytes+len(r.messages)*codec.MessageKeyLen), int64(c.current.bytes)
+		total, free := s.commitLog.space()
+		if err := s.disk.shares.admitTo(total, free-current, lead.logged.Load()+bytes); err != nil {
+			return err
+		}
+		admit := func() error {
+			return s.disk.shares.admit(lead.used.Load()+bytes, s.disk.unchecked.Load()+current)
+		}
+		if err := admit(); err != nil && !c.makeSpace(r, 0, uint64(s.disk.shares.size()/skipDivisor), func() bool { return admit() == nil }) {
+			return err
+		}
 	}
 	for i := range r.messages {
 		m := &r.messages[i]
@@ -403,6 +427,8 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			return err
 		}
 		l.bytes += uint64(size + codec.MessageKeyLen)
+		l.share.used.Add(int64(size + codec.MessageKeyLen))
+		l.share.logged.Add(int64(size + codec.MessageKeyLen))
 	}
 	return nil
 }
@@ -418,9 +444,10 @@ func (c *committer) logFor(source string) (*sourceLog, error) {
 	return l, err
 }
 
-// makeSpace skips first attempts of messages that another lane delivered, in the logs that have
-// reached their quota. It reports whether the request then fits.
-func (c *committer) makeSpace(r *request, quota uint64) bool {
+// makeSpace skips first attempts of messages that another lane delivered, in the logs of a request that have
+// reached a quota, 0 for all, so that more bytes than those of the request are freed. It reports whether the
+// request then fits.
+func (c *committer) makeSpace(r *request, quota, more uint64, fits func() bool) bool {
 	done := map[*sourceLog]bool{}
 	for i := range r.messages {
 		l, err := c.logFor(r.messages[i].Source)
@@ -428,11 +455,11 @@ func (c *committer) makeSpace(r *request, quota uint64) bool {
 			continue
 		}
 		done[l] = true
-		if err := c.s.skipFor(l, quota/skipDivisor+uint64(r.bytes)); err != nil {
+		if err := c.s.skipFor(l, more+uint64(r.bytes)); err != nil {
 			c.s.log.With(queue.LaneID{Source: l.source}.LogArgs()...).Error("freeing space for new messages failed", "error", c.s.explain(err))
 		}
 	}
-	return len(done) > 0 && c.fits(r, quota)
+	return len(done) > 0 && fits()
 }
 
 // fits reports whether a request is within the quotas of all its Sources.

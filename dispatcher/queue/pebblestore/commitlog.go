@@ -28,6 +28,9 @@ type commitLog interface {
 	// ready returns an error that wraps queue.ErrUnavailable while a submitted batch would not
 	// become durable soon.
 	ready() error
+	// space returns the bytes that the log has for calls, and how many of them are free; 0 if it has no bound of
+	// its own.
+	space() (total, free int64)
 }
 
 // localLog is the commitLog of one disk: the engine's own write-ahead log. The process ends when
@@ -71,6 +74,8 @@ func (l *localLog) sync() error {
 }
 
 func (l *localLog) ready() error { return nil }
+
+func (l *localLog) space() (total, free int64) { return 0, 0 }
 
 // apply applies and closes a batch; the flusher makes it durable within SyncInterval.
 func (s *Store) apply(b *pebble.Batch) error {

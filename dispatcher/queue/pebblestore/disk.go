@@ -24,7 +24,7 @@ type disk struct {
 	// the dead letters either.
 	full, exhausted atomic.Bool
 	used            atomic.Int64 // Bytes of the data directory; at most MaintainInterval old.
-	quota           atomic.Int64 // Bound of one Source's log in bytes; 0 for none.
+	shares          shares
 	unchecked       atomic.Int64 // Bytes written since the last checkSpace.
 	trimmed         atomic.Int64 // Bytes that range deletions freed and that the file system did not get back yet.
 	excess          atomic.Int64 // Bytes above the level at which first attempts are skipped; see skip.go.
@@ -107,10 +107,10 @@ func (d *disk) checkSpace() {
 			d.exhausted.Store(false)
 		}
 		d.excess.Store(0)
+		d.shares.space.Store(0)
 		return
 	}
 	o := &d.s.o
-	d.setQuota(usage)
 	// The space that this process may use, as df reports it, without the blocks reserved for
 	// root.
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
@@ -122,7 +122,10 @@ func (d *disk) checkSpace() {
 	// before calls are refused.
 	total := float64(usage.UsedBytes + usage.AvailBytes)
 	usable := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes-unflushed)
-	d.excess.Store(int64(usage.UsedBytes) - usable + usable/skipDivisor)
+	d.excess.Store(int64(usage.UsedBytes) - usable + usable/skipFrom)
+	if o.MaxBytesPerSource == 0 {
+		d.divide(usage, unflushed)
+	}
 	// The mark for leaving the full state is lower than the mark for entering it, so that the
 	// state does not flap.
 	mark, least := o.HighWater, o.MinFreeBytes
@@ -140,21 +143,25 @@ func (d *disk) checkSpace() {
 	}
 }
 
-// setQuota derives the quota of a Source from the file system: half of the space below the
-// high-water mark that other files do not use. The store's own files count as usable space, so
-// that a backlog does not lower the quota at the next start. A configured quota is not changed.
-func (d *disk) setQuota(usage vfs.DiskUsage) {
+// divide reads the space that the namespaces share: what is below the marks and is not used by other files. The
+// store's own files count as usable space, so that a backlog does not change the shares at the next start.
+func (d *disk) divide(usage vfs.DiskUsage, unflushed int64) {
 	o := &d.s.o
-	if o.MaxBytesPerSource == 0 {
-		others := int64(usage.UsedBytes) - d.used.Load()
-		usable := int64(o.HighWater*float64(usage.UsedBytes+usage.AvailBytes)) - max(others, 0)
-		d.quota.Store(max(usable/2, o.MinFreeBytes, 1))
-	}
+	total, used := int64(usage.UsedBytes+usage.AvailBytes), int64(usage.UsedBytes)
+	usable := min(int64(o.HighWater*float64(total)), total-o.MinFreeBytes)
+	d.shares.free.Store(usable - used - unflushed)
+	d.shares.space.Store(max(usable-max(used-d.used.Load(), 0), 1))
 }
 
-// SourceQuota is the number of bytes of undelivered messages that one Source may have; 0 means
-// no bound.
-func (s *Store) SourceQuota() int64 { return s.disk.quota.Load() }
+// Share returns the bytes of undelivered messages that count for a Source, and how many they may be: those of its
+// namespace and the share of the namespace or, with a configured quota, those of the Source and the quota. most
+// is 0 without a bound.
+func (s *Store) Share(source string) (used, most int64) {
+	if quota := s.o.MaxBytesPerSource; quota != 0 {
+		return s.SourceStats(source).LogBytes, max(quota, 0)
+	}
+	return s.disk.shares.forLog(source).used.Load(), s.disk.shares.size()
+}
 
 // spaceToFlush reports whether Close or a reclaim may write the contents of the log a second
 // time, as tables.
@@ -210,6 +217,8 @@ func (s *Store) maintain(all bool) {
 	defer s.disk.maintaining.Unlock()
 	s.disk.used.Store(s.DiskBytes())
 	s.disk.checkSpace()
+	total, free := s.commitLog.space()
+	s.disk.shares.count(s.o.Now(), total-free)
 	s.syncPositions()
 	reclaim := s.reclaimDue()
 	if err := errors.Join(s.trim(all || reclaim || s.disk.full.Load()), s.makeSpace(), s.eraseAllBits()); err != nil {
@@ -327,7 +336,9 @@ func (s *Store) free(c trimPlan) error {
 	if err := s.apply(b); err != nil {
 		return err
 	}
-	s.disk.addFreed(int64(r.BytesBefore - l.trimmedBytes.Load()))
+	freed := int64(r.BytesBefore - l.trimmedBytes.Load())
+	s.disk.addFreed(freed)
+	l.share.used.Add(-freed)
 	l.trimmed.Store(c.need - 1)
 	l.trimmedBytes.Store(r.BytesBefore)
 	l.trimTime = s.o.Now()

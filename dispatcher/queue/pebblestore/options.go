@@ -29,8 +29,8 @@ const WriteBuffers = stopWrites + 2
 // stopWrites is the number of full write buffers at which writes wait for a flush.
 const stopWrites = 4
 
-// Options configure a Store. The zero value works: no duplicate detection, a quota per Source
-// of half the usable space, and a high-water mark of 85 % of the file system.
+// Options configure a Store. The zero value works: no duplicate detection, shares of the usable space for the
+// namespaces, and a high-water mark of 85 % of the file system.
 type Options struct {
 	// Logger is the destination of log messages; slog.Default when nil.
 	Logger *slog.Logger
@@ -46,8 +46,8 @@ type Options struct {
 	DuplicateMemory int64
 
 	// MaxBytesPerSource bounds the bytes, before compression, of one Source's undelivered
-	// messages. 0 means half of the space below the high-water mark that other files do not
-	// use; NoQuota means no bound.
+	// messages; NoQuota means no bound. With 0 the namespaces share the space below the
+	// high-water mark that other files do not use; see shares.
 	MaxBytesPerSource int64
 	// HighWater is the share of the file system, between 0 and 1, above which Append returns
 	// queue.ErrFull, also when other files use the space; 0.85 when 0.

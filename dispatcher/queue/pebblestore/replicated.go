@@ -27,6 +27,8 @@ type Log interface {
 	// Ready returns an error that wraps queue.ErrUnavailable while the log does not acknowledge
 	// batches.
 	Ready() error
+	// Space returns the bytes that the log has for calls, and how many of them are free; 0 if it has no bound.
+	Space() (total, free int64)
 }
 
 // Session identifies one run of the only writer of a replicated log.
@@ -139,6 +141,8 @@ func (l *replicatedLog) sync() error {
 }
 
 func (l *replicatedLog) ready() error { return l.log.Ready() }
+
+func (l *replicatedLog) space() (total, free int64) { return l.log.Space() }
 
 func (l *replicatedLog) position() Position {
 	l.mu.Lock()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -19,11 +20,17 @@ type memoryLog struct {
 	mu      sync.Mutex
 	batches [][]byte
 	err     error
+	// total and inLog are the space for calls and its use.
+	total, inLog atomic.Int64
 }
 
 func (l *memoryLog) Session() Session  { return l.session }
 func (l *memoryLog) Ready() error      { return nil } // The session can end after it.
 func (l *memoryLog) Wait(uint64) error { return l.failure() }
+
+func (l *memoryLog) Space() (total, free int64) {
+	return l.total.Load(), l.total.Load() - l.inLog.Load()
+}
 
 func (l *memoryLog) Append(number uint64, batch []byte) error {
 	l.mu.Lock()

@@ -14,6 +14,9 @@ const (
 	// skipDivisor is the divisor of a Source's quota, or of the space below the high-water mark,
 	// that gives the bytes freed in one pass, so that the pass does not run for each message.
 	skipDivisor = 16
+	// skipFrom is the divisor of that space that gives the free bytes below which first attempts are skipped: more
+	// than those below which namespaces are refused.
+	skipFrom = 8
 )
 
 // skipFor skips first attempts until about this many bytes of a log are not needed, and frees

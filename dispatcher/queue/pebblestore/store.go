@@ -108,7 +108,9 @@ type sourceLog struct {
 	// durable is the last durable position; readers never read beyond it.
 	durable, durableBytes atomic.Uint64
 	trimmed, trimmedBytes atomic.Uint64
-	duplicates            atomic.Int64
+	// share is the use of the disk by the namespace.
+	share      *share
+	duplicates atomic.Int64
 	// lanes is replaced, never changed in place.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
@@ -188,7 +190,6 @@ func newStore(dir string, o Options) (*Store, error) {
 	s.metrics = newMetrics(s)
 	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced, Journal: &s.positions})
 	s.disk.init(s)
-	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
 	s.flusher.init()
 	s.retryTimer.init()
 	return s, nil
@@ -382,7 +383,7 @@ func (s *Store) load() error {
 		if len(v) != 8 {
 			return s.corruptf("the number of log %q is malformed", k[2:])
 		}
-		l := &sourceLog{number: binary.BigEndian.Uint64(v), source: string(k[2:]), trimTime: s.o.Now()}
+		l := &sourceLog{number: binary.BigEndian.Uint64(v), source: string(k[2:]), share: s.disk.shares.forLog(string(k[2:])), trimTime: s.o.Now()}
 		s.logs[l.source] = l
 		byNumber[l.number] = l
 		return nil
@@ -525,6 +526,7 @@ func (s *Store) loadLog(l *sourceLog) error {
 	l.durableBytes.Store(l.bytes)
 	l.trimmed.Store(trimmed)
 	l.trimmedBytes.Store(trimmedBytes)
+	l.share.used.Add(int64(l.bytes - trimmedBytes))
 	return it.Error()
 }
 
@@ -603,7 +605,7 @@ func (s *Store) logFor(source string) (*sourceLog, error) {
 	if l := s.sourceLog(source); l != nil {
 		return l, nil
 	}
-	l := &sourceLog{source: source, trimTime: s.o.Now()}
+	l := &sourceLog{source: source, share: s.disk.shares.forLog(source), trimTime: s.o.Now()}
 	b := s.db.NewBatch()
 	l.number = s.nextNumber(b)
 	_ = b.Set(append(append([]byte(nil), codec.KeySources...), source...), binary.BigEndian.AppendUint64(nil, l.number), nil)

@@ -420,5 +420,11 @@ func (u *usage) above(share float64) bool {
 	return u.max > 0 && float64(u.bytes+u.since) >= share*float64(u.max)
 }
 
+// space returns the bytes for calls, and how many of them are free.
+func (u *usage) space() (total, free int64) {
+	total = int64(refuseShare * float64(u.max))
+	return total, total - u.bytes - u.since
+}
+
 func (u *usage) refuses() bool     { return u.above(refuseShare) }
 func (u *usage) batchesWait() bool { return u.above(waitShare) }

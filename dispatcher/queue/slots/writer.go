@@ -105,6 +105,13 @@ func (w *Writer) Ready() error {
 	return w.p.ready(w.now())
 }
 
+// Space implements pebblestore.Log.
+func (w *Writer) Space() (total, free int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.p.usage.space()
+}
+
 // Acknowledged returns the number of the last durable batch.
 func (w *Writer) Acknowledged() uint64 {
 	w.mu.Lock()
