@@ -141,6 +141,7 @@ var measurements = []struct {
 	{"calm", measureCalm},
 	{"urls", measureURLs},
 	{"attack", measureAttack},
+	{"shares", measureShares},
 	{"reach", measureReach},
 	{"many", measureMany},
 	{"fanout", measureFanout},

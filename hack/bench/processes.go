@@ -364,6 +364,11 @@ func (b *bench) start(ctx context.Context, list []destination, dir string) (*dis
 
 // startWithLog does the same. log is "URL NAME" of a replicated log, or empty.
 func (b *bench) startWithLog(ctx context.Context, list []destination, dir, log string) (*dispatcherProcess, error) {
+	return b.startPattern(ctx, list, dir, ".config", log)
+}
+
+// startPattern does the same with the configs in all files that have the name of the directory and a suffix.
+func (b *bench) startPattern(ctx context.Context, list []destination, dir, pattern, log string) (*dispatcherProcess, error) {
 	c := config(list)
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
@@ -377,7 +382,7 @@ func (b *bench) startWithLog(ctx context.Context, list []destination, dir, log s
 	for _, d := range list {
 		proxy = cmp.Or(proxy, d.proxy)
 	}
-	p, err := spawn(ctx, "dispatcher", dir, file, *profile, proxy, log, "")
+	p, err := spawn(ctx, "dispatcher", dir, dir+pattern, *profile, proxy, log, "")
 	if err != nil {
 		return nil, err
 	}
