@@ -39,7 +39,7 @@ func newAdopt() *cobra.Command {
 	var only int
 	var yes bool
 	cmd := &cobra.Command{
-		Use:   "adopt --log nats://HOST:PORT --log-name NAME [--data DIR]",
+		Use:   "adopt --log nats://HOST:PORT --log-name NAME --log-installation ID [--data DIR]",
 		Short: "Continue with a replicated log that was restored from a backup, or lost",
 		Long: `A process is not ready when the log lacks records that it had: its streams were
 restored from a backup, deleted, or created again. This command decides what the
@@ -58,9 +58,9 @@ which you run this command.
 
 With several slots, repeat the command with --slot and --data for slots whose newest
 files are in different processes.`,
-		Example: `  posthorn log adopt --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
-  posthorn log adopt --log nats://nats-0:4222 --log-name shop --data /var/lib/posthorn
-  posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
+		Example: `  posthorn log adopt --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
+  posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --data /var/lib/posthorn
+  posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --log-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			logger, err := logging.Logger(cmd.ErrOrStderr())

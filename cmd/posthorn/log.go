@@ -37,7 +37,7 @@ func (l *logFlags) register(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
 	f.StringVar(&l.config.Name, "log-name", "posthorn", "name of this installation in the NATS servers")
-	f.StringVar(&l.config.Installation, "log-installation", "", "identity of this installation, for example CLUSTER/NAMESPACE/RELEASE, the same in all of its processes. It is recorded in the streams, and a process with another one does not use them. Empty: not checked")
+	f.StringVar(&l.config.Installation, "log-installation", "", "identity of this installation, required with --log: the same in all of its processes, and another one in each other installation. It is recorded in the streams, and a process with another one does not use them")
 	f.IntVar(&l.config.Replicas, "log-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
 	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
 	f.StringVar(&l.config.Credentials, "log-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")

@@ -34,7 +34,7 @@ func newLogImport() *cobra.Command {
 		}
 		return m.store(ctx)
 	}, &cobra.Command{
-		Use:   "import --data DIR --log nats://HOST:PORT --log-name NAME",
+		Use:   "import --data DIR --log nats://HOST:PORT --log-name NAME --log-installation ID",
 		Short: "Move the data directory of a stopped dispatcher to a replicated log",
 		Long: `Makes the data directory of a dispatcher without a replicated log the content of a
 slot: waiting messages, retries, dead letters, ledgers, circuits, duplicate
@@ -42,7 +42,7 @@ messageIds, the members of audiences, and DeletionRequests. Nothing is lost, and
 nothing is delivered again, except for requests that were in flight at a kill -9.
 
 The dispatcher must not run, and the log must be new: no process was started with
-this --log-name. Afterwards start the processes with the same --log and --log-name.
+this --log-name. Afterwards start the processes with the same flags.
 The data directory then belongs to the log: without the log it does not start.
 Take a backup before (posthorn backup), and remove the directory when posthorn slots
 shows a ready standby.
@@ -53,9 +53,9 @@ waiting messages and the dead letters are moved to the slots of their namespaces
 their retry windows begin again. Ledgers, duplicate messageIds and circuits are not
 moved. After an error or a kill, call the command again: at most 256 messages are
 delivered twice. Until it has ended, the directory starts no dispatcher.`,
-		Example: `  posthorn log import --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
-  posthorn log import --data /mnt/data-1 --add --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
-  posthorn log import --data /mnt/data --log nats://nats-0:4222 --log-name shop --log-slots 8 --slot 3`,
+		Example: `  posthorn log import --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
+  posthorn log import --data /mnt/data-1 --add --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
+  posthorn log import --data /mnt/data --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --log-slots 8 --slot 3`,
 	})
 	cmd.Flags().BoolVar(&add, "add", false, "add the waiting messages and dead letters to the slots that have the content of another data directory; --slot is that of namespaces without a slot")
 	return cmd
@@ -63,7 +63,7 @@ delivered twice. Until it has ended, the directory starts no dispatcher.`,
 
 func newLogExport() *cobra.Command {
 	return newMove(mover.load, &cobra.Command{
-		Use:   "export --data DIR --log nats://HOST:PORT --log-name NAME",
+		Use:   "export --data DIR --log nats://HOST:PORT --log-name NAME --log-installation ID",
 		Short: "Write a slot of a replicated log to a data directory without a log",
 		Long: `Writes the content of a slot to a data directory without a store, and reads all files
 to check them. A dispatcher without --log continues with it: waiting messages,
@@ -72,8 +72,8 @@ audiences, and DeletionRequests.
 
 No process may run with the log. The log keeps its content: delete its streams, or do
 not use it again, because both would deliver the waiting messages.`,
-		Example: `  posthorn log export --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop
-  posthorn log export --data /mnt/data-3 --log nats://nats-0:4222 --log-name shop --log-slots 8 --slot 3`,
+		Example: `  posthorn log export --data /var/lib/posthorn --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
+  posthorn log export --data /mnt/data-3 --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --log-slots 8 --slot 3`,
 	})
 }
 

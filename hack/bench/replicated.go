@@ -92,7 +92,7 @@ func (l *replicatedLog) cpu() (total time.Duration) {
 // slot. A standby prints its addresses before.
 func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, serve func(context.Context, *dispatcher.Dispatcher) error) error {
 	url, name, _ := strings.Cut(log, " ")
-	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
+	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
 	if err != nil {
 		return err
 	}

@@ -475,7 +475,7 @@ func slotsRole(args []string) error {
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}
 	url, name, _ := strings.Cut(args[2], " ")
-	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Replicas: logServers, MaxBytes: jetstream.MinBytes}, o.Logger)
+	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: jetstream.MinBytes}, o.Logger)
 	if err != nil {
 		return err
 	}

@@ -43,8 +43,9 @@ func (w withServer) Run() int {
 }
 
 const (
-	key      = "replicated-write-key"
-	replicas = 3
+	key          = "replicated-write-key"
+	installation = "test/posthorn"
+	replicas     = 3
 )
 
 // servers are the NATS servers.
@@ -160,7 +161,7 @@ func startPodsOf(t *testing.T, binary string, n int, manifests map[string]string
 			}
 		}
 		p.manifests = dir
-		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0"}, flags...)...)
+		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0", "--log-installation", installation}, flags...)...)
 		p.launch()
 		pods = append(pods, p)
 	}

@@ -43,7 +43,7 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 // move runs posthorn log import or export, and returns its output.
 func (s *servers) move(verb, data string, flags ...string) (string, error) {
 	s.t.Helper()
-	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
+	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
 	return string(out), err
 }
 

@@ -48,7 +48,7 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 	}
 	logger := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelError})).With("process", name)
 	h := &host{}
-	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Replicas: replicas, MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
+	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Installation: installation, Replicas: replicas, MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
 		t.Fatal(err)
 	}
 	o := dispatcher.Options{

@@ -89,7 +89,7 @@ func waitNotReady(t *testing.T, pods []*pod, texts ...string) {
 // adopt runs posthorn log adopt with the files of a process, which is not ready.
 func (s *servers) adopt(p *pod) {
 	s.t.Helper()
-	out, err := exec.Command(binary, "log", "adopt", "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--data", p.data, "--yes").CombinedOutput()
+	out, err := exec.Command(binary, "log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--data", p.data, "--yes").CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "slot 0 continues with the files in "+p.data) {
 		s.t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
 	}

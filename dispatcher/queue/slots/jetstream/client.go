@@ -29,9 +29,9 @@ type Config struct {
 	// Name is the installation. It begins the names of streams, subjects and object stores, so several
 	// installations can use the same servers.
 	Name string
-	// Installation identifies the processes that share the log: up to 200 letters, digits and ._:/-. It is
+	// Installation identifies the processes that share the log: 1 to 200 letters, digits and ._:/-. It is
 	// recorded in the stream of each slot and in the directory. Streams of another installation are refused,
-	// because two installations can use the same Name by mistake. Empty: neither recorded nor checked.
+	// because two installations can use the same Name by mistake.
 	Installation string
 	// Replicas is the number of servers with a copy.
 	Replicas int
@@ -65,7 +65,7 @@ var (
 	minVersion = version.MustParseGeneric("2.15.0")
 	name       = regexp.MustCompile(`^[A-Za-z0-9-]{1,40}$`)
 
-	installation = regexp.MustCompile(`^[A-Za-z0-9._:/-]{0,200}$`)
+	installation = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
 )
 
 // Validate returns an error that names the field and the rule.
@@ -75,8 +75,10 @@ func (c Config) Validate() error {
 		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", redact(c.URL))
 	case !name.MatchString(c.Name):
 		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
+	case c.Installation == "":
+		return errors.New("the identity of the installation is missing; set --log-installation to the same value in all processes of this installation, and to another one in each other installation: they take over each other's messages")
 	case !installation.MatchString(c.Installation):
-		return fmt.Errorf("the installation %q is not up to 200 letters, digits and ._:/-", c.Installation)
+		return fmt.Errorf("the installation %q is not 1 to 200 letters, digits and ._:/-", c.Installation)
 	case c.Replicas < 1 || c.Replicas > 5:
 		return fmt.Errorf("%d replicas: use %d to 5", c.Replicas, MinReplicas)
 	case c.Replicas < MinReplicas && !c.AllowWeak:
@@ -201,7 +203,7 @@ func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 // installation. It is the first check of a log: other errors advise settings that fit to the log, and a stream
 // of another installation that has none recorded must not get that of this process.
 func (c *Client) checkInstallation(ctx context.Context) error {
-	if c.c.Installation == "" || c.checked.Load() {
+	if c.checked.Load() {
 		return nil
 	}
 	js, err := jetstream.New(c.nc)

@@ -35,14 +35,15 @@ import (
 
 // config is a valid Config for one server.
 func config(url string) Config {
-	return Config{URL: url, Name: "test", Replicas: 1, MaxBytes: MinBytes, AllowWeak: true}
+	return Config{URL: url, Name: "test", Installation: "shop/posthorn", Replicas: 1, MaxBytes: MinBytes, AllowWeak: true}
 }
 
 func TestValidate(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"nats://HOST:PORT":          func(c *Config) { c.URL = "http://n:4222" },
 		"letters, digits":           func(c *Config) { c.Name = "a.b" },
-		"up to 200 letters":         func(c *Config) { c.Installation = "a b" },
+		"set --log-installation":    func(c *Config) { c.Installation = "" },
+		"1 to 200 letters":          func(c *Config) { c.Installation = "a b" },
 		"the loss of one server":    func(c *Config) { c.AllowWeak = false },
 		"use 3 to 5":                func(c *Config) { c.Replicas = 6 },
 		"bytes per stream":          func(c *Config) { c.MaxBytes = 1 << 20 },
@@ -831,12 +832,7 @@ func TestPermissions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	c := config(url)
-	c.Installation = "shop/posthorn" // Recorded in the stream that exists.
-	if _, err := openSlot(t, c); err != nil {
-		t.Errorf("with an installation: %v", err)
-	}
-	client, err := New(c, slog.New(slog.DiscardHandler))
+	client, err := New(config(url), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -884,8 +880,7 @@ func recorded(t *testing.T, js jetstream.JetStream, name string) string {
 	return stream.CachedInfo().Config.Metadata[metadataInstallation]
 }
 
-// A log belongs to the first installation that names itself, and another one is refused, with one slot or
-// several. A process without a name is not checked, so the processes of two releases can use one log.
+// A log belongs to the installation that creates it, and another one is refused, with one slot or several.
 func TestOtherInstallations(t *testing.T) {
 	one := func(c *Client) error {
 		_, err := c.OpenOnlySlot(t.Context())
@@ -927,45 +922,32 @@ func TestOtherInstallations(t *testing.T) {
 				c.Installation = installation
 				return connected(t, c)
 			}
-			wantRecorded := func(when, want string) {
-				t.Helper()
-				for _, stream := range log.streams {
-					if got := recorded(t, js, stream); got != want {
-						t.Errorf("%s: installation of %s: got %q, want %q", when, stream, got, want)
-					}
-				}
-			}
-			if err := log.open(client("")); err != nil {
-				t.Fatalf("a new log without an installation: %v", err)
-			}
-			wantRecorded("without an installation", "")
 			for range 2 {
 				if err := log.open(client("shop/posthorn")); err != nil {
-					t.Fatalf("an installation with a log that has none: %v", err)
+					t.Fatalf("the installation: %v", err)
 				}
 			}
-			wantRecorded("with an installation", "shop/posthorn")
 			for what, open := range log.refused {
 				err := open(client("news/posthorn"))
 				wantError(t, what, err, ErrOtherInstallation)
 				wantText(t, what, err, `the log of "shop/posthorn"`, `this process belongs to "news/posthorn"`,
 					"use another --log-name (log.jetStream.name in the chart)", `set --log-installation (log.jetStream.installation) to "shop/posthorn"`)
 			}
-			if err := log.open(client("")); err != nil {
-				t.Errorf("a process without an installation: %v", err)
+			for _, stream := range log.streams {
+				if got := recorded(t, js, stream); got != "shop/posthorn" {
+					t.Errorf("installation of %s: got %q, want %q", stream, got, "shop/posthorn")
+				}
 			}
-			wantRecorded("at the end", "shop/posthorn")
 		})
 	}
 }
 
-// A new log has the installation from its creation on. An adoption keeps it, also if the command does not name it,
-// and a directory that was created by hand does not become that of another installation.
+// A new log has the installation from its creation on. An adoption keeps it, and a directory that
+// was created by hand does not become that of another installation.
 func TestInstallationIsKept(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
 	js := administer(t, s.ClientURL())
 	c := config(s.ClientURL())
-	c.Installation = "shop/posthorn"
 	client := connected(t, c)
 	if _, err := client.OpenDirectory(t.Context(), 2); err != nil {
 		t.Fatal(err)
@@ -983,7 +965,7 @@ func TestInstallationIsKept(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := recorded(t, js, "PH_test_W0"); got != c.Installation {
-		t.Errorf("after an adoption without an installation: got %q, want %q", got, c.Installation)
+		t.Errorf("after an adoption: got %q, want %q", got, c.Installation)
 	}
 	directory, err := js.Stream(t.Context(), "PH_test_DIR")
 	if err != nil {

@@ -77,21 +77,17 @@ const (
 
 // metadata returns the metadata of a new stream of an installation.
 func metadata(installation string) map[string]string {
-	m := map[string]string{metadataID: rand.Text()}
-	if installation != "" {
-		m[metadataInstallation] = installation
-	}
-	return m
+	return map[string]string{metadataID: rand.Text(), metadataInstallation: installation}
 }
 
 // ErrOtherInstallation reports that a stream has the name of another installation in its metadata.
 var ErrOtherInstallation = errors.New("the log belongs to another installation")
 
 // checkInstallation returns ErrOtherInstallation if the metadata of a stream has another installation. A
-// stream without one, and a process without one, are not checked.
+// stream that was created by hand has none.
 func checkInstallation(found map[string]string, installation string) error {
 	recorded := found[metadataInstallation]
-	if recorded == "" || installation == "" || recorded == installation {
+	if recorded == "" || recorded == installation {
 		return nil
 	}
 	return fmt.Errorf("%w: it is the log of %q, and this process belongs to %q; use another --log-name (log.jetStream.name in the chart) for a separate installation, or set --log-installation (log.jetStream.installation) to %q to continue with this log", ErrOtherInstallation, recorded, installation, recorded)
@@ -158,7 +154,7 @@ func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.Stre
 	if found.MaxBytes > before {
 		changes = append(changes, fmt.Sprintf("raise max_bytes from %d to %d", before, found.MaxBytes))
 	}
-	if found.Metadata[metadataInstallation] != installation && installation != "" {
+	if found.Metadata[metadataInstallation] != installation {
 		found.Metadata = withMetadata(found.Metadata, metadataInstallation, installation)
 		changes = append(changes, fmt.Sprintf("record the installation %q", installation))
 	}
