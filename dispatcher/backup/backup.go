@@ -378,6 +378,7 @@ func Read(r io.Reader, to Sink) (index Index, err error) {
 	in := tar.NewReader(r)
 	sums := strings.Builder{}
 	seen := map[string]bool{}
+	left := int64(0)
 	for {
 		header, err := in.Next()
 		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
@@ -394,6 +395,10 @@ func Read(r io.Reader, to Sink) (index Index, err error) {
 		seen[name] = true
 		text, sum := bytes.Buffer{}, sha256.New()
 		isText := name == IndexName || name == SumsName
+		// Start compares index.Bytes with the free space, so no file may exceed it.
+		if left -= header.Size; !isText && left < 0 {
+			return index, fmt.Errorf("the backup is damaged: its files have more than the %d bytes that %s declares; use another backup", index.Bytes, IndexName)
+		}
 		if isText {
 			if _, err := text.ReadFrom(io.LimitReader(in, maxTextBytes)); err != nil {
 				return index, incomplete(err)
@@ -409,6 +414,7 @@ func Read(r io.Reader, to Sink) (index Index, err error) {
 			if err := to.Start(index); err != nil {
 				return index, err
 			}
+			left = index.Bytes
 		}
 		if name == SumsName && text.String() != sums.String() {
 			return index, fmt.Errorf("the backup is damaged: %s; use another backup", firstDifference(text.String(), sums.String()))

@@ -3,12 +3,14 @@ package backup
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -151,6 +153,43 @@ func TestDamagedArchives(t *testing.T) {
 		}
 	}
 }
+
+// An archive that declares fewer bytes than it has is rejected before the file that exceeds them is
+// created, because only the declared bytes were compared with the free space.
+func TestDeclaresTooFewBytes(t *testing.T) {
+	archive := take(t, newData(t))
+	const size = 10*200_000 + len("{}") + len("ann")
+	for _, declared := range []int{size - 1, 0} {
+		sink := &createdFiles{}
+		text := fmt.Sprintf(`"bytes":%*d`, len(strconv.Itoa(size)), declared)
+		_, err := Read(bytes.NewReader(bytes.Replace(archive, fmt.Appendf(nil, `"bytes":%d`, size), []byte(text), 1)), sink)
+		if err == nil || !strings.Contains(err.Error(), "bytes that backup.json declares") {
+			t.Errorf("%d bytes declared: got %v, want an error about the declared bytes", declared, err)
+		}
+		if sink.bytes > declared {
+			t.Errorf("%d bytes declared: got %d bytes in files", declared, sink.bytes)
+		}
+	}
+}
+
+// createdFiles counts the bytes of the files of a data directory that Read writes.
+type createdFiles struct{ bytes int }
+
+func (*createdFiles) Start(Index) error { return nil }
+
+func (c *createdFiles) Create(name string) (io.WriteCloser, error) {
+	if name == IndexName || name == SumsName {
+		c = &createdFiles{}
+	}
+	return c, nil
+}
+
+func (c *createdFiles) Write(p []byte) (int, error) {
+	c.bytes += len(p)
+	return len(p), nil
+}
+
+func (*createdFiles) Close() error { return nil }
 
 func TestTooLittleSpace(t *testing.T) {
 	archive := take(t, newData(t))
