@@ -11,7 +11,7 @@ import (
 )
 
 var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until": until, "clock": clock, "span": span, "size": size, "parts": parts, "lower": strings.ToLower,
-	"sentence": sentence, "plural": func(n any, what string) string { return plural.Formatted(fmt.Sprint(n), what) },
+	"sentence": sentence, "shell": shell, "plural": func(n any, what string) string { return plural.Formatted(fmt.Sprint(n), what) },
 	"percent": func(part, whole int) string {
 		if whole == 0 {
 			return "-"
@@ -20,6 +20,15 @@ var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until"
 	},
 	"share": func(part, whole int64) int64 { return part * 100 / max(1, whole) },
 	"soon":  func(now, t time.Time) bool { return t.Sub(now) < 14*24*time.Hour },
+}
+
+// shell quotes a word for a shell: a messageId may have any characters.
+func shell(word string) string {
+	safe := func(r rune) bool { return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || strings.ContainsRune("0123456789-_.:/@", r) }
+	if word != "" && strings.IndexFunc(word, func(r rune) bool { return !safe(r) }) < 0 {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
 // num writes a number with separators: 1,234,567.

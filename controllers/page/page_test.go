@@ -325,6 +325,7 @@ func TestOneNamespace(t *testing.T) {
 		"/page/destination/bank/crm-of-bank": {http.StatusNotFound, []string{"namespace shop only"}},
 		"/page/deadletters":                  {http.StatusOK, []string{"crm-of-shop", "dead letters of dispatcher b", "Rejected"}},
 		"/page/search?id=m-1":                {http.StatusOK, []string{"crm-of-shop", "dispatcher b", "Filtered", "accepted by Source shop/web"}},
+		"/page/search?id=$(touch+it%27s)":    {http.StatusOK, []string{"kubectl posthorn trace --since 6h -- &#39;$(touch it&#39;\\&#39;&#39;s)&#39;</code>"}},
 		"/page/tail":                         {http.StatusOK, []string{"crm-of-shop"}},
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
