@@ -129,10 +129,11 @@ func newServer(h http.Handler) *http.Server {
 	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
-// NotFromPages refuses the requests of web pages. A page could otherwise make a browser act
-// (cross-site requests) or read (a name that an attacker's DNS resolves to the admin address).
-// Reads are possible only without a guard: with one, a request needs a token, which a browser does
-// not add.
+// NotFromPages rejects the requests of web pages. A page could otherwise make a browser act, start
+// expensive reads whose response it does not see (cross-site requests), or read (a name that an
+// attacker's DNS resolves to the admin address). Reads are possible only without a guard: with
+// one, a request needs a token, which a browser does not add. A link of another site may open the
+// status page, which has its own checks.
 func NotFromPages(next http.Handler, guarded bool) http.Handler {
 	sameSite := http.NewCrossOriginProtection().Handler(next)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -140,9 +141,15 @@ func NotFromPages(next http.Handler, guarded bool) http.Handler {
 			http.Error(w, fmt.Sprintf("the Host header is %q; use localhost or an IP address in the URL", r.Host), http.StatusForbidden)
 			return
 		}
+		if !guarded && r.Header.Get("Sec-Fetch-Site") == "cross-site" && !isStatusPage(r.URL.Path) {
+			http.Error(w, "requests of other sites are rejected", http.StatusForbidden)
+			return
+		}
 		sameSite.ServeHTTP(w, r)
 	})
 }
+
+func isStatusPage(path string) bool { return path == "/" || strings.HasPrefix(path, "/page/") }
 
 // namesAddress reports whether a Host header holds an IP address or localhost.
 func namesAddress(host string) bool {
