@@ -2,11 +2,13 @@ package ingest
 
 import (
 	"bytes"
+	"compress/flate"
 	"compress/gzip"
 	"errors"
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 
@@ -48,17 +50,18 @@ var (
 )
 
 // read reads a body within the size limit and the memory limit. The caller releases the buffer.
+//
+// A body that begins with gzip's magic number is inflated, and any other body is read as it is,
+// whatever Content-Encoding says: beacons compress without the header, and gateways inflate without
+// removing it.
 func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.Refusal) {
-	var zipped bool
-	switch strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding"))) {
-	case "", "identity":
-	case "gzip", "x-gzip":
-		zipped = true
-	default:
+	encoding := strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding")))
+	if slices.Contains([]string{"br", "compress", "deflate", "zstd"}, encoding) || strings.Contains(encoding, ",") {
 		w.Header().Set("Accept-Encoding", "gzip")
 		return nil, admission.Refuse(http.StatusUnsupportedMediaType, admission.CodeEncoding, "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
 	}
 	if q.ContentLength > event.MaxBodyBytes {
+		h.countHead(q)
 		return nil, bodyTooLarge
 	}
 	if !q.memory.Grow(int64(headerBytes(q.Header))) {
@@ -69,7 +72,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 		body = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
 	}
 	b, bad := fill(q, body)
-	if bad != nil || !zipped {
+	if bad != nil || !bytes.HasPrefix(b.bytes, gzipMagic) {
 		return b, bad
 	}
 	// Only a body that has arrived is inflated: a slow sender occupies no inflater.
@@ -80,10 +83,13 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 	z := inflaters.Get().(*gzip.Reader)
 	defer inflaters.Put(z)
 	if err := z.Reset(bytes.NewReader(b.bytes)); err != nil {
-		return nil, unreadable(err, "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
+		return nil, unreadable(err)
 	}
 	return fill(q, z)
 }
+
+// gzipMagic begins each gzip stream of the only method; JSON never begins with it.
+var gzipMagic = []byte{0x1f, 0x8b, 8}
 
 // fill reads a body into a buffer, and reserves its memory. The first buffer is small, whatever length the
 // request announces.
@@ -108,13 +114,14 @@ func fill(q *request, body io.Reader) (*buffer, *admission.Refusal) {
 		b.bytes = b.bytes[:len(b.bytes)+n]
 		switch {
 		case len(b.bytes) > event.MaxBodyBytes:
+			q.countOf(b.bytes[:event.MaxBodyBytes], 0)
 			b.release()
 			return nil, bodyTooLarge
 		case errors.Is(err, io.EOF):
 			return b, nil
 		case err != nil:
 			b.release()
-			return nil, unreadable(err, "the body ended early; send the request again")
+			return nil, unreadable(err)
 		}
 	}
 }
@@ -130,12 +137,16 @@ func headerBytes(header http.Header) (n int) {
 	return n
 }
 
-func unreadable(err error, message string) *admission.Refusal {
+func unreadable(err error) *admission.Refusal {
 	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return bodyTooLarge
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 		return admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive within the read timeout; send the request again")
+	}
+	message := "the body ended early; send the request again"
+	if _, damaged := errors.AsType[flate.CorruptInputError](err); damaged || errors.Is(err, gzip.ErrChecksum) || errors.Is(err, gzip.ErrHeader) {
+		message = "the body begins as gzip, but is damaged or has other bytes after its end; compress it again, and send nothing after it"
 	}
 	return admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, message)
 }

@@ -172,6 +172,10 @@ type request struct {
 	storing   limits.Storing
 	// calls is the number of calls that became messages.
 	calls int
+	// batchCalls is the number of calls of a refused batch, 0 while it is unknown. It is an estimate
+	// if bodyCut.
+	batchCalls int
+	bodyCut    bool
 	// span and the trace context for deliveries are zero while tracing is off.
 	span        trace.Span
 	traceParent string
@@ -232,7 +236,12 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			// Browsers would ask their user for a password, so pages do not get this header.
 			header.Set("Www-Authenticate", `Basic realm="posthorn"`)
 		}
-		h.Gate.Reject(q.source, begin, max(1, bad.Calls), bad.Code, bad.Message)
+		message := bad.Message
+		calls, estimated := q.refusedCalls(typ, bad)
+		if estimated {
+			message = fmt.Sprintf("%s (about %d calls, estimated by size)", message, calls)
+		}
+		h.Gate.Reject(q.source, begin, calls, bad.Code, message)
 		h.answer(w, bad)
 	} else {
 		header[headerContentType] = jsonHeader
@@ -368,8 +377,10 @@ func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Requ
 		}
 	}
 	if fault != nil {
+		q.countOf(body, int64(len(body)))
 		return ofEvent(fault)
 	}
+	q.batchCalls = q.reading.Calls
 	return nil
 }
 

@@ -152,6 +152,44 @@ func zip(s string) string {
 
 const track = `{"userId":"u","event":"E"}`
 
+// A refused batch counts its calls, exactly if its body was read.
+func TestRefusedBatchesCountTheirCalls(t *testing.T) {
+	call := `{"type":"track","userId":"u","event":"E","properties":{"p":["]",{"q":"\\\"}"}]}}`
+	const head = `{"sentAt":null,"batch":[`
+	batch := func(n int, rest string) string {
+		return head + strings.Repeat(call+", ", n-1) + call + "]" + rest
+	}
+	for name, tc := range map[string]struct {
+		request *http.Request
+		want    int64
+		text    string // of the last rejection
+	}{
+		"a single call":                {post("/v1/track", "web-key", `{"event":"E"}`), 1, ""},
+		"context is a text":            {post("/v1/batch", "web-key", batch(100, `,"context":"x"}`)), 100, ""},
+		"merged context is too large":  {post("/v1/batch", "web-key", batch(200, `,"context":{"x":"`+strings.Repeat("y", 30_000)+`"}}`)), 200, ""},
+		"invalid JSON after the calls": {post("/v1/batch", "web-key", batch(30, `,`)), 30, ""},
+		"invalid JSON between calls":   {post("/v1/batch", "web-key", strings.Replace(batch(30, `}`), "}, {", "}, , {", 1)), 30, ""},
+		"read before its calls":        {post("/v1/batch", "web-key", `{"context":"x",`+batch(7, `}`)[1:]), 7, ""},
+		"too large":                    {post("/v1/batch", "web-key", batch(9_000, `}`)), 9_000, "(about 9000 calls, estimated by size)"},
+		"inflates to too much":         {post("/v1/batch", "web-key", zip(batch(9_000, `}`))), int64((event.MaxBodyBytes - len(head) + 2) / (len(call) + 2)), "estimated by size"},
+		"origin not allowed":           {post("/v1/batch", "web-key", batch(20, `}`), "Origin", "https://evil.example"), int64(len(batch(20, `}`)) / bytesPerRefusedCall), "estimated by size"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			if w := f.do(tc.request); w.Code < 400 {
+				t.Fatalf("got %d %s, want a refusal", w.Code, w.Body)
+			}
+			c := f.Gate.Counters("shop/web")
+			if c.Rejected != tc.want {
+				t.Errorf("rejected: got %d, want %d (%s)", c.Rejected, tc.want, c.LastRejection)
+			}
+			if estimated := strings.Contains(c.LastRejection, "estimated by size"); estimated != (tc.text != "") || !strings.Contains(c.LastRejection, tc.text) {
+				t.Errorf("last rejection: got %q, want it to contain %q", c.LastRejection, tc.text)
+			}
+		})
+	}
+}
+
 func TestAnswers(t *testing.T) {
 	big := `{"userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 40<<10) + `"}}`
 	huge := `{"batch":[` + strings.Repeat(track+",", 30_000) + track + `]}`
@@ -187,7 +225,13 @@ func TestAnswers(t *testing.T) {
 		"call too large":         {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
 		"body too large":         {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
 		"bomb":                   {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413, `"body_too_large"`, 0},
-		"not gzip":               {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"inflated by a gateway":  {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 200, "true", 1},
+		"gzip without header":    {post("/v1/track", "web-key", zip(track), "Content-Type", ""), 200, "true", 1},
+		"identity of a client":   {post("/v1/track", "web-key", track, "Content-Encoding", "utf-8"), 200, "true", 1},
+		"gzip in two members":    {post("/v1/track", "web-key", zip(track[:9])+zip(track[9:]), "Content-Encoding", "gzip"), 200, "true", 1},
+		"bytes after gzip":       {post("/v1/track", "web-key", zip(track)+track, "Content-Encoding", "gzip"), 400, "other bytes after its end", 0},
+		"damaged gzip":           {post("/v1/track", "web-key", zip(track)[:12]+"\xff\xff"+zip(track)[14:], "Content-Encoding", "gzip"), 400, "is damaged", 0},
+		"gzip of gzip":           {post("/v1/track", "web-key", zip(zip(track)), "Content-Encoding", "gzip, gzip"), 415, `"unsupported_encoding"`, 0},
 		"gzip cut off":           {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
 		"other encoding":         {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
 		"other type":             {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
