@@ -24,7 +24,9 @@ var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until"
 
 // shell quotes a word for a shell: a messageId may have any characters.
 func shell(word string) string {
-	safe := func(r rune) bool { return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || strings.ContainsRune("0123456789-_.:/@", r) }
+	safe := func(r rune) bool {
+		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || strings.ContainsRune("0123456789-_.:/@", r)
+	}
 	if word != "" && strings.IndexFunc(word, func(r rune) bool { return !safe(r) }) < 0 {
 		return word
 	}

@@ -85,7 +85,9 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"invalid_field": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", `{"userId":"u","event":"E","context":1}`)
 		},
-		"unreadable_body":   func(*fixture) *http.Request { return post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip") },
+		"unreadable_body": func(*fixture) *http.Request {
+			return post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip")
+		},
 		"no_write_key":      func(*fixture) *http.Request { return post("/v1/track", "", track) },
 		"unknown_write_key": func(*fixture) *http.Request { return post("/v1/track", "nobody", track) },
 		"source_disabled":   func(*fixture) *http.Request { return post("/v1/track", "off-key", track) },
