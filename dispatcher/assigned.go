@@ -106,15 +106,16 @@ func (s *hosted) misplaced(d *Dispatcher) (problems []string) {
 	return problems
 }
 
-// durability adds the misplaced namespaces to the settings that read returns; nil if read is.
+// durability adds the misplaced namespaces and the gaps of the members' copies to what read returns; nil if read is.
 func (d *Dispatcher) durability(read func(context.Context) (slots.Durability, error)) func(context.Context) (slots.Durability, error) {
 	s := d.options.hosted
-	if read == nil || s == nil {
-		return read
+	if read == nil {
+		return nil
 	}
 	return func(ctx context.Context) (slots.Durability, error) {
 		result, err := read(ctx)
-		if err == nil {
+		result.Gaps = append(result.Gaps, d.members.Gaps()...)
+		if err == nil && s != nil {
 			result.Weak = append(result.Weak, s.misplaced(d)...)
 		}
 		return result, err

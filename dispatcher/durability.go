@@ -17,6 +17,8 @@ const durabilityInterval = 15 * time.Second
 // durability is what the owner of a slot knows about the servers' settings.
 type durability struct {
 	last atomic.Pointer[slots.Durability]
+	// gaps counts the reads that found missing records or objects.
+	gaps atomic.Int64
 }
 
 // watch reads the settings until ctx is done, and logs changes. While the servers do not answer, it
@@ -50,6 +52,14 @@ func (w *durability) note(d slots.Durability, logger *slog.Logger) {
 	}
 	if len(d.Weak) == 0 && len(before.Weak) > 0 {
 		logger.Info("the settings of the log are safe again")
+	}
+	if len(d.Gaps) > 0 {
+		w.gaps.Add(1)
+	}
+	for _, problem := range d.Gaps {
+		if !slices.Contains(before.Gaps, problem) {
+			logger.Error("the log lacks records or objects", "problem", problem)
+		}
 	}
 	switch {
 	case d.Current < d.Replicas && before.Current != d.Current:

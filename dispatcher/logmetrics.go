@@ -24,6 +24,7 @@ var _ prometheus.Collector = logMetrics{}
 var (
 	logForwarded = prometheus.NewDesc("posthorn_log_forwarded_requests_total", "Requests that this process forwarded to the owner as a standby, by result.", []string{"result"}, nil)
 	logOwner     = prometheus.NewDesc("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", nil, nil)
+	logGaps      = prometheus.NewDesc("posthorn_log_gaps_total", "Checks of the owner, at most 15 s apart, that found missing records or objects in the log or in the copy of a server.", nil, nil)
 	logUploaded  = prometheus.NewDesc("posthorn_log_snapshot_bytes_total", "Bytes that the owner has uploaded for snapshots since its claim.", nil, nil)
 	logSequence  = prometheus.NewDesc("posthorn_log_sequence", "Number of the last record of the log that this process has.", nil, nil)
 )
@@ -71,7 +72,7 @@ var ownerMetrics = []struct {
 
 // Describe implements prometheus.Collector. A process becomes an owner later.
 func (m logMetrics) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{logForwarded, logOwner, logSequence, logUploaded} {
+	for _, d := range []*prometheus.Desc{logForwarded, logOwner, logSequence, logUploaded, logGaps} {
 		to <- d
 	}
 	for _, o := range ownerMetrics {
@@ -94,6 +95,7 @@ func (m logMetrics) Collect(to chan<- prometheus.Metric) {
 	if t == nil {
 		return
 	}
+	add(logGaps, prometheus.CounterValue, float64(t.foundGaps()))
 	add(logUploaded, prometheus.CounterValue, float64(t.uploaded()))
 	status, known := t.writer.Status(), t.durability.known()
 	for _, o := range ownerMetrics {

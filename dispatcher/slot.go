@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -368,6 +369,7 @@ func (d *Dispatcher) logState() *adminapi.LogState {
 		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
 	}
 	t.durability.describe(state)
+	state.Gaps = t.gaps()
 	if err := d.Ready(); err != nil {
 		state.Ready, state.Reason = false, err.Error()
 	}
@@ -380,6 +382,22 @@ func (t *term) snapshotTaken() time.Time {
 		return s.Taken()
 	}
 	return time.Time{}
+}
+
+// gaps returns what the log lacks.
+func (t *term) gaps() (gaps []string) {
+	if s := t.snapshots.Load(); s != nil {
+		gaps = s.Gaps()
+	}
+	return slices.Concat(gaps, t.durability.known().Gaps)
+}
+
+// foundGaps returns the number of checks that found something that the log lacks.
+func (t *term) foundGaps() (n int64) {
+	if s := t.snapshots.Load(); s != nil {
+		n = s.Repairs()
+	}
+	return n + t.durability.gaps.Load()
 }
 
 // uploaded returns the number of bytes that were uploaded for snapshots.

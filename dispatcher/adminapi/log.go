@@ -51,6 +51,8 @@ type LogState struct {
 	// Weak are the settings of the servers with which a loss of servers can lose calls, and the namespaces
 	// that the directory assigns to another slot than that of their messages, with their fixes.
 	Weak []string `json:"weak,omitempty"`
+	// Gaps are the records and objects that the log, or the copy of one of its servers, lacks.
+	Gaps []string `json:"gaps,omitempty"`
 }
 
 // Log returns the part of the process in a replicated log; nil if it has none.

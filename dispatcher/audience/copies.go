@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -22,6 +24,8 @@ type Copies interface {
 	Get(ctx context.Context, name string) (io.ReadCloser, error)
 	// List returns the names of all copies, also those of incomplete ones.
 	List(ctx context.Context) ([]string, error)
+	// Missing returns those of some copies that do not exist or are incomplete.
+	Missing(ctx context.Context, names []string) ([]string, error)
 	// Delete removes a copy if it exists.
 	Delete(ctx context.Context, name string) error
 }
@@ -60,6 +64,70 @@ func (s *Service) copyFiles(a *audience, r stored) error {
 		if err != nil {
 			return fmt.Errorf("copy the members to the log: %w", err)
 		}
+	}
+	return nil
+}
+
+// copiesCheck is the time between two checks of the copies.
+const copiesCheck = 10 * time.Second
+
+// keepCopies stores copies again that another program deleted, or a server lost, until ctx is done.
+func (s *Service) keepCopies(ctx context.Context) {
+	timer := time.NewTicker(copiesCheck)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		}
+		if err := s.storeMissing(ctx); err != nil && ctx.Err() == nil {
+			s.Logger.Warn("checking the copies of audiences' members failed; retrying", "error", err)
+		}
+	}
+}
+
+// storeMissing stores the copies that are missing.
+func (s *Service) storeMissing(ctx context.Context) error {
+	paths := map[string]string{}
+	s.mu.Lock()
+	for id, a := range s.audiences {
+		if a.broken != nil {
+			continue
+		}
+		for file := range (stored{Done: a.done, Pending: a.pending}).files() {
+			paths[copyName(id.folder(), file)] = s.FS.PathJoin(a.dir, file)
+		}
+	}
+	s.mu.Unlock()
+	missing, err := s.Copies.Missing(ctx, slices.Collect(maps.Keys(paths)))
+	if err != nil {
+		return err
+	}
+	stored := int64(0)
+	for _, name := range missing {
+		f, err := s.FS.Open(paths[name])
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // A sync has ended meanwhile.
+		}
+		if err == nil {
+			err = errors.Join(s.Copies.Put(ctx, name, f), f.Close())
+		}
+		if err != nil {
+			return fmt.Errorf("store %s: %w", name, err)
+		}
+		stored++
+	}
+	if s.restored.Store(stored); stored > 0 {
+		s.Logger.Error("copies of audiences' members were missing in the log; stored them again", "copies", stored)
+	}
+	return nil
+}
+
+// Gaps returns what the last check of the copies found missing, and stored again.
+func (s *Service) Gaps() []string {
+	if n := s.restored.Load(); n > 0 {
+		return []string{fmt.Sprintf("the object store of the members of audiences lacked %d copies: another program deleted them, or a server lost them; the owner has stored them again", n)}
 	}
 	return nil
 }

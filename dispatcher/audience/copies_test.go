@@ -52,6 +52,17 @@ func (c *copies) List(context.Context) ([]string, error) {
 	return slices.Sorted(maps.Keys(c.files)), nil
 }
 
+func (c *copies) Missing(_ context.Context, names []string) (missing []string, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, name := range names {
+		if _, ok := c.files[name]; !ok {
+			missing = append(missing, name)
+		}
+	}
+	return missing, nil
+}
+
 func (c *copies) Delete(_ context.Context, name string) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -137,4 +148,25 @@ func TestLostCopiesBreakOneAudience(t *testing.T) {
 	d.fs = vfs.NewMem()
 	r = newRig(t, d, newLog(), with)
 	r.do(http.MethodPut, spent, "web-key", ids("a=1")).want(t, "sync without the members", http.StatusInternalServerError, "state_damaged")
+}
+
+// Copies that another program deletes are stored again while the service runs.
+func TestDeletedCopiesAreStoredAgain(t *testing.T) {
+	d, c := memory(), &copies{files: map[string][]byte{}}
+	r := newRig(t, d, newLog(), func(o *Options) { o.Copies = c })
+	r.do(http.MethodPut, spent, "web-key", ids("a=1", "b=2")).want(t, "sync", http.StatusOK, "")
+	r.eventually(func() bool { return len(r.Unfinished()) == 0 })
+	before, _ := c.List(t.Context())
+	check.Equal(t, "copies of the sync", len(before), 1)
+	check.NoError(t, "check of whole copies", r.storeMissing(t.Context()))
+	check.Equal(t, "gaps of whole copies", len(r.Gaps()), 0)
+	for _, name := range before {
+		check.NoError(t, "delete "+name, c.Delete(t.Context(), name))
+	}
+	check.NoError(t, "check of deleted copies", r.storeMissing(t.Context()))
+	after, _ := c.List(t.Context())
+	check.Same(t, "copies", after, before)
+	check.Equal(t, "gaps of deleted copies", len(r.Gaps()), 1)
+	check.NoError(t, "second check", r.storeMissing(t.Context()))
+	check.Equal(t, "gaps of restored copies", len(r.Gaps()), 0)
 }

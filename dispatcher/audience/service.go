@@ -103,6 +103,9 @@ type Service struct {
 	stop     sync.Once
 	kick     chan struct{}
 
+	// restored is the number of copies that the last check found missing.
+	restored atomic.Int64
+
 	mu        sync.Mutex
 	audiences map[name]*audience
 	// failedUpgrades has the folders of release 0.2.0 that cannot be read. Their audiences are
@@ -295,6 +298,9 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.Stop()
 	var sending sync.WaitGroup
 	defer sending.Wait()
+	if s.Copies != nil {
+		sending.Go(func() { s.keepCopies(ctx) })
+	}
 	timer := time.NewTicker(tick)
 	defer timer.Stop()
 	for {

@@ -38,8 +38,8 @@ func newSlots(flags connectorFlags) *cobra.Command {
 		Short: "Show the owners and the standbys of a replicated log",
 		Long: `Shows which dispatcher owns the messages of each slot of a replicated log (--log), and how
 many records the standbys are behind. It exits 1 if a slot has no owner, if an owner
-cannot deliver, if a process is not ready, if a server of the log lacks records, or if
-a setting of the servers can lose calls.`,
+cannot deliver, if a process is not ready, if the log or the copy of one of its servers lacks records,
+or if a setting of the servers can lose calls.`,
 		Example: `  posthorn slots
   posthorn slots -o json`,
 		Args: command.ExactArgs(),
@@ -186,6 +186,12 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, un
 				problems = append(problems, fmt.Sprintf("%s owns %s and cannot deliver: the log does not answer", name, slot))
 			}
 			problems = append(problems, s.Weak...)
+			for _, gap := range s.Gaps {
+				if number > 1 {
+					gap = slot + ": " + gap
+				}
+				problems = append(problems, gap)
+			}
 			if s.CurrentReplicas < s.Replicas {
 				problems = append(problems, fmt.Sprintf("%d of %d servers of the log have all records; start the others, or wait until they have caught up", s.CurrentReplicas, s.Replicas))
 			}

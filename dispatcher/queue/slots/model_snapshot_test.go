@@ -86,6 +86,13 @@ func (o *modelObjects) List(ctx context.Context) ([]string, error) {
 	return o.objects.List(ctx)
 }
 
+func (o *modelObjects) Missing(ctx context.Context, names []string) ([]string, error) {
+	if err := o.arrives(ctx); err != nil {
+		return nil, err
+	}
+	return o.objects.Missing(ctx, names)
+}
+
 func (o *modelObjects) Delete(ctx context.Context, name string) error {
 	if o.oneOf(10) {
 		time.AfterFunc(time.Duration(o.upTo(10_000))*time.Millisecond, func() { _ = o.objects.Delete(context.Background(), name) })
@@ -140,6 +147,8 @@ type modelCheckpoints struct {
 	files *copied
 	fs    *vfs.MemFS
 }
+
+func (*modelCheckpoints) PutMeta(string, []byte) error { return nil }
 
 func (*modelCheckpoints) Formats() (pebblestore.Formats, error) { return pebblestore.Formats{}, nil }
 

@@ -25,6 +25,9 @@ type Objects interface {
 	Get(ctx context.Context, name string) (io.ReadCloser, error)
 	// List returns the names of all objects, also names for the rests of incomplete ones.
 	List(ctx context.Context) ([]string, error)
+	// Missing returns those of some objects that do not exist or are incomplete. If the store was deleted, it
+	// creates the store, so that they can be stored again.
+	Missing(ctx context.Context, names []string) ([]string, error)
 	// Delete removes an object, or the rest of one, if it exists.
 	Delete(ctx context.Context, name string) error
 }

@@ -58,6 +58,8 @@ type State struct {
 	// First and Last are the sequences of the first and the last record. Without records First is
 	// Last + 1; Last is 0 for a stream that never had one.
 	First, Last uint64
+	// Missing is the number of records between First and Last that the server that answered has lost.
+	Missing uint64
 	// Bytes is the size of the records, MaxBytes the size at which the stream accepts no more; 0
 	// for no bound.
 	Bytes, MaxBytes int64
@@ -105,6 +107,8 @@ type Durability struct {
 	// Weak are the settings with which a loss of servers can lose calls, and the namespaces that the
 	// directory assigns to another slot than that of their messages, each with its fix.
 	Weak []string
+	// Gaps are the object stores that were deleted.
+	Gaps []string
 }
 
 // Sync is whether a server syncs each record to its disk before it acknowledges it.

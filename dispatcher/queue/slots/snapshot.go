@@ -10,6 +10,7 @@ import (
 	"hash/crc32"
 	"io"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -37,6 +38,8 @@ const (
 type Checkpointer interface {
 	// Checkpoint writes a copy of the store to dir, and returns the last batch of the copy.
 	Checkpoint(dir string) (pebblestore.Position, error)
+	// PutMeta stores a value, which is a batch.
+	PutMeta(name string, value []byte) error
 	// Formats returns the formats of the store, which are never lowered.
 	Formats() (pebblestore.Formats, error)
 }
@@ -51,6 +54,8 @@ type Checkpointer interface {
 //   - The stream has all records behind the last batch of the last two snapshots, and the objects of
 //     both exist. So a copy that is one snapshot behind follows the stream without a restore, and
 //     the loss of an object costs a longer restore only.
+//   - Both are checked every snapshotCheck. If another program, or the disk of a server, has lost a part of
+//     them, a snapshot replaces the last two, and the stream is trimmed behind it.
 //   - A session deletes no objects of a later one, whose first snapshot has objects of its own. Until
 //     then a later session needs the last two snapshots that this session knows. The rests of uploads
 //     do not name their session, so they are deleted only if they were listed under the lease.
@@ -74,8 +79,19 @@ type Snapshotter struct {
 	uploaded map[string]file
 	// untrimmed is true until the stream is trimmed behind the last snapshot.
 	untrimmed bool
+	// needed is the first record that the last two snapshots need; 0 before the first one of this session.
+	needed uint64
+	// isBroken is true while the slot cannot be restored from kept, and isRepaired after the snapshot that
+	// replaces them, until the next one.
+	isBroken, isRepaired bool
 	// hasRest is true after a snapshot that failed: some of its objects may be needed no more.
 	hasRest bool
+
+	// gaps are those that the last check found, repairs counts the checks that found one. asked is true after
+	// Repair.
+	gaps    atomic.Pointer[[]string]
+	repairs atomic.Int64
+	asked   atomic.Bool
 
 	// taken is the time of the last snapshot of this session in Unix milliseconds; 0 for none.
 	taken atomic.Int64
@@ -99,6 +115,9 @@ func (s *Snapshotter) Run(ctx context.Context) {
 		}
 	}()
 	for ctx.Err() == nil {
+		if err := s.check(ctx); err != nil && ctx.Err() == nil {
+			s.Logger.Warn("checking the snapshots of a slot failed; retrying", "error", err)
+		}
 		if s.isDue() {
 			if err := s.Take(ctx); err != nil && ctx.Err() == nil {
 				s.Logger.Warn("snapshot of a slot failed; retrying", "error", err)
@@ -107,6 +126,67 @@ func (s *Snapshotter) Run(ctx context.Context) {
 		_ = pause(ctx, snapshotCheck)
 	}
 }
+
+// check finds out whether the slot can be restored from the last snapshots and the records behind them.
+func (s *Snapshotter) check(ctx context.Context) error {
+	if s.asked.Swap(false) {
+		s.isBroken = true
+	}
+	if s.at.IsZero() {
+		return nil
+	}
+	state, err := s.Log.State(ctx)
+	if err != nil {
+		return fmt.Errorf("read the state of the log: %w", err)
+	}
+	objects := map[string]bool{}
+	for _, m := range s.kept {
+		objects[m.object] = true
+		for _, f := range m.Files {
+			objects[f.Object] = true
+		}
+	}
+	delete(objects, "") // Files without bytes have none.
+	missing, err := s.Objects.Missing(ctx, slices.Collect(maps.Keys(objects)))
+	if err != nil {
+		return fmt.Errorf("read the objects: %w", err)
+	}
+	if !s.Writer.MaySend() {
+		return nil // A later session may have trimmed the stream.
+	}
+	var gaps []string
+	if state.First > s.needed {
+		gaps = append(gaps, fmt.Sprintf("the stream lacks %d records: another program purged it, or its limits were edited", state.First-s.needed))
+	}
+	if state.Missing > 0 {
+		gaps = append(gaps, fmt.Sprintf("the stream lacks %d records at the server that leads it, so check the disk of that server", state.Missing))
+	}
+	if len(missing) > 0 {
+		gaps = append(gaps, fmt.Sprintf("the object store of the snapshots lacks %d of %d objects: another program deleted them, or a server lost them", len(missing), len(objects)))
+	}
+	s.gaps.Store(&gaps)
+	if len(gaps) > 0 {
+		s.isBroken = true
+		s.repairs.Add(1)
+		s.Logger.Error("the slot could not be restored from the log; storing a snapshot", "problem", strings.Join(gaps, "; "))
+	}
+	return nil
+}
+
+// Repair makes Run replace the last snapshots within snapshotCheck, and trim the stream behind the new one: a
+// server lacks records.
+func (s *Snapshotter) Repair() { s.asked.Store(true) }
+
+// Gaps returns what the last check found missing. The owner has all of it, and stores it as a snapshot.
+func (s *Snapshotter) Gaps() []string {
+	if gaps := s.gaps.Load(); gaps != nil {
+		return *gaps
+	}
+	return nil
+}
+
+// Repairs returns the number of checks that found something missing.
+func (s *Snapshotter) Repairs() int64 { return s.repairs.Load() }
 
 // Taken returns the time of the last snapshot of this session; zero before the first one.
 func (s *Snapshotter) Taken() time.Time {
@@ -124,7 +204,7 @@ func (s *Snapshotter) Uploaded() int64 { return s.bytes.Load() }
 // follow.
 func (s *Snapshotter) isDue() bool {
 	p := s.Writer.progress()
-	if s.untrimmed {
+	if s.untrimmed || s.isBroken {
 		return true
 	}
 	if s.at.IsZero() {
@@ -137,6 +217,9 @@ func (s *Snapshotter) isDue() bool {
 	return p.acknowledged > last && (p.published-s.published >= snapshotBytes || time.Since(s.at) >= snapshotInterval)
 }
 
+// repairedKey is the name of a value of the store that nothing reads.
+const repairedKey = "repaired"
+
 // Take takes a snapshot, trims the stream, and deletes the objects that are no longer needed.
 func (s *Snapshotter) Take(ctx context.Context) error {
 	if s.uploaded == nil {
@@ -144,12 +227,18 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 			return fmt.Errorf("take a snapshot: %w", err)
 		}
 	}
-	if s.untrimmed {
+	if s.untrimmed && !s.isBroken {
 		if err := s.clean(ctx); err != nil {
 			return err
 		}
 		if !s.isDue() {
 			return nil
+		}
+	}
+	if s.isBroken {
+		// The record with the last batch of the snapshot must be behind those that the stream lacks.
+		if err := s.Store.PutMeta(repairedKey, nil); err != nil {
+			return fmt.Errorf("take a snapshot: %w", err)
 		}
 	}
 	p, at := s.Writer.progress(), time.Now()
@@ -159,6 +248,10 @@ func (s *Snapshotter) Take(ctx context.Context) error {
 		return fmt.Errorf("take a snapshot: %w", err)
 	}
 	s.hasRest = false
+	if s.isBroken {
+		s.kept = nil
+	}
+	s.isBroken, s.isRepaired = false, s.isBroken
 	s.kept = append(s.kept, m)
 	s.kept = s.kept[max(0, len(s.kept)-2):]
 	s.at, s.published = at, p.published
@@ -257,13 +350,12 @@ func (s *Snapshotter) putFiles(ctx context.Context, snapshot string, unlimited b
 			return nil, err
 		}
 	}
-	listed, err := s.Objects.List(ctx)
+	missing, err := s.Objects.Missing(ctx, slices.Collect(maps.Keys(s.uploaded)))
 	if err != nil {
-		return nil, fmt.Errorf("list the objects: %w", err)
+		return nil, fmt.Errorf("read the objects: %w", err)
 	}
-	exists := make(map[string]bool, len(listed))
-	for _, name := range listed {
-		exists[name] = true
+	for _, name := range missing {
+		delete(s.uploaded, name)
 	}
 	slices.Sort(names)
 	used := make(map[string]file, len(names))
@@ -271,7 +363,7 @@ func (s *Snapshotter) putFiles(ctx context.Context, snapshot string, unlimited b
 		isTable := strings.HasSuffix(name, ".sst") || strings.HasSuffix(name, ".blob")
 		object := objectName(s.Writer, snapshot, name, isTable)
 		f, ok := s.uploaded[object]
-		if !ok || !exists[object] {
+		if !ok {
 			if f, err = s.putFile(ctx, name, object, unlimited); err != nil {
 				return nil, fmt.Errorf("store object %s: %w", object, err)
 			}
@@ -311,9 +403,6 @@ func (s *Snapshotter) putFile(ctx context.Context, name, object string, unlimite
 // trim removes the records that neither of the last two snapshots needs. The record with the last
 // batch remains: it proves that a copy is a part of the log.
 func (s *Snapshotter) trim(ctx context.Context) error {
-	if len(s.kept) < 2 {
-		return nil
-	}
 	state, err := s.Log.State(ctx)
 	if err != nil {
 		return fmt.Errorf("read the state of the log: %w", err)
@@ -323,9 +412,14 @@ func (s *Snapshotter) trim(ctx context.Context) error {
 		return err
 	}
 	if h.first > s.kept[0].Batch {
-		return nil // A later session has trimmed the stream.
+		s.needed = e.Sequence - 1 // Another program, or a later session, has trimmed the stream.
+		return nil
 	}
-	if err := s.Log.Trim(ctx, min(e.Sequence, s.kept[0].sequence)); err != nil {
+	s.needed = min(e.Sequence, s.kept[0].sequence)
+	if len(s.kept) < 2 && !s.isRepaired {
+		return nil
+	}
+	if err := s.Log.Trim(ctx, s.needed); err != nil {
 		return fmt.Errorf("trim the log: %w", err)
 	}
 	s.Writer.readUsage()

@@ -102,11 +102,16 @@ func (o *snapshotOwner) wantAccepted(t *testing.T, want uint64) {
 
 func (s *snapshotSlot) first(t *testing.T) uint64 {
 	t.Helper()
+	return s.state(t).First
+}
+
+func (s *snapshotSlot) state(t *testing.T) slots.State {
+	t.Helper()
 	state, err := slotstest.NewLog(s.stream).State(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	return state.First
+	return state
 }
 
 // A slot is restored from a snapshot and the records behind it. The stream is trimmed behind the

@@ -468,12 +468,16 @@ type kept struct {
 	want   jetstream.StreamConfig
 }
 
-// durability reads the present settings and copies of a slot's streams. A change of a stream while it is
+// durability reads the present settings and copies of a slot's streams, of which the first one has the records. A change of a stream while it is
 // in use loses no calls by itself, so it is not an error.
 func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durability, error) {
 	d := slots.Durability{Sync: slots.SyncUnknown, Replicas: math.MaxInt, Current: math.MaxInt}
-	for _, s := range streams {
+	for i, s := range streams {
 		info, err := s.stream.Info(ctx)
+		if i > 0 && errors.Is(err, jetstream.ErrStreamNotFound) {
+			d.Gaps = append(d.Gaps, fmt.Sprintf("the object store %s was deleted; its owner creates it again and stores its objects", strings.TrimPrefix(s.want.Name, objectsPrefix)))
+			continue
+		}
 		if err != nil {
 			return slots.Durability{}, fmt.Errorf("read the settings of stream %s: %w", s.want.Name, err)
 		}

@@ -313,7 +313,7 @@ func (l *Log) State(ctx context.Context) (slots.State, error) {
 	if err != nil {
 		return slots.State{}, err
 	}
-	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
+	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Missing: uint64(info.State.NumDeleted), Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
 	if info.State.Msgs == 0 {
 		s.First = s.Last + 1
 	}

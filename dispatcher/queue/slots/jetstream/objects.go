@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"sync"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -30,6 +31,11 @@ type Objects struct {
 	stream jetstream.Stream
 	want   jetstream.StreamConfig
 	bucket string
+	js     jetstream.JetStream
+
+	mu sync.Mutex
+	// known are the objects whose chunks are known, by name.
+	known map[string]*jetstream.ObjectInfo
 }
 
 // OpenObjects returns an object store, and creates it when it is missing. It fails when its stream has
@@ -61,7 +67,7 @@ func openObjects(ctx context.Context, nc *nats.Conn, c ObjectsConfig) (*Objects,
 	if err != nil {
 		return nil, err
 	}
-	return &Objects{store, stream, want, c.Bucket}, nil
+	return &Objects{store: store, stream: stream, want: want, bucket: c.Bucket, js: js, known: map[string]*jetstream.ObjectInfo{}}, nil
 }
 
 // objectsPrefix begins the name of the stream of an object store.
@@ -78,11 +84,68 @@ func (o *Objects) meta(name string) string {
 
 // Put implements slots.Objects.
 func (o *Objects) Put(ctx context.Context, name string, data io.Reader) error {
-	if _, err := o.store.Put(ctx, jetstream.ObjectMeta{Name: name}, data); err != nil {
+	stored, err := o.store.Put(ctx, jetstream.ObjectMeta{Name: name}, data)
+	if err != nil {
 		// The client may have stored the name although the server refused some of the chunks.
 		return errors.Join(publishError(err), o.Delete(ctx, name))
 	}
+	o.remember(name, stored)
 	return nil
+}
+
+// remember keeps what is known about an object; nil for one that was deleted.
+func (o *Objects) remember(name string, info *jetstream.ObjectInfo) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if info == nil {
+		delete(o.known, name)
+		return
+	}
+	o.known[name] = info
+}
+
+// describe returns what is known about an object; jetstream.ErrObjectNotFound if it is not complete.
+func (o *Objects) describe(ctx context.Context, name string) (*jetstream.ObjectInfo, error) {
+	o.mu.Lock()
+	info := o.known[name]
+	o.mu.Unlock()
+	if info != nil {
+		return info, nil
+	}
+	info, err := o.store.GetInfo(ctx, name)
+	if err == nil {
+		o.remember(name, info)
+	}
+	return info, err
+}
+
+// Missing implements slots.Objects.
+func (o *Objects) Missing(ctx context.Context, names []string) (missing []string, err error) {
+	chunks, err := o.subjects(ctx, o.chunks("*"))
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		_, err = openStream(ctx, o.js, o.want, func() error { return nil })
+		return names, err
+	}
+	if err != nil {
+		return nil, err
+	}
+	metas, err := o.subjects(ctx, fmt.Sprintf("$O.%s.M.*", o.bucket))
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		described, err := o.describe(ctx, name)
+		switch {
+		case errors.Is(err, jetstream.ErrObjectNotFound):
+			missing = append(missing, name)
+		case err != nil:
+			return nil, err
+		case metas[o.meta(name)] == 0 || chunks[o.chunks(described.NUID)] < uint64(described.Chunks):
+			missing = append(missing, name)
+			o.remember(name, nil) // It may be stored again by another process.
+		}
+	}
+	return missing, nil
 }
 
 // Get implements slots.Objects.
@@ -186,6 +249,7 @@ func (o *Objects) Delete(ctx context.Context, name string) error {
 		return o.stream.Purge(ctx, jetstream.WithPurgeSubject(o.chunks(id)))
 	}
 	info, err := o.store.GetInfo(ctx, name, jetstream.GetObjectInfoShowDeleted())
+	o.remember(name, nil)
 	if errors.Is(err, jetstream.ErrObjectNotFound) {
 		return nil
 	}

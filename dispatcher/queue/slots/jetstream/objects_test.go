@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
+	natsjs "github.com/nats-io/nats.go/jetstream"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -114,6 +115,63 @@ func TestObjects(t *testing.T) {
 	}
 	o.wantNames(t)
 	o.wantMessages(t, 0)
+}
+
+func (o *Objects) wantMissing(t *testing.T, what string, want ...string) {
+	t.Helper()
+	missing, err := o.Missing(t.Context(), []string{"a", "b", "c"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slices.Sort(missing)
+	if diff := cmp.Diff(want, missing); diff != "" {
+		t.Errorf("%s: missing objects (-want +got):\n%s", what, diff)
+	}
+}
+
+// Objects that another program has removed, in whole or in part, are missing. A deleted store is created again.
+func TestMissingObjects(t *testing.T) {
+	nc := connect(t, startServer(t, server.Options{Port: server.RANDOM_PORT}))
+	o := openTestObjects(t, nc, -1)
+	put := func() {
+		t.Helper()
+		for _, name := range []string{"a", "b", "c"} {
+			if err := o.Put(t.Context(), name, bytes.NewReader(randomBytes(300<<10))); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	info := func(name string) string {
+		t.Helper()
+		found, err := o.store.GetInfo(t.Context(), name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return found.NUID
+	}
+	for what, c := range map[string]struct {
+		remove func() error
+		want   []string
+	}{
+		"nats object rm":      {func() error { return o.store.Delete(t.Context(), "b") }, []string{"b"}},
+		"a purge of its name": {func() error { return o.stream.Purge(t.Context(), natsjs.WithPurgeSubject(o.meta("c"))) }, []string{"c"}},
+		"a purge of its data": {func() error { return o.stream.Purge(t.Context(), natsjs.WithPurgeSubject(o.chunks(info("a")))) }, []string{"a"}},
+		"a purge of some data": {func() error {
+			return o.stream.Purge(t.Context(), natsjs.WithPurgeSubject(o.chunks(info("a"))), natsjs.WithPurgeKeep(1))
+		}, []string{"a"}},
+		"a purge":         {func() error { return o.stream.Purge(t.Context()) }, []string{"a", "b", "c"}},
+		"a deleted store": {func() error { return o.js.DeleteStream(t.Context(), o.want.Name) }, []string{"a", "b", "c"}},
+	} {
+		put()
+		o.wantMissing(t, "before "+what)
+		if err := c.remove(); err != nil {
+			t.Fatal(err)
+		}
+		o.wantMissing(t, what, c.want...)
+		openTestObjects(t, nc, -1).wantMissing(t, what+", for another process", c.want...)
+	}
+	put()
+	o.wantMissing(t, "at the end")
 }
 
 // lostReader ends an upload as the end of its process does.

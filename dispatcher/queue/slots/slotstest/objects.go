@@ -70,6 +70,13 @@ func (s *ObjectStore) List(ctx context.Context) ([]string, error) {
 	return slices.Sorted(maps.Keys(s.objects)), ctx.Err()
 }
 
+// Missing implements slots.Objects.
+func (s *ObjectStore) Missing(ctx context.Context, names []string) ([]string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { _, ok := s.objects[name]; return ok }), ctx.Err()
+}
+
 // Delete implements slots.Objects.
 func (s *ObjectStore) Delete(ctx context.Context, name string) error {
 	if err := ctx.Err(); err != nil {

@@ -23,7 +23,7 @@ type Stream struct {
 	mu       sync.Mutex
 	id       string
 	replaced []string
-	records  [][]byte // Of the sequences from first on.
+	records  [][]byte // Of the sequences from first on; nil for a lost one.
 	first    uint64
 	ids      map[string]uint64
 	bytes    int64
@@ -49,6 +49,17 @@ func (s *Stream) SetMaxBytes(n int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.maxBytes = n
+}
+
+// Lose removes records, as a server does whose disk has damaged them. The last record must remain.
+func (s *Stream) Lose(from, to uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for ; from <= to; from++ {
+		s.bytes -= int64(len(s.records[from-s.first]))
+		s.records[from-s.first] = nil
+	}
+	s.trimTo(s.first)
 }
 
 // Rename gives the stream a new ID, as slots.Remote.Rename does.
@@ -107,6 +118,9 @@ func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	from = max(from, s.first)
+	for from <= s.last() && s.records[from-s.first] == nil {
+		from++
+	}
 	if from+unseen > s.last() {
 		return e, s.appended, slots.ErrNoRecord
 	}
@@ -116,13 +130,24 @@ func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct
 func (s *Stream) state(unseen uint64) slots.State {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id, Replaced: slices.Clone(s.replaced)}
+	missing := uint64(0)
+	for _, r := range s.records {
+		if r == nil {
+			missing++
+		}
+	}
+	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Missing: missing, Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id, Replaced: slices.Clone(s.replaced)}
 }
 
 func (s *Stream) trim(before uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for s.first < before && len(s.records) > 0 {
+	s.trimTo(before)
+}
+
+// trimTo removes the records before a sequence, and lost ones at the start. The caller holds mu.
+func (s *Stream) trimTo(before uint64) {
+	for len(s.records) > 0 && (s.first < before || s.records[0] == nil) {
 		s.bytes -= int64(len(s.records[0]))
 		s.records = s.records[1:]
 		s.first++
