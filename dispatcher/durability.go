@@ -22,15 +22,18 @@ type durability struct {
 }
 
 // watch reads the settings until ctx is done, and logs changes. While the servers do not answer, it
-// keeps the last settings. read may be nil.
-func (w *durability) watch(ctx context.Context, read func(context.Context) (slots.Durability, error), logger *slog.Logger) {
+// keeps the last settings. When servers begin to lack records, it calls repair until it returns true. read
+// may be nil.
+func (w *durability) watch(ctx context.Context, read func(context.Context) (slots.Durability, error), repair func() bool, logger *slog.Logger) {
 	if read == nil {
 		return
 	}
 	tick := time.NewTicker(durabilityInterval)
 	defer tick.Stop()
+	asked := false
 	for {
 		if d, err := read(ctx); err == nil {
+			asked = d.LacksRecords && (asked || repair())
 			w.note(d, logger)
 		}
 		select {

@@ -384,6 +384,15 @@ func (t *term) snapshotTaken() time.Time {
 	return time.Time{}
 }
 
+// repair makes a snapshot replace the records that a server lacks; false if the store is not open yet.
+func (t *term) repair() bool {
+	s := t.snapshots.Load()
+	if s != nil {
+		s.Repair()
+	}
+	return s != nil
+}
+
 // gaps returns what the log lacks.
 func (t *term) gaps() (gaps []string) {
 	if s := t.snapshots.Load(); s != nil {
@@ -586,7 +595,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		case <-running.Done():
 		}
 	}()
-	go t.durability.watch(running, d.durability(t.remote.Durability), t.logger)
+	go t.durability.watch(running, d.durability(t.remote.Durability), t.repair, t.logger)
 	go t.clock.Watch(running, t.slot, t.remote.Clocks)
 	taken := make(chan struct{})
 	go func() {

@@ -88,7 +88,8 @@ type Remote struct {
 	Log Log
 	// Snapshots has the files of snapshots, and Members those of audiences.
 	Snapshots, Members Objects
-	// Durability reads how safely the servers store the records now. May be nil.
+	// Durability reads how safely the servers store the records now. It compares what it reads with the read
+	// before, and is called by one goroutine at a time. May be nil.
 	Durability func(context.Context) (Durability, error)
 	// Clocks are those of the servers, for WallClock.Read. Several of them can be of one server.
 	Clocks []ServerTime
@@ -107,8 +108,10 @@ type Durability struct {
 	// Weak are the settings with which a loss of servers can lose calls, and the namespaces that the
 	// directory assigns to another slot than that of their messages, each with its fix.
 	Weak []string
-	// Gaps are the object stores that were deleted.
+	// Gaps are the object stores that were deleted, and the servers that lack records or objects, with the fix.
 	Gaps []string
+	// LacksRecords is true if a server lacks records of the stream: a snapshot makes them unnecessary.
+	LacksRecords bool
 }
 
 // Sync is whether a server syncs each record to its disk before it acknowledges it.

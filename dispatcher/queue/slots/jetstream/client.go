@@ -3,14 +3,14 @@ package jetstream
 import (
 	"context"
 	"crypto/x509"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"math"
-	"net/http"
 	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -309,10 +309,11 @@ func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots
 	if err != nil {
 		return r, explain(err)
 	}
+	streams := []*kept{{stream: log.stream, want: log.want}, {stream: snapshots.stream, want: snapshots.want}, {stream: members.stream, want: members.want}}
 	return slots.Remote{
 		Log: log, Snapshots: snapshots, Members: members, Rename: log.rename,
 		Durability: func(ctx context.Context) (slots.Durability, error) {
-			return c.durability(ctx, kept{log.stream, log.want}, kept{snapshots.stream, snapshots.want}, kept{members.stream, members.want})
+			return c.durability(ctx, streams...)
 		},
 		Clocks: []slots.ServerTime{leaderTime(log.stream), leaderTime(snapshots.stream), leaderTime(members.stream)},
 	}, nil
@@ -421,11 +422,14 @@ func (c *Client) checkServers(ctx context.Context) error {
 	if c.c.Monitoring == "" || c.c.AllowWeak {
 		return nil
 	}
-	switch sync, err := c.readSync(ctx); {
+	servers, err := c.readServers(ctx)
+	switch {
 	case err != nil:
 		return err
-	case sync != slots.SyncAlways:
+	case syncOf(servers) == slots.SyncPeriodic:
 		return errors.New(weakSync)
+	case syncOf(servers) == slots.SyncUnknown:
+		return errors.New(strings.Join(disabledIn(ctx, servers), "; "))
 	}
 	return nil
 }
@@ -466,12 +470,15 @@ func connectFix(err error) string {
 type kept struct {
 	stream jetstream.Stream
 	want   jetstream.StreamConfig
+	// before is the last reading of its servers.
+	before extents
 }
 
-// durability reads the present settings and copies of a slot's streams, of which the first one has the records. A change of a stream while it is
-// in use loses no calls by itself, so it is not an error.
-func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durability, error) {
+// durability reads the present settings and copies of a slot's streams, of which the first one has the records. A
+// change of a stream while it is in use loses no calls by itself, so it is not an error.
+func (c *Client) durability(ctx context.Context, streams ...*kept) (slots.Durability, error) {
 	d := slots.Durability{Sync: slots.SyncUnknown, Replicas: math.MaxInt, Current: math.MaxInt}
+	infos := make([]*jetstream.StreamInfo, len(streams))
 	for i, s := range streams {
 		info, err := s.stream.Info(ctx)
 		if i > 0 && errors.Is(err, jetstream.ErrStreamNotFound) {
@@ -481,7 +488,7 @@ func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durabil
 		if err != nil {
 			return slots.Durability{}, fmt.Errorf("read the settings of stream %s: %w", s.want.Name, err)
 		}
-		d.Replicas, d.Current = min(d.Replicas, info.Config.Replicas), min(d.Current, currentCopies(info))
+		infos[i] = info
 		if info.Config.Replicas < MinReplicas {
 			d.Weak = append(d.Weak, fmt.Sprintf("stream %s has num_replicas %d, so the loss of one server can lose calls; set it to %d", info.Config.Name, info.Config.Replicas, MinReplicas))
 		} else if err := checkSettings(info.Config, s.want); err != nil {
@@ -492,17 +499,42 @@ func (c *Client) durability(ctx context.Context, streams ...kept) (slots.Durabil
 	if err := checkServer(c.nc); err != nil && c.nc.IsConnected() {
 		d.Weak = append(d.Weak, err.Error())
 	}
-	if c.c.Monitoring == "" {
-		return d, nil
+	var servers []serverState
+	if c.c.Monitoring != "" {
+		servers, _ = c.readServers(ctx) // Without an answer of the monitoring ports, the values are not known.
 	}
-	// Without an answer of the monitoring port, the value is not known.
-	if sync, err := c.readSync(ctx); err == nil {
-		d.Sync = sync
-	}
-	if d.Sync == slots.SyncPeriodic {
+	d.Sync = syncOf(servers)
+	if d.Weak = append(d.Weak, disabledIn(ctx, servers)...); d.Sync == slots.SyncPeriodic {
 		d.Weak = append(d.Weak, weakSync)
 	}
+	for i, s := range streams {
+		if infos[i] == nil {
+			continue
+		}
+		found := s.compare(infos[i], servers, i == 0)
+		for _, name := range slices.Sorted(maps.Keys(found)) {
+			what := fmt.Sprintf("%d records", found[name])
+			if i > 0 {
+				what = fmt.Sprintf("%d messages of stream %s", found[name], s.want.Name)
+			}
+			d.Gaps = append(d.Gaps, fmt.Sprintf("server %s lacks %s: stop it, empty its store_dir, start it, before any other disk is replaced", name, what))
+		}
+		d.LacksRecords = d.LacksRecords || i == 0 && len(found) > 0
+		d.Replicas, d.Current = min(d.Replicas, infos[i].Config.Replicas), min(d.Current, currentCopies(infos[i], found))
+	}
 	return d, nil
+}
+
+// compare returns the servers that lack messages of a stream, by this reading and the one before.
+func (k *kept) compare(info *jetstream.StreamInfo, servers []serverState, isLog bool) map[string]uint64 {
+	before, now := k.before, readExtents(info, servers)
+	k.before = now
+	if isLog {
+		return lacking(before, now, func(name string) bool {
+			return slices.ContainsFunc(info.Cluster.Replicas, func(r *jetstream.PeerInfo) bool { return r.Name == name && keepsUp(r) })
+		})
+	}
+	return differing(before, now)
 }
 
 const (
@@ -514,78 +546,30 @@ const (
 )
 
 // currentCopies returns the number of servers that have all records of a stream, except for those in
-// progress.
-func currentCopies(info *jetstream.StreamInfo) int {
+// progress, without those of which it is known that they lack some.
+func currentCopies(info *jetstream.StreamInfo, lacking map[string]uint64) int {
 	if info.Cluster == nil {
 		return 1 // A single server.
 	}
 	n := 0
-	if info.Cluster.Leader != "" {
+	if leader := info.Cluster.Leader; leader != "" && lacking[leader] == 0 {
 		n++
 	}
 	for _, r := range info.Cluster.Replicas {
-		// Active is 0 for a server that never answered.
-		keepsUp := r.Active > 0 && r.Active < silentAfter && r.Lag <= inProgress
-		if !r.Offline && (r.Current || keepsUp) {
+		if keepsUp(r) && lacking[r.Name] == 0 {
 			n++
 		}
 	}
 	return n
 }
 
+// keepsUp reports whether a server has all records of a stream but those in progress, as the leader knows.
+func keepsUp(r *jetstream.PeerInfo) bool {
+	// Active is 0 for a server that never answered.
+	return !r.Offline && (r.Current || r.Active > 0 && r.Active < silentAfter && r.Lag <= inProgress)
+}
+
 const weakSync = "a NATS server does not sync each record: a power loss of all servers would lose calls; set jetstream { sync_interval: always }"
-
-// readSync asks the monitoring ports whether each server syncs each record to its disk. A server that does
-// not answer is left out, unless none does: it may be stopped.
-func (c *Client) readSync(ctx context.Context) (sync slots.Sync, err error) {
-	var failed []error
-	for url := range strings.SplitSeq(c.c.Monitoring, ",") {
-		answer, err := readServerSync(ctx, url)
-		switch {
-		case err != nil:
-			failed = append(failed, err)
-		case answer == slots.SyncPeriodic:
-			return answer, nil
-		default:
-			sync = answer
-		}
-	}
-	if sync == "" {
-		return "", errors.Join(failed...)
-	}
-	return sync, nil
-}
-
-// readServerSync asks one monitoring port.
-func readServerSync(ctx context.Context, monitoring string) (slots.Sync, error) {
-	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
-	defer cancel()
-	url := strings.TrimSuffix(monitoring, "/") + "/jsz?config=true"
-	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return "", fmt.Errorf("check sync_interval: %w", err)
-	}
-	answer, err := http.DefaultClient.Do(r)
-	if err != nil {
-		return "", fmt.Errorf("check sync_interval: %w", err)
-	}
-	defer func() { _ = answer.Body.Close() }()
-	var found struct {
-		Config struct {
-			SyncAlways bool `json:"sync_always"`
-		} `json:"config"`
-	}
-	if answer.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("check sync_interval: %s answered with status %d; set --log-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
-	}
-	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxPayload)).Decode(&found); err != nil {
-		return "", fmt.Errorf("check sync_interval: %s did not answer with the state of JetStream: %w", url, err)
-	}
-	if !found.Config.SyncAlways {
-		return slots.SyncPeriodic, nil
-	}
-	return slots.SyncAlways, nil
-}
 
 // ErrOffline reports that too few servers of the log run to create a stream, or that they have not found each
 // other yet.

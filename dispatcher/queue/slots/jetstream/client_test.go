@@ -222,6 +222,16 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		if err := client.check(t.Context()); err != nil {
 			t.Errorf("a second server that is stopped: got error %v, want none", err)
 		}
+		disabled := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			fmt.Fprint(w, map[string]string{"/jsz": `{"disabled":true,"config":{}}`, "/varz": `{"server_name":"n7"}`}[r.URL.Path])
+		}))
+		defer disabled.Close()
+		client.c.Monitoring = disabled.URL + "/"
+		wantText(t, "no server with JetStream", client.check(t.Context()), "JetStream is disabled in n7: check its disk, restart it")
+		client.c.Monitoring = monitor.URL + "," + disabled.URL
+		if err := client.check(t.Context()); err != nil {
+			t.Errorf("a server that has disabled JetStream: got error %v, want none", err)
+		}
 		client.c.Monitoring = monitor.URL
 		if err := client.check(t.Context()); err != nil {
 			t.Errorf("sync of each record: got error %v, want none", err)
@@ -1102,11 +1112,12 @@ func TestCurrentCopies(t *testing.T) {
 		"a few records behind":   {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Lag: 5}), 3},
 		"many records behind":    {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Lag: 5000}), 2},
 		"silent":                 {cluster(current, &jetstream.PeerInfo{Active: time.Minute, Lag: 5}), 2},
+		"a gap":                  {cluster(current, &jetstream.PeerInfo{Name: "lacking", Current: true}), 2},
 		"offline":                {cluster(current, &jetstream.PeerInfo{Active: time.Millisecond, Offline: true, Lag: 5}), 2},
 		"not seen since a start": {cluster(current, &jetstream.PeerInfo{}), 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := currentCopies(&c.info); got != c.want {
+			if got := currentCopies(&c.info, map[string]uint64{"lacking": 1}); got != c.want {
 				t.Errorf("got %d copies, want %d", got, c.want)
 			}
 		})
