@@ -55,6 +55,7 @@ func TestSlots(t *testing.T) {
 		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
 		"weak settings":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"} })}, 1, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
 		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
+		"a gap":               {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Gaps = []string{"server n1 lacks 458 records: stop it"} })}, 1, 1, true, "server n1 lacks 458 records: stop it."},
 		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
 		"owners of two slots": {[]adminapi.LogState{owner, in(1, owner)}, 2, 1, false, ""},
 		"a lost server of several slots": {[]adminapi.LogState{

@@ -31,6 +31,17 @@ func (e *DamageError) Error() string {
 
 func (e *DamageError) Unwrap() error { return e.Err }
 
+// GapError reports that the server that leads the stream has lost records behind those that a copy has. The copy is
+// kept: another server may have the records, and a newer snapshot replaces them.
+type GapError struct {
+	// From and To are the sequences of the lost records. Copied is the last batch of the copy.
+	From, To, Copied uint64
+}
+
+func (e *GapError) Error() string {
+	return fmt.Sprintf("the log lacks the records %d to %d behind batch %d, which the copy has: a server of the log has lost them; the copy is kept, and follows the log again when another server leads the stream or the owner has stored a snapshot. Without an owner, move the leader (nats stream cluster step-down), or run posthorn log adopt", e.From, e.To, e.Copied)
+}
+
 // badRecord returns the error for a record that cannot be used: a DamageError, except for a record of a
 // newer release.
 func badRecord(sequence uint64, err error) error {
@@ -198,11 +209,39 @@ func newFollower(ctx context.Context, log Log, s State, copied Replica) (*follow
 	case err != nil:
 		return nil, err
 	case isNew || h.first > position.Batch:
+		if err := checkGap(ctx, log, e.Sequence, position.Batch); err != nil && !isNew {
+			return nil, err
+		}
 		return nil, fmt.Errorf("%w: it ends with batch %d, and the log begins with batch %d", ErrForeignCopy, position.Batch, h.first)
 	case h.session != position.Session:
 		return nil, fmt.Errorf("%w: its batch %d is of session %x, and that of the log is of session %x", ErrForeignCopy, position.Batch, position.Session, h.session)
 	}
 	return &follower{copy: copied, next: e.Sequence, last: h.first - 1}, nil
+}
+
+// checkGap returns a GapError if records before one are lost, and not trimmed: the stream has earlier ones.
+func checkGap(ctx context.Context, log Log, sequence, copied uint64) error {
+	s, err := log.State(ctx)
+	if err != nil {
+		return fmt.Errorf("read the state of the log: %w", err)
+	}
+	if s.First >= sequence {
+		return nil
+	}
+	from := sequence
+	for low := s.First; low < from; {
+		middle := low + (from-low)/2
+		e, err := log.Get(ctx, middle)
+		switch {
+		case err != nil:
+			return fmt.Errorf("read record %d of the log: %w", middle, err)
+		case e.Sequence >= sequence:
+			from = middle
+		default:
+			low = e.Sequence + 1
+		}
+	}
+	return &GapError{from, sequence - 1, copied}
 }
 
 // findBatch returns the first record with which a batch is complete. The last batches of the

@@ -1,6 +1,9 @@
 package slots_test
 
 import (
+	"context"
+	"errors"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -9,6 +12,8 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 )
 
@@ -107,4 +112,104 @@ func (s *snapshotSlot) deleteObjects(t *testing.T, selects func(name string) boo
 			_ = s.objects.Delete(t.Context(), name)
 		}
 	}
+}
+
+// follow follows the slot with the files of a file system until the copy has all records, and returns what was logged.
+func (s *snapshotSlot) follow(t *testing.T, fs vfs.FS) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	slot, logged := s.slot(fs), &strings.Builder{}
+	slot.Store.Logger = slog.New(slog.NewTextHandler(logged, nil))
+	slot.CaughtUp = cancel
+	if _, err := slot.Follow(ctx); !errors.Is(err, context.Canceled) {
+		t.Fatalf("follow the slot: got error %v, want that the copy has all records", err)
+	}
+	return logged.String()
+}
+
+// A standby whose server has lost records reads them from the one that leads the stream: its copy is not replaced.
+func TestStandbyPassesAGapOfItsServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, fs := newSnapshotSlot(), vfs.NewMem()
+		owner := s.open(t, vfs.NewMem())
+		owner.accept(t, 20)
+		first := s.state(t).Last
+		s.follow(t, fs)
+		for range 50 {
+			owner.accept(t, 1)
+		}
+		s.stream.LoseAtReaders(first+5, first+30)
+		logged := s.follow(t, fs)
+		if !strings.Contains(logged, "a server of the log lacks records") || strings.Contains(logged, "restoring") {
+			t.Errorf("log of the standby: got %s, want that it reads the lost records, and restores nothing", logged)
+		}
+		owner.close(t, true)
+		s.open(t, fs).wantAccepted(t, 70)
+	})
+}
+
+// A standby behind which the leader of the stream has lost records keeps its copy, until the owner has stored a
+// snapshot behind the gap.
+func TestStandbyAtAGapOfTheLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, fs := newSnapshotSlot(), vfs.NewMem()
+		owner := s.open(t, vfs.NewMem())
+		owner.accept(t, 20)
+		owner.take(t)
+		owner.accept(t, 20)
+		s.follow(t, fs)
+		position, err := pebblestore.ReadPosition(fs, "data/queue")
+		if err != nil {
+			t.Fatal(err)
+		}
+		first := s.state(t).Last
+		for range 50 {
+			owner.accept(t, 1)
+		}
+		s.stream.Lose(first+5, first+30)
+		for range 2 {
+			var gap *slots.GapError
+			if err := s.refused(t, fs); !errors.As(err, &gap) || gap.From != first+5 || gap.To != first+30 || strings.Contains(err.Error(), "trimmed") {
+				t.Fatalf("standby at a gap: got error %v, want the records %d to %d", err, first+5, first+30)
+			}
+		}
+		if now, err := pebblestore.ReadPosition(fs, "data/queue"); err != nil || now.Batch < position.Batch {
+			t.Errorf("copy of the standby: got batch %d and error %v, want %d or later", now.Batch, err, position.Batch)
+		}
+		go owner.Run(t.Context())
+		time.Sleep(30 * time.Second)
+		s.follow(t, fs)
+		owner.close(t, true)
+		s.open(t, fs).wantAccepted(t, 90)
+	})
+}
+
+// A copy that ends in a gap of the leader is kept, too.
+func TestCopyThatEndsInAGap(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, fs := newSnapshotSlot(), vfs.NewMem()
+		owner := s.open(t, vfs.NewMem())
+		owner.accept(t, 20)
+		owner.take(t)
+		for range 20 {
+			owner.accept(t, 1)
+		}
+		s.follow(t, fs)
+		last := s.state(t).Last
+		position, _ := pebblestore.ReadPosition(fs, "data/queue")
+		owner.accept(t, 1)
+		s.stream.Lose(last-10, last)
+		var gap *slots.GapError
+		if err := s.refused(t, fs); !errors.As(err, &gap) || gap.Copied != position.Batch || gap.From != last-10 || gap.To != last {
+			t.Fatalf("copy that ends in a gap: got error %v, want a gap behind batch %d", err, position.Batch)
+		}
+		if now, err := pebblestore.ReadPosition(fs, "data/queue"); err != nil || now != position {
+			t.Errorf("copy: got batch %d and error %v, want %d", now.Batch, err, position.Batch)
+		}
+		owner.take(t) // It has more than the copy.
+		s.follow(t, fs)
+		owner.close(t, true)
+		s.open(t, fs).wantAccepted(t, 41)
+	})
 }

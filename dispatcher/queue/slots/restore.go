@@ -24,6 +24,8 @@ type restorer struct {
 	objects Objects // nil for none.
 	fs      vfs.FS
 	dir     string
+	// behind is the batch that a snapshot must be behind; 0 for any.
+	behind uint64
 	// tried are the sequences of the snapshots that were restored.
 	tried map[uint64]bool
 }
@@ -41,7 +43,7 @@ func (r *restorer) restore(ctx context.Context) error {
 	cause := errNoSnapshot
 	for sequence > 0 {
 		m, before, err := readManifest(ctx, r.log, r.objects, sequence)
-		if err == nil && !r.tried[sequence] {
+		if err == nil && !r.tried[sequence] && (r.behind == 0 || m.Batch > r.behind) {
 			if err = r.download(ctx, m); err == nil {
 				r.tried[sequence] = true
 				return nil

@@ -55,12 +55,20 @@ func (s Slot) open(ctx context.Context, force bool) (*Writer, error) {
 		} else {
 			w, err = s.claim(ctx, force)
 		}
-		if !isUnusable(err) {
+		gap, isGap := errors.AsType[*GapError](err)
+		if isGap { // Only a snapshot that has more than the copy may replace it.
+			if r.behind = gap.Copied; r.restore(ctx) == nil {
+				s.Logger.Warn("the log lacks records; the copy was replaced by a newer snapshot", "dir", s.Dir, "error", err)
+				continue
+			}
+		}
+		if isGap || !isUnusable(err) {
 			if err != nil {
 				err = fmt.Errorf("open a slot: %w", err)
 			}
 			return w, err
 		}
+		r.behind = 0
 		if errors.Is(missing, fs.ErrNotExist) {
 			s.Logger.Info("no local files; restoring the newest snapshot", "dir", s.Dir)
 		} else {
@@ -182,7 +190,7 @@ func (s Slot) empty(ctx context.Context, cause error) error {
 	case err != nil && !errors.Is(err, ErrNoRecord):
 		return err
 	case err == nil && h.first > 1:
-		return fmt.Errorf("%w, and the log begins with batch %d; restore the stream and the objects of the slot", cause, h.first)
+		return fmt.Errorf("%w, and the log begins with batch %d; an owner stores a snapshot within 30 s. Without one, run posthorn log adopt, or restore the stream and the objects of the slot", cause, h.first)
 	}
 	return s.Store.FS.RemoveAll(s.Dir)
 }
@@ -262,7 +270,7 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 		}
 		select {
 		case e := <-entries:
-			if err := c.apply(o.Now(), e); err != nil {
+			if err := c.read(ctx, log, e, o); err != nil {
 				return err
 			}
 		case <-wake:
@@ -277,6 +285,43 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 			return ctx.Err()
 		}
 	}
+}
+
+// read applies a record, and before it those that the server of the reader has lost, if the leader has them.
+func (c *candidate) read(ctx context.Context, log Log, e Entry, o Options) error {
+	for first := c.follower.next; c.follower.next < e.Sequence; {
+		lost, err := log.Get(ctx, c.follower.next)
+		if errors.Is(err, ErrNoRecord) {
+			err = errStaleRead
+		}
+		if err == nil && lost.Sequence > c.follower.next {
+			err = c.lost(ctx, log, lost.Sequence)
+		} else if err != nil {
+			err = fmt.Errorf("read record %d of the log: %w", c.follower.next, err)
+		}
+		if err != nil {
+			return err
+		}
+		if c.follower.next == first {
+			o.Logger.Warn("a server of the log lacks records; reading them from the one that leads the stream", "from", first, "to", e.Sequence-1)
+		}
+		if err := c.apply(o.Now(), lost); err != nil {
+			return err
+		}
+	}
+	return c.apply(o.Now(), e)
+}
+
+// lost returns the error for records before a sequence that the leader does not have.
+func (c *candidate) lost(ctx context.Context, log Log, before uint64) error {
+	s, err := log.State(ctx)
+	switch {
+	case err != nil:
+		return fmt.Errorf("read the state of the log: %w", err)
+	case s.First > c.follower.next:
+		return fmt.Errorf("%w: records %d to %d were trimmed before it applied them", ErrForeignCopy, c.follower.next, before-1)
+	}
+	return &GapError{c.follower.next, before - 1, c.copy.Position().Batch}
 }
 
 // check reads the state of a stream that is silent. An owner appends a record every second, so the stream

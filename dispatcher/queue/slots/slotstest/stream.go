@@ -30,6 +30,8 @@ type Stream struct {
 	maxBytes int64
 	noLeader bool
 	appended chan struct{} // Closed at the next record.
+	// unread are the records that only Get returns.
+	unread map[uint64]bool
 }
 
 // NewStream returns an empty stream that accepts maxBytes; 0 for no bound.
@@ -60,6 +62,17 @@ func (s *Stream) Lose(from, to uint64) {
 		s.records[from-s.first] = nil
 	}
 	s.trimTo(s.first)
+}
+
+// LoseAtReaders hides records from Tail, as a server with a consumer does whose disk has damaged them. Get asks
+// another server.
+func (s *Stream) LoseAtReaders(from, to uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.unread = map[uint64]bool{}
+	for ; from <= to; from++ {
+		s.unread[from] = true
+	}
 }
 
 // Rename gives the stream a new ID, as slots.Remote.Rename does.
@@ -125,6 +138,20 @@ func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct
 		return e, s.appended, slots.ErrNoRecord
 	}
 	return slots.Entry{Sequence: from, Record: slices.Clone(s.records[from-s.first])}, nil, nil
+}
+
+// read is get for Tail.
+func (s *Stream) read(from uint64) (e slots.Entry, appended <-chan struct{}, err error) {
+	for {
+		e, appended, err = s.get(from, 0)
+		s.mu.Lock()
+		isUnread := s.unread[e.Sequence]
+		s.mu.Unlock()
+		if err != nil || !isUnread {
+			return e, appended, err
+		}
+		from = e.Sequence + 1
+	}
 }
 
 func (s *Stream) state(unseen uint64) slots.State {
@@ -280,7 +307,7 @@ func (l *Log) Get(ctx context.Context, from uint64) (slots.Entry, error) {
 func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error) error {
 	for {
 		l.pause()
-		e, appended, err := l.stream.get(from, 0)
+		e, appended, err := l.stream.read(from)
 		if err != nil {
 			select {
 			case <-appended:
