@@ -89,6 +89,15 @@ func startServersOf(t *testing.T, binary string) *servers {
 	return s
 }
 
+// monitoring are the URLs of the monitoring ports.
+func (s *servers) monitoring() string {
+	var urls []string
+	for _, n := range s.nodes {
+		urls = append(urls, "http://"+n.Admin)
+	}
+	return strings.Join(urls, ",")
+}
+
 func (s *servers) start(i int) {
 	s.t.Helper()
 	if err := s.nodes[i].Start(); err != nil {

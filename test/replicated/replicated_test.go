@@ -46,6 +46,8 @@ type fault struct {
 	silent bool
 	// lost is true if the owner is lost with the positions that it has not stored.
 	lost bool
+	// gaps is true if records or objects are lost.
+	gaps bool
 	// within is the promised time to the next acknowledged call of a lost owner; takeover when 0.
 	within time.Duration
 }
@@ -290,6 +292,10 @@ func TestNothingAcknowledgedIsLost(t *testing.T) {
 		}
 		testFaults(t, startServersOf(t, withClock), append(faultsOfServers, wrongClock))
 	})
+	t.Run("records", func(t *testing.T) {
+		t.Parallel()
+		testFaults(t, startServers(t), faultsOfRecords)
+	})
 }
 
 func testFaults(t *testing.T, s *servers, faults []fault) {
@@ -301,7 +307,7 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 	r := newReceiver(t)
 	c := &cluster{servers: s}
 	c.more = func(n int) []*pod {
-		return startPods(t, n, manifests(r.URL), "--log", c.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+		return startPods(t, n, manifests(r.URL), "--log", c.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--log-monitoring", c.monitoring())
 	}
 	c.pods = c.more(2)
 	syncMembers(t, owner(t, c.pods), "u1", "u2")
@@ -315,6 +321,11 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 		}
 	}
 	sum.check(t)
+	for _, p := range c.pods {
+		if lacked := strings.Contains(p.log.String(), gapLog); lacked && !faults[0].gaps {
+			t.Errorf("log of %s: got a gap, want none without a lost record", p.name)
+		}
+	}
 	checkMetrics(t, c.pods)
 	checkCopies(t, c.servers, c.pods)
 	// The members of the first sync were stored with another owner. The standby forwards the sync.
@@ -460,7 +471,7 @@ func checkCopies(t *testing.T, s *servers, pods []*pod) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	slots("all servers", "It is not known whether the servers sync each record", false)
+	slots("all servers", "owner", false)
 	s.stop(2)
 	slots("without a server", "2 of 3 servers of the log have all records", true)
 	s.start(2)

@@ -1,0 +1,201 @@
+package replicated
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// gapLog is the message of an owner that finds a gap in the records or the objects of its slot.
+const gapLog = "the slot could not be restored from the log"
+
+// faultsOfRecords are losses of records and objects. The owner repairs the log, so that it can then be lost with all
+// other processes and their disks.
+var faultsOfRecords = []fault{
+	{name: "purge of the stream, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: repaired("another program purged it", func(c *cluster) {
+		c.purge(stream)
+	})},
+	{name: "purge of the object stores, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: repaired("the object store of the snapshots lacks", func(c *cluster) {
+		c.purge("OBJ_" + stream)
+		c.purge("OBJ_" + stream + "_members")
+	})},
+	{name: "deletion of the object stores, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: repaired("the object store of the snapshots lacks", func(c *cluster) {
+		js := c.administrator()
+		for _, name := range []string{"OBJ_" + stream, "OBJ_" + stream + "_members"} {
+			if err := js.DeleteStream(c.t.Context(), name); err != nil {
+				c.t.Fatal(err)
+			}
+		}
+	})},
+	{name: "gap at one server, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: func(c *cluster, owner *pod) func() {
+		i := (c.fill() + 1) % replicas
+		return repaired(fmt.Sprintf("server n%d lacks ", i), func(c *cluster) { c.damage(i) })(c, owner)
+	}},
+	{name: "gap at two servers, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: func(c *cluster, owner *pod) func() {
+		leader := c.fill()
+		i := (leader + 1) % replicas
+		return repaired(fmt.Sprintf("server n%d lacks ", i), func(c *cluster) {
+			c.damage(leader)
+			c.damage(i)
+		})(c, owner)
+	}},
+}
+
+// repaired loses something that posthorn slots reports with a text, and then all processes with their disks as soon as it
+// reports no problem.
+func repaired(text string, lose func(*cluster)) func(*cluster, *pod) func() {
+	return func(c *cluster, owner *pod) func() {
+		lose(c)
+		seen := false
+		if err := wait.Until(func() error {
+			out, err := exec.Command(binary, "slots", "--admin", owner.Admin).CombinedOutput()
+			seen = seen || err != nil && strings.Contains(string(out), text)
+			if !seen || err != nil {
+				return fmt.Errorf("got error %v and\n%s", err, out)
+			}
+			return nil
+		}); err != nil {
+			c.t.Fatalf("posthorn slots, want %q and then no problem: %v", text, err)
+		}
+		for _, p := range c.pods {
+			p.lose()
+		}
+		return func() {
+			for _, p := range c.pods {
+				p.start()
+			}
+		}
+	}
+}
+
+// purge removes all messages of a stream.
+func (s *servers) purge(name string) {
+	s.t.Helper()
+	js := s.administrator()
+	if err := wait.Until(func() error {
+		found, err := js.Stream(s.t.Context(), name)
+		if err == nil {
+			err = found.Purge(s.t.Context())
+		}
+		return err
+	}); err != nil {
+		s.t.Fatalf("purge %s: %v", name, err)
+	}
+}
+
+// fill publishes records until each server has several files of the slot's stream, and returns the server that leads it.
+func (c *cluster) fill() (leader int) {
+	c.t.Helper()
+	to := &sender{pods: c.pods}
+	for n := 0; len(c.blocks(0)) < 4; n++ {
+		body, _ := large(fmt.Sprint("fill-", c.leader(), "-", len(to.acknowledged)), n)
+		to.mustSend(c.t, body)
+		if n > 500 {
+			c.t.Fatalf("files of the stream after 100 MB: got %v, want 4", c.blocks(0))
+		}
+	}
+	return c.leader()
+}
+
+// waitKeepUp waits until all servers have the records of the slot but those in progress: under load, no server has all.
+func (s *servers) waitKeepUp() {
+	s.t.Helper()
+	js := s.administrator()
+	if err := wait.Until(func() error {
+		info, err := js.Stream(s.t.Context(), stream)
+		if err != nil {
+			return err
+		}
+		c := info.CachedInfo().Cluster
+		if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return r.Offline || r.Active == 0 || r.Lag > 1000 }) {
+			return fmt.Errorf("stream %s: cluster %+v", stream, c)
+		}
+		return nil
+	}); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// blocks are the files of the slot's stream at a server, the oldest one first.
+func (s *servers) blocks(i int) []string {
+	found, _ := filepath.Glob(filepath.Join(s.files(i), "jetstream", "*", "streams", stream, "msgs", "*.blk"))
+	slices.SortFunc(found, func(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), cmp.Compare(a, b)) })
+	return found
+}
+
+// damage kills a server, damages an older file of the slot's stream, and starts it again.
+func (s *servers) damage(i int) {
+	s.t.Helper()
+	s.stop(i)
+	blocks := s.blocks(i)
+	if len(blocks) < 3 {
+		s.t.Fatalf("files of the stream at server %d: got %v, want 3", i, blocks)
+	}
+	f, err := os.OpenFile(blocks[1], os.O_RDWR, 0) // The first one can begin with trimmed records.
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if _, err := f.WriteAt(make([]byte, 4096), info.Size()/2); err != nil {
+		s.t.Fatal(err)
+	}
+	// Without it, the server reads all files at its start.
+	if err := os.RemoveAll(filepath.Join(filepath.Dir(blocks[1]), "index.db")); err != nil {
+		s.t.Fatal(err)
+	}
+	s.start(i)
+	s.waitKeepUp()
+}
+
+// Edited limits of the stream that remove records are a gap, too, as long as they remove some.
+func TestEditedLimit(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	pods := startPods(t, 1, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	all := &sender{pods: pods}
+	owner := ownerOfCopied(t, pods)
+	stop := all.start(t, "before")
+	acknowledge(t, all, 400)
+	stop()
+	js := s.administrator()
+	limit := func(most int64) {
+		t.Helper()
+		c := s.settings(js, stream)
+		c.MaxMsgs = most
+		if err := wait.Until(func() error {
+			_, err := js.UpdateStream(t.Context(), c)
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, step := range []struct {
+		most int64
+		want string
+	}{{5, "its limits were edited"}, {-1, "owner"}} {
+		limit(step.most)
+		if err := wait.Until(func() error {
+			out, err := exec.Command(binary, "slots", "--admin", owner.Admin).CombinedOutput()
+			if got := string(out); !strings.Contains(got, step.want) || (err != nil) != (step.most > 0) {
+				return fmt.Errorf("got error %v and\n%s", err, got)
+			}
+			return nil
+		}); err != nil {
+			t.Fatalf("posthorn slots with max_msgs %d, want %q: %v", step.most, step.want, err)
+		}
+	}
+	owner.lose()
+	owner.start()
+	checkLedger(t, pods, all, r)
+}
