@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/logs"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots"
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/jetstream"
 )
@@ -46,7 +48,8 @@ restored from a backup, deleted, or created again. This command decides what the
 slots continue with.
 
 Without --data: with the records of the streams. A slot whose stream has no record
-continues with the newest snapshot of its object store. Messages that were delivered
+continues with the newest snapshot of its object store. A slot whose stream lacks
+records behind the newest snapshot continues without their batches, which are named. Messages that were delivered
 after the backup or the snapshot are delivered again; calls that were accepted after
 it are missing. Processes then remove files of a later time from their data
 directories.
@@ -141,6 +144,7 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		return fmt.Errorf("the data directory has no files of the slot: %w", err)
 	}
 	var adopted slots.Adoption
+	var missing []slots.Batches
 	err := try(ctx, func() error {
 		remote, err := a.client.OpenAdopted(ctx, a.slots, slot)
 		if err != nil {
@@ -148,6 +152,9 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		}
 		s := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: dir, Store: pebblestore.Options{Logger: a.logger}}
 		adopted, err = s.Adopt(ctx, remote.Rename, a.data != "")
+		if errors.Is(err, slots.ErrIncomplete) {
+			adopted, missing, err = a.pass(ctx, s, remote)
+		}
 		return err
 	})
 	if err != nil {
@@ -160,10 +167,46 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		fmt.Fprintf(a.out, "slot %d continues with the records of the stream, up to batch %d\n", slot, adopted.Batch)
 	case slots.ContentSnapshot:
 		fmt.Fprintf(a.out, "slot %d continues with the newest snapshot, up to batch %d\n", slot, adopted.Batch)
+	case slots.ContentOwner:
+		fmt.Fprintf(a.out, "slot %d has an owner, which has all messages, up to batch %d, and repairs the log by itself within 30 s; nothing was changed\n", slot, adopted.Batch)
 	case slots.ContentFiles:
+		if a.data == "" {
+			fmt.Fprintf(a.out, "slot %d continues with the newest snapshot and the records of the stream%s\n", slot, without(missing))
+			break
+		}
 		fmt.Fprintf(a.out, "slot %d continues with the files in %s, up to batch %d\n", slot, dir, adopted.Batch)
 	}
 	return nil
+}
+
+// pass makes a store of what the newest snapshot and a stream with gaps have, and continues with it.
+func (a adopter) pass(ctx context.Context, s slots.Slot, remote slots.Remote) (adopted slots.Adoption, missing []slots.Batches, err error) {
+	if err := os.RemoveAll(s.Dir); err != nil {
+		return adopted, nil, err
+	}
+	if missing, err = s.Salvage(ctx); err != nil {
+		return adopted, missing, err
+	}
+	if _, err := repair.Run(s.Dir, true, pebblestore.Verify); err != nil {
+		return adopted, missing, fmt.Errorf("repair the store without the missing batches: %w", err)
+	}
+	if err := pebblestore.Attach(s.Dir, s.Store); err != nil {
+		return adopted, missing, err
+	}
+	adopted, err = s.Adopt(ctx, remote.Rename, true)
+	return adopted, missing, err
+}
+
+// without names missing batches.
+func without(missing []slots.Batches) string {
+	var names []string
+	for _, b := range missing {
+		names = append(names, fmt.Sprintf("%d to %d", b.First, b.Last))
+	}
+	if len(names) == 0 {
+		return ", which have all batches"
+	}
+	return ", without the batches " + strings.Join(names, ", ") + ", which no server has: calls, results of deliveries and states in them are lost"
 }
 
 // try repeats a function while the servers are not connected, do not answer or are too few, or another process has

@@ -3,12 +3,15 @@ package replicated
 import (
 	"cmp"
 	"fmt"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -198,4 +201,69 @@ func TestEditedLimit(t *testing.T) {
 	owner.lose()
 	owner.start()
 	checkLedger(t, pods, all, r)
+}
+
+// All processes and their disks are lost, and so are records behind the newest snapshot. An adoption names the missing
+// batches; the calls behind them are delivered.
+func TestAdoptPassesAGap(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	pods := startPods(t, 1, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	owner(t, pods)
+	r.answer.Store(http.StatusServiceUnavailable)
+	send := func(prefix string, n int) (ids []string) {
+		t.Helper()
+		all := &sender{pods: pods}
+		stop := all.start(t, prefix)
+		acknowledge(t, all, n)
+		stop()
+		return all.acknowledged
+	}
+	send("before", 400)
+	purged := s.last()
+	kept := send("behind", 400)
+	adopt := func() string {
+		t.Helper()
+		out, err := exec.Command(binary, "log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--yes").CombinedOutput()
+		if err != nil {
+			t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
+		}
+		return string(out)
+	}
+	if out := adopt(); !strings.Contains(out, "slot 0 has an owner, which has all messages") {
+		t.Errorf("adoption with an owner: got %q, want that nothing was changed", out)
+	}
+	pods[0].lose()
+	found, err := s.administrator().Stream(t.Context(), stream)
+	if err == nil {
+		err = found.Purge(t.Context(), jetstream.WithPurgeSequence(purged+1))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	pods[0].start()
+	waitNotReady(t, pods, "posthorn log adopt")
+	if out := adopt(); !strings.Contains(out, "slot 0 continues with the newest snapshot and the records of the stream, without the batches ") {
+		t.Errorf("adoption of a stream with a gap: got %q, want the missing batches", out)
+	}
+	r.answer.Store(0)
+	owner(t, pods)
+	checkDelivered(t, append(kept, send("after", 100)...), r)
+	report(t, pods)
+}
+
+// last is the sequence of the last record of the slot.
+func (s *servers) last() (last uint64) {
+	s.t.Helper()
+	js := s.administrator()
+	if err := wait.Until(func() error {
+		found, err := js.Stream(s.t.Context(), stream)
+		if err == nil {
+			last = found.CachedInfo().State.LastSeq
+		}
+		return err
+	}); err != nil {
+		s.t.Fatal(err)
+	}
+	return last
 }

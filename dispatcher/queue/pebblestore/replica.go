@@ -78,6 +78,9 @@ func (r *Replica) Apply(at Position, batch []byte) error {
 	return nil
 }
 
+// Skip makes the batch behind a later one the next one: those up to it are lost. The store must be repaired.
+func (r *Replica) Skip(to uint64) { r.last.Batch = to }
+
 // sequenceBytes is the size of the sequence number at the start of a batch. Another engine assigned
 // it; this engine assigns its own.
 const sequenceBytes = 8

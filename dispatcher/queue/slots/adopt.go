@@ -33,6 +33,8 @@ const (
 	ContentSnapshot Content = "snapshot"
 	// ContentFiles: the files in Dir.
 	ContentFiles Content = "files"
+	// ContentOwner: the store of the process that owns the slot. It repairs the log by itself.
+	ContentOwner Content = "owner"
 )
 
 // ErrInUse reports that a process appends records to a stream.
@@ -46,10 +48,16 @@ var ErrInUse = errors.New("a process uses the slot; stop all processes with this
 // The stream then has another ID: processes whose files have records of its former content, which the
 // new one lacks, remove these files without an error.
 //
-// Adopt can be called again after an error. It fails with ErrInUse while a process owns the slot.
+// Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has what it has
+// acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than those of the owner is
+// ErrInUse. Without useFiles, a stream that lacks batches behind the newest snapshot is ErrIncomplete: Salvage passes
+// the gap.
 func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool) (a Adoption, err error) {
 	s.setStoreDefaults()
 	state, err := s.checkIdle(ctx)
+	if errors.Is(err, ErrInUse) {
+		return s.adoptOwner(ctx, state, useFiles)
+	}
 	if err != nil {
 		return a, err
 	}
@@ -59,7 +67,9 @@ func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replac
 		a.Content = ContentFiles
 	case hasRecords:
 		a.Content = ContentStream
-		a.Batch, err = s.lastBatch(ctx, state)
+		if err = s.checkComplete(ctx, state); err == nil {
+			a.Batch, err = s.lastBatch(ctx, state)
+		}
 	default:
 		a.Content = ContentSnapshot
 		r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir}
@@ -90,6 +100,24 @@ func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replac
 		return a, err
 	}
 	return a, nil
+}
+
+// adoptOwner is Adopt while a process owns the slot.
+func (s Slot) adoptOwner(ctx context.Context, state State, useFiles bool) (a Adoption, err error) {
+	e, err := s.Log.Get(ctx, state.Last)
+	if err != nil {
+		return a, fmt.Errorf("read record %d of the log: %w", state.Last, err)
+	}
+	h, _, err := decodeRecord(e.Record)
+	if err != nil {
+		return a, badRecord(e.Sequence, err)
+	}
+	if useFiles {
+		if stored, err := readLocal(s.Store.FS, s.Dir); err != nil || stored.session() != h.session {
+			return a, errors.Join(err, ErrInUse)
+		}
+	}
+	return Adoption{ContentOwner, h.last}, nil
 }
 
 // checkIdle returns the state of the stream if no process appends records.
