@@ -16,7 +16,7 @@ import (
 type item struct {
 	start, end uint32 // of the call
 	id         uint16 // start of its messageId, relative to start
-	idLen      uint8  // 0: the id has escapes and is decoded from the JSON when needed
+	idLen      uint8  // 0: the id is long or has escapes, and is decoded from the JSON when needed
 	kind       kind
 }
 
@@ -27,6 +27,11 @@ const timeLayout = "2006-01-02T15:04:05.000Z"
 // item's positions count from the start of b.
 func (m *call) append(b []byte, now time.Time) ([]byte, item, error) {
 	it := item{kind: m.kind, start: uint32(len(b))}
+	for _, id := range [...]string{m.message.MessageId, m.userID, m.anonymousID, m.previousID, m.groupID} {
+		if !utf8.ValidString(id) {
+			return b, it, ErrInvalidID
+		}
+	}
 	b = append(b, `{"type":"`...)
 	b = append(b, m.kind.String()...)
 	b = append(b, `","messageId":"`...)
@@ -35,11 +40,11 @@ func (m *call) append(b []byte, now time.Time) ([]byte, item, error) {
 		b = appendUUID(b, now)
 		it.idLen = uuidLen
 	} else {
-		if len(id) > event.MaxMessageIDBytes {
+		if utf8.RuneCountInString(id) > event.MaxMessageIDRunes {
 			return b, it, ErrMessageIDTooLong
 		}
 		b = appendString(b[:len(b)-1], id)
-		if n := len(b) - int(it.start) - int(it.id) - 1; n == len(id) {
+		if n := len(b) - int(it.start) - int(it.id) - 1; n == len(id) && n <= math.MaxUint8 {
 			it.idLen = uint8(n)
 		}
 		b = b[:len(b)-1]

@@ -30,8 +30,11 @@ var (
 	ErrNoUserID error = &FieldError{"userId", "You must pass a 'userId'."}
 	// ErrNoPreviousID is an Alias without PreviousId.
 	ErrNoPreviousID error = &FieldError{"previousId", "You must pass a 'previousId'."}
-	// ErrMessageIDTooLong is a MessageId of more than 100 bytes.
-	ErrMessageIDTooLong error = &FieldError{"messageId", "The 'messageId' must not be longer than 100 bytes."}
+	// ErrMessageIDTooLong is a MessageId of more than 100 code points.
+	ErrMessageIDTooLong error = &FieldError{"messageId", "The 'messageId' must not be longer than 100 characters."}
+	// ErrInvalidID is a MessageId, UserId, AnonymousId, PreviousId or GroupId that is not UTF-8: two different ones
+	// would become equal in JSON.
+	ErrInvalidID error = &FieldError{"id", "The ids must be valid UTF-8."}
 )
 
 // Other errors of a call. It was not queued.

@@ -5,7 +5,7 @@ package analytics
 type Message struct {
 	// Type is the kind of call. The client sets it.
 	Type string `json:"type,omitempty"`
-	// MessageId identifies the call: a server accepts each id once. At most 100 bytes. Default: a
+	// MessageId identifies the call: a server accepts each id once. At most 100 code points. Default: a
 	// UUID (version 7).
 	MessageId string `json:"messageId,omitempty"`
 	// Timestamp is the time of the event, in ISO 8601. Set it to import historical data. Default:

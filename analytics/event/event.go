@@ -19,7 +19,10 @@ package event
 import (
 	"crypto/rand"
 	"encoding/hex"
+	"errors"
 	"net/netip"
+	"net/url"
+	"strings"
 	"time"
 )
 
@@ -39,8 +42,9 @@ const (
 	// MessageOverhead is the approximate size of the data that is added to each call, except the
 	// context and integrations of its batch: times, ids and version.
 	MessageOverhead = 256
-	// MaxMessageIDBytes is the length of a messageId in UTF-8.
-	MaxMessageIDBytes = 100
+	// MaxMessageIDRunes is the length of a messageId in code points, which have at most four bytes each.
+	MaxMessageIDRunes = 100
+	MaxMessageIDBytes = 4 * MaxMessageIDRunes
 	// MaxDepth is the nesting limit of arrays and objects in one call, including the call's own
 	// object.
 	MaxDepth = 256
@@ -91,8 +95,8 @@ const (
 	CodeNoGroupID        = "no_group_id"         // group without groupId
 	CodeNoPreviousID     = "no_previous_id"      // alias without previousId
 	CodeNoUserID         = "no_user_id"          // alias without userId
-	CodeMessageIDTooLong = "message_id_too_long" // messageId over MaxMessageIDBytes
-	CodeInvalidField     = "invalid_field"       // field of the wrong JSON type; the message names it
+	CodeMessageIDTooLong = "message_id_too_long" // messageId over MaxMessageIDRunes
+	CodeInvalidField     = "invalid_field"       // field of the wrong JSON type, or id that is not UTF-8; the message names it
 )
 
 // Error is an error of a request that its sender can fix. Message has the field, the rule and the
@@ -120,11 +124,12 @@ type Request struct {
 // Call is one accepted call.
 type Call struct {
 	Type Type
-	// MessageID is the sender's messageId, or the assigned one.
-	MessageID string
-	// Event, UserID and AnonymousID are empty if the call has none. A lone surrogate, which UTF-8
-	// cannot represent, becomes U+FFFD here; Body keeps it.
-	Event, UserID, AnonymousID string
+	// MessageID is the sender's messageId, or the assigned one. UserID and AnonymousID are empty if the call has
+	// none. All are as in [ID].
+	MessageID, UserID, AnonymousID string
+	// Event is empty if the call has none. A lone surrogate, which UTF-8 cannot represent, becomes U+FFFD here;
+	// Body keeps it.
+	Event string
 	// Timestamp is the time of the event by the server's clock, in UTC and in milliseconds.
 	Timestamp time.Time
 	// Integrations is the sender's selection of destinations.
@@ -161,6 +166,26 @@ func DeleteMessage(userID string, at time.Time) []byte {
 	b = appendMillis(b, at.UnixMilli())
 	return append(b, `"}`...)
 }
+
+// ID is an id of a call. A lone surrogate in it, which UTF-8 does not have, is the three bytes that UTF-8 would use
+// (WTF-8), and its escape in JSON, so that different ids remain different.
+type ID string
+
+// MarshalJSON implements json.Marshaler.
+func (id ID) MarshalJSON() ([]byte, error) { return appendString(nil, string(id)), nil }
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (id *ID) UnmarshalJSON(text []byte) error {
+	canonical, err := Canonical(text)
+	if err != nil || canonical[0] != '"' {
+		return errors.Join(errors.New("an id must be a JSON string"), err)
+	}
+	*id = ID(appendDecoded(nil, canonical))
+	return nil
+}
+
+// Key returns the id percent-encoded by RFC 3986: the value of the headers Idempotency-Key and webhook-id.
+func (id ID) Key() string { return strings.ReplaceAll(url.QueryEscape(string(id)), "+", "%20") }
 
 func randomUUID() string {
 	var id [16]byte

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -36,6 +37,11 @@ const (
 	fieldVersion
 	fieldCount
 )
+
+// isID reports whether the field identifies a message, a user or a group.
+func (f field) isID() bool {
+	return f == fieldMessageID || f == fieldUserID || f == fieldAnonymousID || f == fieldPreviousID || f == fieldGroupID
+}
 
 // fieldNames are the keys of the fields as canonical JSON.
 var fieldNames = [fieldCount]string{
@@ -133,7 +139,8 @@ type placed struct {
 //
 //   - writeKey is removed, version is 1, type is the path's.
 //   - userId, anonymousId, previousId, groupId, event and messageId that are
-//     numbers become strings. null and "" count as missing, and are kept.
+//     numbers become strings. null and "" count as missing, and are kept. A call with an id that is not
+//     UTF-8 is rejected: the ids of two users would become equal.
 //   - messageId is assigned if it is missing.
 //   - context and integrations of a batch are merged into those of the call,
 //     member by member, not deeper; the call's own members take precedence. An empty
@@ -495,6 +502,11 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	if err := v.validate(t); err != nil {
 		return err
 	}
+	for i := range members {
+		if m := &members[i]; m.replaced && m.field.isID() {
+			return &Error{CodeInvalidField, fieldNames[m.field] + " is not valid UTF-8; encode the request in UTF-8"}
+		}
+	}
 
 	// New values are appended to the scanned output, and are overwritten by the next call.
 	end := len(s.out)
@@ -506,9 +518,9 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		v[fieldMessageID] = s.made(appendString(s.out, p.NewID()))
 	}
 	place.messageID = s.decode(v[fieldMessageID])
-	if n := place.messageID; n.to-n.from > MaxMessageIDBytes {
+	if n := place.messageID; n.to-n.from > MaxMessageIDRunes && runes(s.texts[n.from:n.to]) > MaxMessageIDRunes {
 		s.out, s.texts = s.out[:end], s.texts[:n.from]
-		return &Error{CodeMessageIDTooLong, fmt.Sprintf(`"messageId" is longer than the %d bytes allowed; use a UUID`, MaxMessageIDBytes)}
+		return &Error{CodeMessageIDTooLong, fmt.Sprintf(`"messageId" is longer than the %d characters allowed; use a UUID`, MaxMessageIDRunes)}
 	}
 	place.event, place.userID, place.anonymousID = s.decode(v[fieldEvent]), s.decode(v[fieldUserID]), s.decode(v[fieldAnonymousID])
 	if t == Alias {
@@ -587,7 +599,7 @@ func (p *parser) finish() {
 			c.Integrations.object = bodies[n.from:n.to:n.to]
 		}
 		c.MessageID = texts[place.messageID.from:place.messageID.to]
-		c.Event = texts[place.event.from:place.event.to]
+		c.Event = strings.ToValidUTF8(texts[place.event.from:place.event.to], "\ufffd")
 		c.UserID = texts[place.userID.from:place.userID.to]
 		c.AnonymousID = texts[place.anonymousID.from:place.anonymousID.to]
 	}
@@ -680,6 +692,16 @@ func (v *values) object(f field) ([]byte, *Error) {
 // missing reports whether a value is absent, null or empty.
 func missing(value []byte) bool {
 	return len(value) == 0 || value[0] == 'n' || string(value) == `""`
+}
+
+// runes returns the number of code points of WTF-8.
+func runes(text []byte) (n int) {
+	for _, c := range text {
+		if c&0xc0 != 0x80 {
+			n++
+		}
+	}
+	return n
 }
 
 // decoded returns the characters of a canonical JSON string; "" for anything else.

@@ -210,7 +210,7 @@ func TestCall(t *testing.T) {
 	}
 	c := batch.Calls[0]
 	c.Body, c.Integrations = nil, Integrations{}
-	want := Batch{WriteKey: "key", Indexes: []int{0}, Calls: []Call{{Type: Track, MessageID: "m\n", UserID: "7", AnonymousID: "a\ufffd",
+	want := Batch{WriteKey: "key", Indexes: []int{0}, Calls: []Call{{Type: Track, MessageID: "m\n", UserID: "7", AnonymousID: "a\xed\xa0\x80",
 		Event: `Order "x"`, Timestamp: time.Date(2026, 5, 4, 11, 0, 0, 0, time.UTC)}}}
 	if batch.Calls[0].Integrations.Allows("Webhooks") {
 		t.Error("Allows(Webhooks): got true, want false as in the call's integrations")
@@ -264,7 +264,15 @@ func TestRejected(t *testing.T) {
 		{"integrations of a wrong type", Page, `{"userId":"u","integrations":[1]}`, CodeInvalidField, `"integrations"`},
 		{"traits of a wrong type", Identify, `{"userId":"u","traits":5}`, CodeInvalidField, `"traits"`},
 		{"properties of a wrong type", Track, `{"userId":"u","event":"e","properties":true}`, CodeInvalidField, `"properties"`},
-		{"messageId too long", Page, `{"userId":"u","messageId":"` + strings.Repeat("é", 50) + `x"}`, CodeMessageIDTooLong, "100"},
+		{"messageId too long", Page, `{"userId":"u","messageId":"` + strings.Repeat("日", 100) + `x"}`, CodeMessageIDTooLong, "100 characters"},
+		{"messageId of lone surrogates too long", Page, `{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 101) + `"}`, CodeMessageIDTooLong, "100 characters"},
+		{"messageId in Latin-1", Page, `{"userId":"u","messageId":"` + "\xe8-1" + `"}`, CodeInvalidField, `"messageId" is not valid UTF-8`},
+		{"messageId with a raw surrogate", Page, `{"userId":"u","messageId":"` + "a\xed\xa0\xbd" + `"}`, CodeInvalidField, `"messageId" is not valid UTF-8`},
+		{"the second messageId of two", Page, `{"userId":"u","messageId":"a","messageId":"` + "\xff" + `"}`, CodeInvalidField, `"messageId"`},
+		{"userId with an overlong form", Track, `{"event":"e","userId":"` + "\xc0\xaf" + `"}`, CodeInvalidField, `"userId"`},
+		{"anonymousId with half a character", Page, `{"anonymousId":"` + "\xe2\x82" + `"}`, CodeInvalidField, `"anonymousId"`},
+		{"groupId with a stray byte", Group, `{"userId":"u","groupId":"` + "\x80" + `"}`, CodeInvalidField, `"groupId"`},
+		{"previousId beyond Unicode", Alias, `{"userId":"u","previousId":"` + "\xf4\x90\x80\x80" + `"}`, CodeInvalidField, `"previousId"`},
 		{"too large", Page, `{"userId":"` + strings.Repeat("x", MaxCallBytes) + `"}`, CodeCallTooLarge, "32768"},
 		{"too deep", Page, `{"userId":"u","x":` + deep + `}`, CodeTooDeep, "256"},
 		{"array", Page, `[{"userId":"u"}]`, CodeNotAnObject, "object"},
@@ -322,7 +330,7 @@ func TestLimitsAreReached(t *testing.T) {
 	if _, err := request(Page).Parse([]byte(page(MaxBodyBytes + 1))); code(err) != CodeCallTooLarge {
 		t.Errorf("call beyond the size of a body: got error %v, want %s", err, CodeCallTooLarge)
 	}
-	if _, err := request(Page).Parse([]byte(`{"userId":"u","messageId":"` + strings.Repeat("é", 50) + `"}`)); err != nil {
+	if _, err := request(Page).Parse([]byte(`{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 50) + strings.Repeat("\U0001f600", 50) + `"}`)); err != nil {
 		t.Errorf("messageId of the largest size: got error %v, want none", err)
 	}
 	body := func(size int) []byte {

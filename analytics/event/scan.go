@@ -28,7 +28,7 @@ import (
 //     others in the order of their first appearance; the last value of equal
 //     keys;
 //   - bytes that are not UTF-8 become U+FFFD as in browsers and Node, one for
-//     each maximal invalid part; a byte order mark in front is ignored.
+//     each maximal invalid part (an id must not have any: see [Request.Parse]); a byte order mark in front is ignored.
 //
 // Time and memory are linear in the size of the input (times its depth, in the
 // worst case), for any content. Errors are of type *Error, with the codes
@@ -86,6 +86,7 @@ type scanner struct {
 
 	longAsString bool // write long numbers as strings
 	long         bool // true after a long number
+	replaced     int  // number of invalid parts of UTF-8 that were replaced
 
 	// Results for Parse: the calls, their members, and the number of calls beyond the limit of a
 	// batch.
@@ -108,6 +109,7 @@ type member struct {
 	key, value span   // of the output; the key with its quotes
 	index      uint32 // of an integer-like key, else notIndex
 	field      field  // for members of calls
+	replaced   bool   // true if the value has replaced parts of invalid UTF-8
 }
 
 // span is the range of offsets from from up to to.
@@ -124,7 +126,7 @@ const maxPooled = 1 << 20
 func newScanner(in []byte) *scanner {
 	s := scanners.Get().(*scanner)
 	s.in, s.pos, s.copied, s.depth, s.err, s.excess = in, 0, 0, 0, nil, 0
-	s.longAsString, s.long = false, false
+	s.longAsString, s.long, s.replaced = false, false, 0
 	s.out, s.open, s.calls, s.kept = s.out[:0], s.open[:0], s.calls[:0], s.kept[:0]
 	s.bodies, s.texts, s.places = s.bodies[:0], s.texts[:0], s.places[:0]
 	return s
@@ -368,6 +370,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 		s.pos++
 		s.space()
 		m.value.from = s.offset()
+		replaced := s.replaced
 		if isBatch {
 			ok = s.batch()
 		} else {
@@ -377,6 +380,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 			return false, false
 		}
 		m.value.to = s.offset()
+		m.replaced = s.replaced > replaced
 		s.open = append(s.open, m)
 		if more, ok := s.separator('}', "',' or '}'"); !ok {
 			return false, false
@@ -427,7 +431,7 @@ next:
 		for s.table[slot] != 0 {
 			first := &unique[s.table[slot]-1]
 			if bytes.Equal(s.out[first.key.from:first.key.to], key) {
-				first.value = m.value // The last value takes the position of the first one.
+				first.value, first.replaced = m.value, m.replaced // The last value takes the position of the first one.
 				continue next
 			}
 			slot = (slot + 1) & (size - 1)
@@ -552,6 +556,7 @@ func (s *scanner) string() bool {
 			}
 			s.pos = i
 			s.flush()
+			s.replaced++
 			s.out = append(s.out, "\ufffd"...)
 			i += invalidPart(in[i:])
 			s.pos, s.copied = i, i
@@ -691,17 +696,23 @@ func appendRune(dst []byte, r rune) []byte {
 	return utf8.AppendRune(dst, r)
 }
 
-// appendString appends a Go string as a JSON string.
+// appendString appends a Go string as a JSON string. The three bytes of a lone surrogate become its escape
+// again; other bytes that are not UTF-8 become U+FFFD.
 func appendString(dst []byte, v string) []byte {
 	dst = append(dst, '"')
-	for _, r := range v {
+	for i := 0; i < len(v); {
+		r, size := utf8.DecodeRuneInString(v[i:])
+		if size == 1 && v[i] == 0xed && i+2 < len(v) && 0xa0 <= v[i+1] && v[i+1] <= 0xbf && 0x80 <= v[i+2] && v[i+2] <= 0xbf {
+			r, size = 0xd000|rune(v[i+1]&0x3f)<<6|rune(v[i+2]&0x3f), 3
+		}
 		dst = appendRune(dst, r)
+		i += size
 	}
 	return append(dst, '"')
 }
 
-// appendDecoded appends the characters of a canonical JSON string; lone
-// surrogates become U+FFFD.
+// appendDecoded appends the characters of a canonical JSON string. A lone surrogate, which UTF-8 does not have,
+// becomes the three bytes that UTF-8 would use (WTF-8), so that different strings remain different.
 func appendDecoded(dst, quoted []byte) []byte {
 	b := quoted[1 : len(quoted)-1]
 	for {
@@ -723,7 +734,11 @@ func appendDecoded(dst, quoted []byte) []byte {
 			dst = append(dst, '\t')
 		case 'u':
 			r, _ := hex4(b, i+2)
-			dst = utf8.AppendRune(dst, r)
+			if 0xd800 <= r && r < 0xe000 {
+				dst = append(dst, byte(0xe0|r>>12), byte(0x80|r>>6&0x3f), byte(0x80|r&0x3f))
+			} else {
+				dst = utf8.AppendRune(dst, r)
+			}
 			i += 4
 		default:
 			dst = append(dst, c)

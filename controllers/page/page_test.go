@@ -18,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
@@ -280,9 +281,9 @@ func TestOneNamespace(t *testing.T) {
 			}
 			id := r.FormValue("id")
 			_ = json.NewEncoder(w).Encode(adminapi.MessageTrace{
-				MessageID: id, Accepted: []adminapi.AcceptedMessage{{Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm-of-shop", State: adminapi.MessageFiltered}}}, {Source: "bank/web"}},
-				Attempts:    []adminapi.Attempt{{Destination: "bank/crm-of-bank", MessageID: id}, {Destination: "shop/crm-of-shop", MessageID: id}},
-				DeadLetters: []adminapi.DeadLetter{{Destination: "bank/crm-of-bank", MessageID: id}},
+				MessageID: event.ID(id), Accepted: []adminapi.AcceptedMessage{{Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm-of-shop", State: adminapi.MessageFiltered}}}, {Source: "bank/web"}},
+				Attempts:    []adminapi.Attempt{{Destination: "bank/crm-of-bank", MessageID: event.ID(id)}, {Destination: "shop/crm-of-shop", MessageID: event.ID(id)}},
+				DeadLetters: []adminapi.DeadLetter{{Destination: "bank/crm-of-bank", MessageID: event.ID(id)}},
 			})
 		})
 		mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, _ *http.Request) {

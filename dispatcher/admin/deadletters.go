@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
@@ -23,7 +24,7 @@ import (
 func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
 	out := adminapi.DeadLetter{
 		Key: d.Key, Source: strings.Clone(d.Lane.Source), Destination: d.Lane.Destination, Endpoint: d.Lane.Endpoint,
-		MessageID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
+		MessageID: event.ID(d.ID), Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
 		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message, Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
 	}
 	if body {

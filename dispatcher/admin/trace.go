@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -77,7 +78,7 @@ func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 }
 
 func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine, id string, since time.Time) (*adminapi.MessageTrace, error) {
-	t := &adminapi.MessageTrace{MessageID: id}
+	t := &adminapi.MessageTrace{MessageID: event.ID(id)}
 	logs, cancel := context.WithTimeout(ctx, traceTimeout)
 	result, err := store.Trace(logs, id, since)
 	cancel()
@@ -103,7 +104,7 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 
 // traceUser finds the pending messages and the dead letters of a user, accepted since a time or all.
 func traceUser(ctx context.Context, store TraceStore, engine *delivery.Engine, userID string, since time.Time) (*adminapi.MessageTrace, error) {
-	t := &adminapi.MessageTrace{UserID: userID}
+	t := &adminapi.MessageTrace{UserID: event.ID(userID)}
 	logs, cancel := context.WithTimeout(ctx, traceTimeout)
 	result, err := store.Search(logs, func(body []byte) bool { return isOfUser(body, userID) }, since, maxTracedMessages)
 	cancel()
@@ -131,8 +132,8 @@ func isOfUser(body []byte, userID string) bool {
 		return false
 	}
 	var fields map[string]json.RawMessage // A struct would also match "userid".
-	var got string
-	return json.Unmarshal(body, &fields) == nil && json.Unmarshal(fields["userId"], &got) == nil && got == userID
+	var got event.ID
+	return json.Unmarshal(body, &fields) == nil && json.Unmarshal(fields["userId"], &got) == nil && string(got) == userID
 }
 
 // addScanned adds how much of the logs was read.
@@ -201,7 +202,7 @@ func eachLetter(ctx context.Context, store TraceStore, accepted time.Time, fn fu
 // acceptedMessages refines the states of the store by the attempts and the dead letters.
 func acceptedMessages(traces []queue.Trace, t *adminapi.MessageTrace) (list []adminapi.AcceptedMessage) {
 	for _, one := range traces {
-		m := adminapi.AcceptedMessage{MessageID: one.ID, Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0, Type: one.Type, Event: one.Event}
+		m := adminapi.AcceptedMessage{MessageID: event.ID(one.ID), Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0, Type: one.Type, Event: one.Event}
 		for _, l := range one.Lanes {
 			at := adminapi.MessageAtEndpoint{Destination: l.Lane.Destination, Endpoint: l.Lane.Endpoint, State: adminapi.MessageState(l.State), NextAttempt: l.Due, FailedAttempts: l.Attempts}
 			same := func(destination, endpoint string) bool {
@@ -210,11 +211,11 @@ func acceptedMessages(traces []queue.Trace, t *adminapi.MessageTrace) (list []ad
 			if l.State == queue.TraceEnded {
 				switch {
 				case slices.ContainsFunc(t.Attempts, func(a adminapi.Attempt) bool {
-					return a.Reason == "" && (one.ID == "" || a.MessageID == one.ID) && a.Source == one.Source && same(a.Destination, a.Endpoint)
+					return a.Reason == "" && (one.ID == "" || string(a.MessageID) == one.ID) && a.Source == one.Source && same(a.Destination, a.Endpoint)
 				}):
 					at.State = adminapi.MessageDelivered
 				case slices.ContainsFunc(t.DeadLetters, func(d adminapi.DeadLetter) bool {
-					return (one.ID == "" || d.MessageID == one.ID) && d.Source == one.Source && same(d.Destination, d.Endpoint)
+					return (one.ID == "" || string(d.MessageID) == one.ID) && d.Source == one.Source && same(d.Destination, d.Endpoint)
 				}):
 					at.State = adminapi.MessageDead
 				}

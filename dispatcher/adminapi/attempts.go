@@ -3,6 +3,8 @@ package adminapi
 import (
 	"encoding/json"
 	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // Attempt is one request to an endpoint and its result. It holds no secrets, of the message only
@@ -18,8 +20,8 @@ type Attempt struct {
 	Destination string `json:"destination"`
 	Endpoint    string `json:"endpoint"`
 	// Seq and MessageID name the message.
-	Seq       uint64 `json:"seq"`
-	MessageID string `json:"messageId"`
+	Seq       uint64   `json:"seq"`
+	MessageID event.ID `json:"messageId"`
 	// Number is 1 for a message's first attempt.
 	Number int `json:"number"`
 	// StatusCode is 0 if there was no response. Reason is empty for a success, or one of

@@ -3,6 +3,8 @@ package adminapi
 import (
 	"encoding/json"
 	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // DeadLetter is a dead letter as the admin API shows it.
@@ -11,7 +13,7 @@ type DeadLetter struct {
 	Source      string    `json:"source"`
 	Destination string    `json:"destination"`
 	Endpoint    string    `json:"endpoint,omitempty"`
-	MessageID   string    `json:"messageId"`
+	MessageID   event.ID  `json:"messageId"`
 	Type        string    `json:"type"`
 	Event       string    `json:"event,omitempty"`
 	AcceptedAt  time.Time `json:"acceptedAt"`

@@ -6,14 +6,16 @@ import (
 	"fmt"
 	"net/url"
 	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // MessageTrace is what one dispatcher knows about a messageId, or about the pending messages and the dead
 // letters of a user: the answer to GET /trace.
 type MessageTrace struct {
 	// MessageID or UserID is set, that of the search.
-	MessageID string `json:"messageId,omitempty"`
-	UserID    string `json:"userId,omitempty"`
+	MessageID event.ID `json:"messageId,omitempty"`
+	UserID    event.ID `json:"userId,omitempty"`
 	// Accepted has an entry for each message, and each Source that accepted it.
 	Accepted []AcceptedMessage `json:"accepted,omitempty"`
 	// Attempts are the remembered ones, oldest first. DeadLetters have no bodies.
@@ -35,7 +37,7 @@ func (t *MessageTrace) Found() bool {
 // AcceptedMessage is a message that a Source accepted.
 type AcceptedMessage struct {
 	// MessageID is empty if the message is not stored.
-	MessageID string `json:"messageId,omitempty"`
+	MessageID event.ID `json:"messageId,omitempty"`
 	// Source is "namespace/name".
 	Source     string    `json:"source"`
 	AcceptedAt time.Time `json:"acceptedAt"`

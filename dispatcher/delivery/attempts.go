@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -29,8 +30,7 @@ const maxKeptResponse = 512
 
 type record struct {
 	adminapi.Attempt
-	id    [100]byte
-	idLen int
+	id []byte
 }
 
 func (a *attempts) add(size int, t *adminapi.Attempt) {
@@ -47,14 +47,14 @@ func (a *attempts) add(size int, t *adminapi.Attempt) {
 	r := &a.ring[a.next]
 	a.next = (a.next + 1) % size
 	r.Attempt = *t
-	r.idLen = copy(r.id[:], t.MessageID)
+	r.id = append(r.id[:0], t.MessageID...)
 	r.MessageID = ""
 }
 
 // attempt returns a copy that does not change with the ring.
 func (r *record) attempt() adminapi.Attempt {
 	t := r.Attempt
-	t.MessageID = string(r.id[:r.idLen])
+	t.MessageID = event.ID(r.id)
 	return t
 }
 
@@ -120,7 +120,7 @@ func (e *Engine) attemptsOf(destination, messageID string) (list []adminapi.Atte
 	}
 	for _, ep := range d.endpoints {
 		for i := range ep.attempts.ring {
-			if r := &ep.attempts.ring[i]; string(r.id[:r.idLen]) == messageID {
+			if r := &ep.attempts.ring[i]; string(r.id) == messageID {
 				list = append(list, r.attempt())
 			}
 		}
@@ -190,7 +190,7 @@ func (e *Engine) publish(a *adminapi.Attempt, p *post) {
 			continue
 		}
 		c := adminapi.AttemptWithBody{Attempt: *a}
-		c.MessageID = string(append([]byte(nil), a.MessageID...))
+		c.MessageID = event.ID(append([]byte(nil), a.MessageID...))
 		if t.bodies {
 			body := p.set.body(&p.message)
 			if t.waiting.Load()+int64(len(body)) > maxTailBytes {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -27,7 +28,7 @@ func TestAttemptsKeepOneResponse(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var a attempts
 			for i, response := range c.responses {
-				a.add(size, &adminapi.Attempt{MessageID: fmt.Sprint(i), Response: response})
+				a.add(size, &adminapi.Attempt{MessageID: event.ID(fmt.Sprint(i)), Response: response})
 			}
 			var got []string
 			for _, attempt := range a.list() {
@@ -55,7 +56,7 @@ func TestLastFailedAttempt(t *testing.T) {
 	} {
 		var a attempts
 		for i, result := range c.attempts {
-			attempt := adminapi.Attempt{MessageID: fmt.Sprint("m", i), CertificateExpires: time.Now()}
+			attempt := adminapi.Attempt{MessageID: event.ID(fmt.Sprint("m", i)), CertificateExpires: time.Now()}
 			if result == 'x' {
 				attempt.Reason = "Rejected"
 			}
@@ -63,7 +64,7 @@ func TestLastFailedAttempt(t *testing.T) {
 		}
 		got := ""
 		if failed := a.lastFailed(); failed != nil {
-			got = failed.MessageID
+			got = string(failed.MessageID)
 			if !failed.CertificateExpires.IsZero() {
 				t.Errorf("attempts %q: got a certificate's expiry, want none", c.attempts)
 			}

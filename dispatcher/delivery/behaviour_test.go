@@ -175,19 +175,28 @@ func TestNeverUnsigned(t *testing.T) {
 	})
 }
 
-func TestHeaderSafe(t *testing.T) {
-	for in, want := range map[string]string{
-		"":                                     "",
-		"022bb90c-bbac-11e4-8dfc-aa07a5b093db": "022bb90c-bbac-11e4-8dfc-aa07a5b093db",
-		"a b":                                  "a+b",
-		"x\r\nX-Evil: 1":                       "x%0D%0AX-Evil%3A+1",
-		"ünïcode":                              "%C3%BCn%C3%AFcode",
-		"\x7f":                                 "%7F",
-	} {
-		if got := headerSafe(in); got != want {
-			t.Errorf("%q: %q, want %q", in, got, want)
+// Idempotency-Key and webhook-id are the key of the messageId, and an attempt keeps a messageId of any length.
+func TestRequestsHaveTheKeyOfTheMessage(t *testing.T) {
+	id := "a b+%\xed\xa0\xbd" + strings.Repeat("\U0001f600", 93)
+	want := "a%20b%2B%25%ED%A0%BD" + strings.Repeat("%F0%9F%98%80", 93)
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		d := dest("crm", urlA)
+		d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret("s3cr3t")}}
+		w.apply(d)
+		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+			t.Fatal(err)
 		}
-	}
+		w.sleep(time.Second)
+		sent := w.client.requests(urlA)
+		if len(sent) != 1 || sent[0].id() != want || sent[0].headers.Get("webhook-id") != want {
+			t.Errorf("requests: got %+v, want one with the key %s", sent, want)
+		}
+		if got := w.engine.AttemptsOf(id); len(got) != 1 || string(got[0].MessageID) != id {
+			t.Errorf("attempts of the message: got %+v, want one", got)
+		}
+		w.end()
+	})
 }
 
 func TestRefusedIsBuriedAtOnce(t *testing.T) {
@@ -931,7 +940,7 @@ func TestHistorySurvivesRestart(t *testing.T) {
 					}
 				}
 				if c.failed > 0 {
-					check.Equal(t, "message of the failed attempt", failed[0].MessageID, fmt.Sprint("m", c.failed))
+					check.Equal(t, "message of the failed attempt", string(failed[0].MessageID), fmt.Sprint("m", c.failed))
 					check.Equal(t, "answer of the failed attempt", failed[0].Response, kept)
 				}
 				for range 2 { // The second restart is without a new attempt.

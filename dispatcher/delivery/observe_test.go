@@ -244,7 +244,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 				t.Fatalf("%d attempts after %d", len(got), want)
 			}
 			for i, a := range got {
-				if a.MessageID != fmt.Sprint("m", want-len(got)+i+1) || a.StatusCode != 200 || a.RemoteAddr == "" || a.Source != "ns/web" || a.Destination != "ns/crm" || a.Endpoint != "e0" {
+				if string(a.MessageID) != fmt.Sprint("m", want-len(got)+i+1) || a.StatusCode != 200 || a.RemoteAddr == "" || a.Source != "ns/web" || a.Destination != "ns/crm" || a.Endpoint != "e0" {
 					t.Fatalf("after %d: %+v", want, got)
 				}
 			}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"net/url"
 	"strings"
 	"time"
 
@@ -19,7 +18,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// headerIdempotencyKey carries the messageId, which is equal in every attempt.
+// headerIdempotencyKey carries the key of the messageId (event.ID.Key), which is equal in every attempt.
 const headerIdempotencyKey = "Idempotency-Key"
 
 // post is one request: a message for one endpoint.
@@ -264,10 +263,10 @@ func expired(last queue.Failure, window time.Duration) queue.Failure {
 func (e *Engine) send(w *worker) {
 	p := &w.post
 	started := time.Now()
-	id := headerSafe(p.message.ID)
-	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
+	key := event.ID(p.message.ID).Key()
+	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: key})
 	body := p.set.body(&p.message)
-	w.headers = p.set.signer.Headers(w.headers, p.set.signer.ID(p.message.Lane.Source, p.message.ID), started, body)
+	w.headers = p.set.signer.Headers(w.headers, key, started, body)
 	var span trace.Span
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
@@ -511,7 +510,7 @@ func (e *Engine) record(p *post, r *ended) {
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
-		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
+		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr, CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}
 	if r.Reason != "" {
@@ -572,15 +571,4 @@ func failureArgs(f endpoint.Failure) []any {
 		args = append(args, "statusCode", f.StatusCode)
 	}
 	return append(args, "message", f.Message)
-}
-
-// headerSafe makes a message id usable in a header: visible ASCII is unchanged, as in nearly all
-// ids, everything else is percent-encoded.
-func headerSafe(id string) string {
-	for i := range len(id) {
-		if id[i] <= ' ' || id[i] > '~' {
-			return url.QueryEscape(id)
-		}
-	}
-	return id
 }

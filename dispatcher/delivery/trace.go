@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"strings"
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
@@ -34,7 +35,7 @@ func endTrace(span trace.Span, p *post, r *ended, s outcome) {
 		attribute.String("http.request.method", "POST"), attribute.Int("http.request.resend_count", p.message.Attempt),
 		attribute.String("posthorn.namespace", d.namespace), attribute.String("posthorn.source", source),
 		attribute.String("posthorn.destination", d.name), attribute.String("posthorn.endpoint", p.target.name),
-		attribute.String("posthorn.message_id", p.message.ID), attribute.String("posthorn.outcome", s.String()))
+		attribute.String("posthorn.message_id", strings.ToValidUTF8(p.message.ID, "\ufffd")), attribute.String("posthorn.outcome", s.String()))
 	if r.StatusCode != 0 {
 		span.SetAttributes(attribute.Int("http.response.status_code", r.StatusCode))
 	}

@@ -311,7 +311,7 @@ func TestLimitsAreDocumented(t *testing.T) {
 		{requests, "| body | at most 500 KB (%d bytes)", event.MaxBodyBytes},
 		{requests, "| call | at most 32 KB (%d bytes)", event.MaxCallBytes},
 		{requests, "| batch | at most %d calls", event.MaxBatchCalls},
-		{requests, "| `messageId` | at most %d bytes", event.MaxMessageIDBytes},
+		{requests, "| `messageId` | at most %d code points", event.MaxMessageIDRunes},
 		{requests, "| nesting | at most %d levels", event.MaxDepth},
 		{syncs, "A line may have %d KiB", audience.MaxLineBytes >> 10},
 		{syncs, "a userId %d KiB", audience.MaxUserIDBytes >> 10},

@@ -31,7 +31,7 @@ var rules = []struct {
 	{"analytics", []string{"analytics"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig", "dispatcher/plural"}, nil},
 	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi", "dispatcher/plural"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
-	{"dispatcher/adminapi", nil, []string{}},
+	{"dispatcher/adminapi", []string{"analytics/event"}, []string{}},
 	{"dispatcher/durable", []string{}, []string{}},
 	{"dispatcher/backup", []string{"dispatcher/durable"}, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},

@@ -288,7 +288,7 @@ func checkSettled(t *testing.T, pods []*pod, all *sender, r *receiver) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		dead[d.MessageID] = true
+		dead[string(d.MessageID)] = true
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

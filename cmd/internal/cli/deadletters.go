@@ -132,7 +132,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
 			return list(cmd, r, name, "", output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
-				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
+				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(string(l.MessageID)), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
 	}
@@ -512,7 +512,7 @@ func attemptLine(a adminapi.Attempt) string {
 	if a.RetryAfter > 0 {
 		a.Message += fmt.Sprintf("; Retry-After: %d", int64(a.RetryAfter.Seconds()))
 	}
-	return fmt.Sprintf("%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(a.MessageID), a.Number,
+	return fmt.Sprintf("%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(string(a.MessageID)), a.Number,
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 

@@ -22,6 +22,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -199,7 +200,7 @@ func TestAttemptsAreLimited(t *testing.T) {
 		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, _ *http.Request) {
 			out := json.NewEncoder(w)
 			for _, s := range seconds {
-				a := adminapi.Attempt{Time: start.Add(time.Duration(s) * time.Second), MessageID: fmt.Sprintf("m%d", s)}
+				a := adminapi.Attempt{Time: start.Add(time.Duration(s) * time.Second), MessageID: event.ID(fmt.Sprintf("m%d", s))}
 				if s%2 == 1 {
 					a.Reason = "Rejected"
 				}
@@ -235,7 +236,7 @@ func TestAttemptsAreLimited(t *testing.T) {
 			if err := in.Decode(&a); err != nil {
 				t.Fatal(err)
 			}
-			ids = append(ids, a.MessageID)
+			ids = append(ids, string(a.MessageID))
 		}
 		if strings.HasPrefix(c.args, "tail") {
 			slices.Sort(ids) // The pods answer in any order.
@@ -534,7 +535,7 @@ func TestLiveStateOfAllPodsOrNone(t *testing.T) {
 			case "/unknownkeys":
 				_ = json.NewEncoder(w).Encode(adminapi.UnknownKey{Address: name, Requests: 1})
 			default:
-				_ = json.NewEncoder(w).Encode(adminapi.Attempt{MessageID: name})
+				_ = json.NewEncoder(w).Encode(adminapi.Attempt{MessageID: event.ID(name)})
 			}
 		}))
 		t.Cleanup(server.Close)

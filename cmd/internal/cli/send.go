@@ -13,6 +13,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/spf13/cobra"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
@@ -78,7 +79,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
 			var sent struct {
-				MessageID string `json:"messageId"`
+				MessageID event.ID `json:"messageId"`
 			}
 			if resp.StatusCode == http.StatusOK && json.Unmarshal(body, &sent) == nil && sent.MessageID != "" {
 				fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; 'posthorn trace' shows where it is\n", sent.MessageID)

@@ -207,26 +207,18 @@ func (o *tail) print(ctx context.Context, out io.Writer, a adminapi.AttemptWithB
 // forwardedLine begins the line of an attempt that is sent on.
 func forwardedLine(a adminapi.Attempt) string {
 	result := strings.TrimSuffix(strings.TrimSpace(a.Reason+" "+status(a.StatusCode)), " -")
-	return fmt.Sprintf("%s  %s  %s  %s  attempt %d: %s  -> ", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(a.MessageID), a.Number, result)
+	return fmt.Sprintf("%s  %s  %s  %s  attempt %d: %s  -> ", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(string(a.MessageID)), a.Number, result)
 }
 
 // forward sends the body of an attempt to the receiver.
 func (o *tail) forward(ctx context.Context, a adminapi.AttemptWithBody) (int, error) {
-	h := http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {strings.Map(printable, a.MessageID)}}
+	h := http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {a.MessageID.Key()}}
 	if o.secret != "" {
 		mac := hmac.New(sha1.New, []byte(o.secret))
 		mac.Write(a.Body)
 		h.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
 	}
 	return sendOn(ctx, o.forwardTo, h, a.Body)
-}
-
-// printable replaces characters that a header cannot have.
-func printable(c rune) rune {
-	if c < ' ' || c > '~' {
-		return '?'
-	}
-	return c
 }
 
 // forwardTimeout is the timeout of a delivery by default.

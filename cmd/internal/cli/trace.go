@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/url"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/plural"
@@ -26,7 +28,8 @@ func newTrace(flags connectorFlags) *cobra.Command {
 		Use:   "trace MESSAGE_ID | --user-id ID",
 		Short: "Show where a message is: accepted, filtered, pending, delivered or dead",
 		Long: `Shows when a message was accepted, from which Source, and its state at each
-destination: filtered, waiting, in retry, delivered, or a dead letter.
+destination: filtered, waiting, in retry, delivered, or a dead letter. MESSAGE_ID is
+the messageId or, if no message has it, the Idempotency-Key that a receiver got.
 
 Messages of the duplicate window (10 minutes by default) are found by an index, and
 dead letters at any age. Older messages are kept while a destination still has to
@@ -66,7 +69,11 @@ Exits 1 if no message is found.`,
 				if userID != "" {
 					return t.TraceUser(cmd.Context(), userID, from)
 				}
-				return t.Trace(cmd.Context(), args[0], from)
+				m, err := t.Trace(cmd.Context(), args[0], from)
+				if id, ok := idOf(args[0]); ok && err == nil && !m.Found() {
+					return t.Trace(cmd.Context(), id, from)
+				}
+				return m, err
 			}
 			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
@@ -121,6 +128,12 @@ Exits 1 if no message is found.`,
 	return cmd
 }
 
+// idOf returns the messageId of an Idempotency-Key that differs from it.
+func idOf(key string) (id string, ok bool) {
+	id, err := url.PathUnescape(key)
+	return id, err == nil && id != key && event.ID(id).Key() == key
+}
+
 // podTrace is a trace with its dispatcher.
 type podTrace struct {
 	Pod string `json:"pod,omitempty"`
@@ -166,7 +179,7 @@ func printTrace(out io.Writer, from target, t *adminapi.MessageTrace, now time.T
 			}
 			what += ", "
 		}
-		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(id), what, m.Source, now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
+		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(string(id)), what, m.Source, now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
 		if !m.Stored {
 			fmt.Fprintln(out, "All destinations are done with it: each has delivered it, filtered it, discarded it, or made it a dead letter.")
 		} else if len(m.Destinations) == 0 {
@@ -200,7 +213,7 @@ func letterID(t *adminapi.MessageTrace, d *adminapi.DeadLetter) string {
 	if t.UserID == "" {
 		return ""
 	}
-	return " with message " + quoted(d.MessageID)
+	return " with message " + quoted(string(d.MessageID))
 }
 
 // printStates prints a table with the state of a message at each destination.
@@ -217,7 +230,7 @@ func printStates(out io.Writer, m adminapi.AcceptedMessage, t *adminapi.MessageT
 }
 
 // stateDetail explains the state of a message at a destination.
-func stateDetail(d adminapi.MessageAtEndpoint, id string, t *adminapi.MessageTrace, now time.Time) string {
+func stateDetail(d adminapi.MessageAtEndpoint, id event.ID, t *adminapi.MessageTrace, now time.Time) string {
 	switch d.State {
 	case adminapi.MessageRetrying:
 		if wait := d.NextAttempt.Sub(now).Round(time.Second); wait > 0 {

@@ -36,7 +36,7 @@ the headers webhook-id and webhook-timestamp. With --header, the signature is on
 the scheme HMAC: set the other flags as in the destination's spec.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
-  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json
+  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id 0193e1c6-… --webhook-timestamp 1766000000 body.json
   posthorn verify --secret "$SECRET" --header X-Hub-Signature-256 --value 'sha256={signature}' --signature sha256=9c1f… body.json`,
 		Args: command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -67,11 +67,6 @@ func newScheme(s liveconfig.SigningScheme) (scheme, error) {
 	return c, nil
 }
 
-// usesID reports whether requests carry the message's ID.
-func (c *scheme) usesID() bool {
-	return c.content == liveconfig.IDTimestampBody || c.value.has(liveconfig.PlaceholderID) || c.previousValue.has(liveconfig.PlaceholderID)
-}
-
 // headers appends the scheme's headers to dst.
 func (c *scheme) headers(dst []egress.Header, r *request) []egress.Header {
 	if r.timestamp == "" && (c.content != liveconfig.SignBody || c.value.has(liveconfig.PlaceholderTimestamp)) {

@@ -3,7 +3,6 @@
 package sign
 
 import (
-	"crypto/sha256"
 	"encoding/base64"
 	"fmt"
 	"log/slog"
@@ -44,7 +43,6 @@ type Signer struct{ keys *keys }
 
 type keys struct {
 	schemes  []scheme
-	usesID   bool
 	redactor *egress.Redactor
 }
 
@@ -63,7 +61,6 @@ func New(schemes liveconfig.SigningSchemes) (Signer, error) {
 			return Signer{}, fmt.Errorf("signing scheme %s: %w", s.Type, err)
 		}
 		k.schemes = append(k.schemes, c)
-		k.usesID = k.usesID || c.usesID()
 		secrets = append(append(secrets, secretsOf(s.Secret.Reveal())...), secretsOf(s.Previous.Reveal())...)
 	}
 	k.redactor = egress.NewRedactor(secrets...)
@@ -78,18 +75,6 @@ func secretsOf(secret string) []string {
 	}
 	raw, _ := base64.StdEncoding.DecodeString(encoded)
 	return []string{secret, encoded, string(raw)}
-}
-
-// ID returns a message's webhook-id: the same in every attempt and every
-// redelivery, different for every messageId of every Source, and free of dots,
-// which separate the parts of the signed content. It is "" when no scheme needs it.
-func (s Signer) ID(source, messageID string) string {
-	if s.keys == nil || !s.keys.usesID {
-		return ""
-	}
-	// The name of a Source contains no line feed.
-	sum := sha256.Sum256([]byte(source + "\n" + messageID))
-	return "msg_" + base64.RawURLEncoding.EncodeToString(sum[:18])
 }
 
 // Redact returns at most the first KiB of a response, without the secrets and without the
@@ -126,8 +111,11 @@ func appendSignatures(dst []string, value string) []string {
 	return dst
 }
 
-// Headers appends the signature headers of a request to dst. id is the message's ID, now the time
+// Headers appends the signature headers of a request to dst. id is the webhook-id (event.ID.Key), now the time
 // of the attempt, body the exact bytes of the request.
+//
+// Dots in an id do not make the signed content id.timestamp.body ambiguous: a body is a JSON object, which does not
+// begin with a timestamp, and the rest of an object from a dot in a string on is not JSON.
 func (s Signer) Headers(dst []egress.Header, id string, now time.Time, body []byte) []egress.Header {
 	if s.keys == nil {
 		return dst
