@@ -287,7 +287,7 @@ func TestAttemptShowsTheWait(t *testing.T) {
 		w.sleep(time.Second)
 		var waits []string
 		for _, a := range w.engine.Attempts("ns/crm", "") {
-			waits = append(waits, a.MessageID+" "+a.RetryAfter.String())
+			waits = append(waits, string(a.MessageID)+" "+a.RetryAfter.String())
 		}
 		check.Same(t, "waits", waits[:2], []string{"m1 24h0m0s", "m2 0s"})
 		w.end()
