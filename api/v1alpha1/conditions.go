@@ -228,11 +228,14 @@ const (
 	// ReasonDamaged: the stored message is damaged and cannot be read, for example because of
 	// a disk error. Action: check the disk; the sender has to send the message again.
 	ReasonDamaged = "Damaged"
+	// ReasonFilterFailed: the evaluation of spec.filter.expression failed, so it is not known whether the destination
+	// wants the message. Action: correct the expression; a redelivery evaluates the present one.
+	ReasonFilterFailed = "FilterFailed"
 )
 
 // DeadLetterReasons are the reasons that a dead letter can have.
 var DeadLetterReasons = []string{
-	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonTimedOut, ReasonConnectionRefused,
+	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonFilterFailed, ReasonTimedOut, ReasonConnectionRefused,
 	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
 	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
 }

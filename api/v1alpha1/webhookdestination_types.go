@@ -439,10 +439,10 @@ type Filter struct {
 	Events []string `json:"events,omitempty"`
 
 	// A CEL expression over "call" (the message as it would be delivered) that must
-	// be true, for example: call.properties.total > 100. A call for which the
-	// evaluation fails, because a field is missing or has another type, is not
-	// delivered. For a field that may be missing, write
-	// call.?properties.?total.orValue(0) > 100. At most 1,024 characters.
+	// be true, for example: call.properties.total > 100. A call in which a field is
+	// missing or has another type is not delivered. For a field that may be missing, write
+	// call.?properties.?total.orValue(0) > 100. A call for which the evaluation fails for
+	// another reason becomes a dead letter (FilterFailed). At most 1,024 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional

@@ -2,6 +2,7 @@ package admission
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -15,7 +16,7 @@ import (
 // Router decides which destinations of one namespace do not get a call. route.Router implements it.
 type Router interface {
 	// Skip returns the keys ("namespace/name") of the destinations that are connected to a Source
-	// but must not get this call.
+	// but must not get this call, and entries of queue.FilterFailed.
 	Skip(source string, call *event.Call) []string
 	// Destinations returns the keys of all destinations that are connected to a Source.
 	Destinations(source string) []string
@@ -120,6 +121,16 @@ func (r Routing) Skip(ref liveconfig.SourceRef, call *event.Call) []string {
 		return router.Skip(ref.Source.Name, call)
 	}
 	return nil
+}
+
+// Refilter returns the entries of Skip for one destination ("namespace/name").
+func (r Routing) Refilter(source, destination string, call *event.Call) []string {
+	namespace, name, _ := strings.Cut(source, "/")
+	ref := liveconfig.SourceRef{Namespace: namespace}
+	ref.Source.Name = name
+	return slices.DeleteFunc(r.Skip(ref, call), func(entry string) bool {
+		return entry != destination && !strings.HasPrefix(entry, queue.FilterFailed(destination, ""))
+	})
 }
 
 // SkipAllBut returns the keys of the destinations that are connected to a Source and that only does

@@ -205,15 +205,20 @@ func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bo
 	return d, ok, err
 }
 
-// unsendable makes a dead letter of a leased message that is older than its window. The lock is
-// held, but released while the store is called.
+// unsendable makes a dead letter of a leased message whose filter failed, or that is older than its window. The lock
+// is held, but released while the store is called.
 func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
-	if now.Sub(e.windowStart(d.AcceptedAt)) < l.set.policy.Window || !e.mayExpire() {
+	var f queue.Failure
+	switch {
+	case d.FilterError != "":
+		f = queue.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: d.FilterError}
+	case now.Sub(e.windowStart(d.AcceptedAt)) >= l.set.policy.Window && e.mayExpire():
+		f = l.expiry(now)
+	default:
 		return false
 	}
 	l.leased--
 	e.leased--
-	f := l.expiry(now)
 	e.mu.Unlock()
 	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.
 	buried := e.bury(*d, f, now)

@@ -76,7 +76,7 @@ type Message struct {
 	// AcceptedAt starts the retry window; millisecond precision.
 	AcceptedAt time.Time
 	// Skip names the destinations ("namespace/name") that filtered this message out, usually
-	// none.
+	// none. An entry of FilterFailed does not filter it out: Delivery.FilterError.
 	Skip []string
 	// Only, when not empty, names the only destination ("namespace/name") or endpoint
 	// ("namespace/name/endpoint") of this message (a redelivery). Other lanes ignore the
@@ -104,6 +104,9 @@ type Delivery struct {
 	LongNumbers                  bool
 	Body                         []byte
 	AcceptedAt                   time.Time
+	// FilterError says why the destination's filter could not decide about the message; empty if it did. The
+	// message must not be sent: it becomes a dead letter with ReasonFilterFailed.
+	FilterError string
 	// Attempt is the number of failed attempts before this lease; 0 for the first attempt.
 	Attempt int
 }
@@ -125,6 +128,17 @@ type Failure struct {
 // ReasonDamaged is the reason of a dead letter whose message cannot be read because its file is
 // damaged. Such a dead letter has only a Lane, a Seq and a Failure.
 const ReasonDamaged = "Damaged"
+
+// ReasonFilterFailed is the reason of a dead letter about which its destination's filter could not decide.
+const ReasonFilterFailed = "FilterFailed"
+
+// filterFailed is not part of a name.
+const filterFailed = "!"
+
+// FilterFailed returns the entry of Message.Skip for a destination ("namespace/name") whose filter failed.
+func FilterFailed(destination, why string) string {
+	return filterFailed + destination + filterFailed + why
+}
 
 // DeadLetter is a copy of a message that was not delivered and will not be retried.
 type DeadLetter struct {

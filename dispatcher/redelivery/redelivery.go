@@ -61,7 +61,8 @@ type Store interface {
 }
 
 // Run appends the selected dead letters of a destination ("namespace/name") through gate to
-// its lanes, as new messages with the same id and body, and removes the dead letters.
+// its lanes, as new messages with the same id and body, and removes the dead letters. The present filter
+// decides about those whose filter failed (queue.ReasonFilterFailed), and about no others.
 // It ignores dead letters that are added while it runs, so it ends. It keeps dead letters
 // of a Source or an endpoint that the destination no longer has, and dead letters without
 // a body (queue.ReasonDamaged): they count as matched, not as redelivered. If the
@@ -85,11 +86,16 @@ func Run(ctx context.Context, gate *admission.Gate, store Store, destination str
 		if err := limiter.WaitN(ctx, len(page)); err != nil {
 			return 0, err
 		}
+		routing := gate.Begin()
+		defer routing.End()
 		messages := make([]queue.Message, len(page))
 		for i, d := range page {
 			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), LongNumbers: !event.IsFixedPoint(d.Body), Body: d.Body}
+			if d.Failure.Reason == queue.ReasonFilterFailed {
+				messages[i].Skip = routing.Refilter(d.Lane.Source, destination, &event.Call{Type: event.Type(d.Type), Event: d.Event, LongNumbers: messages[i].LongNumbers, Body: d.Body})
+			}
 		}
-		if _, err := gate.Append(ctx, messages); err != nil {
+		if _, err := routing.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
 		// If a lane ended before the append, no lane has the message, so its dead letter is kept.

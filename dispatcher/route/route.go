@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 // IntegrationName is the name of webhook destinations in the integrations object of calls (from the
@@ -147,11 +148,13 @@ func (r *Router) filter(d *destination, f *liveconfig.Filter) (err error) {
 }
 
 // Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but
-// must not get this call. It is nil for most calls.
+// must not get this call, and an entry of queue.FilterFailed for each whose filter failed. It is nil for most calls.
 func (r *Router) Skip(source string, call *event.Call) (skip []string) {
 	var read reader
 	for _, d := range r.bySource[source] {
-		if !d.takes(call, &read) {
+		if r := d.takes(call, &read); r.Failure != "" {
+			skip = append(skip, queue.FilterFailed(d.key, r.Failure))
+		} else if !r.Matches {
 			skip = append(skip, d.key)
 		}
 	}
@@ -176,7 +179,7 @@ type form struct {
 	done bool
 }
 
-func (r *reader) matches(d *destination, call *event.Call) bool {
+func (r *reader) matches(d *destination, call *event.Call) expression.Result {
 	f, body := &r.exact, call.Body
 	if call.LongNumbers && !d.exact {
 		f = &r.fixed
@@ -189,25 +192,26 @@ func (r *reader) matches(d *destination, call *event.Call) bool {
 	}
 	f.done = true
 	if f.err != nil {
-		return false
+		return expression.Result{Failure: "the call cannot be read as a JSON object"}
 	}
-	// A call for which the expression fails does not match; the field's documentation says the
-	// same.
-	return d.expression.Match(f.call).Matches
+	return d.expression.Match(f.call)
 }
 
 // takes checks the cheap conditions first.
-func (d *destination) takes(call *event.Call, read *reader) bool {
+func (d *destination) takes(call *event.Call, read *reader) expression.Result {
 	if d.types != nil && !slices.Contains(d.types, string(call.Type)) {
-		return false
+		return expression.Result{}
 	}
 	if d.events != nil && call.Type == event.Track && !slices.ContainsFunc(d.events, func(p string) bool { return glob(p, call.Event) }) {
-		return false
+		return expression.Result{}
 	}
 	if !call.Integrations.Allows(IntegrationName, d.name) {
-		return false
+		return expression.Result{}
 	}
-	return d.expression == nil || read.matches(d, call)
+	if d.expression == nil {
+		return expression.Result{Matches: true}
+	}
+	return read.matches(d, call)
 }
 
 // glob matches a name with a pattern in which "*" stands for any characters. It takes each part at

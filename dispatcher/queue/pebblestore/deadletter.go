@@ -210,6 +210,9 @@ func (g *buryBatch) bury(seq uint64, rec *codec.Record, attempts int, last *queu
 	if rec.Lost {
 		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.recordDamaged(g.l, seq, string(rec.Body))
 	}
+	if why := rec.FilterError(g.l.id.Destination); why != "" {
+		letter.Failure = queue.Failure{Time: g.f.Time, Reason: queue.ReasonFilterFailed, Message: why}
+	}
 	// The receiver's response to this message is more specific.
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
 		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response

@@ -38,6 +38,7 @@ type readBuffer struct {
 
 // piece is a message that was read; its parts are adjacent in bytes.
 type piece struct {
+	failed                      string // FilterError.
 	seq                         uint64
 	acceptedAt                  int64
 	code                        byte
@@ -181,7 +182,11 @@ func (r *reader) readOnce(seq uint64) (rec codec.Record, err error) {
 }
 
 func (r *reader) keep(seq uint64, rec *codec.Record, attempt int) {
-	p := piece{seq: seq, acceptedAt: rec.AcceptedAt, code: rec.Code, long: rec.Long, start: len(r.bytes), attempt: attempt,
+	var failed string
+	if rec.Skips > 0 {
+		failed = rec.FilterError(r.l.id.Destination)
+	}
+	p := piece{failed: failed, seq: seq, acceptedAt: rec.AcceptedAt, code: rec.Code, long: rec.Long, start: len(r.bytes), attempt: attempt,
 		id: len(rec.ID), typ: len(rec.Type), event: len(rec.Event), trace: len(rec.Trace), body: len(rec.Body)}
 	r.bytes = append(r.bytes, rec.ID...)
 	r.bytes = append(r.bytes, rec.Type...)
@@ -209,7 +214,7 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 			b = b[n:]
 			return s
 		}
-		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt), Attempt: p.attempt}
+		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt), Attempt: p.attempt, FilterError: p.failed}
 		if d.Type = codec.Types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}

@@ -102,11 +102,11 @@ func (s *Store) neededBy(log *sourceLog, seq uint64, rec *codec.Record) (to []qu
 	return to, err
 }
 
-// messageOf returns the message of a record, without Skip and Only. Its body refers to the record.
+// messageOf returns the message of a record, without Only and the names in Skip, but with the errors of filters. Its body refers to the record.
 func messageOf(source string, rec *codec.Record) queue.Message {
 	return queue.Message{
 		Source: source, ID: string(rec.ID), Type: typeOf(rec), Event: string(rec.Event), AcceptedAt: codec.FromMillis(rec.AcceptedAt),
-		TraceParent: string(rec.Trace), LongNumbers: rec.Long, Body: rec.Body,
+		TraceParent: string(rec.Trace), LongNumbers: rec.Long, Skip: rec.Failed(), Body: rec.Body,
 	}
 }
 

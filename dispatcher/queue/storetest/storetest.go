@@ -452,13 +452,28 @@ func (x *suite) skipAndOnly() {
 		x.message(func(m *queue.Message) { m.Only = mail }),
 		x.message(func(m *queue.Message) { m.Only = crm }),
 		x.message(func(m *queue.Message) { m.Skip = []string{mail} }),
+		x.message(func(m *queue.Message) {
+			m.Skip, m.LongNumbers = []string{queue.FilterFailed("shop/other", "b"), queue.FilterFailed(crm, "why")}, true
+		}),
 	)
-	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{3, 4})
-	x.equal("positions", seqs(x.lease(second, 10)), []uint64{1, 2})
-	x.ledger(lane, counts{Accepted: 3, Filtered: 1, Pending: 2, InFlight: 2})
-	x.ledger(second, counts{Accepted: 3, Filtered: 1, Pending: 2, InFlight: 2})
+	failed := func(all []queue.Delivery) (why []string) {
+		for _, d := range all {
+			why = append(why, d.FilterError)
+		}
+		return why
+	}
+	got := x.lease(lane, 10)
+	x.equal("positions", seqs(got), []uint64{3, 4, 5})
+	x.equal("errors of the filter", failed(got), []string{"", "", "why"})
+	got = x.lease(second, 10)
+	x.equal("positions", seqs(got), []uint64{1, 2, 5})
+	x.equal("errors of the filter", failed(got), []string{"", "", ""})
+	x.ledger(lane, counts{Accepted: 4, Filtered: 1, Pending: 3, InFlight: 3})
+	x.ledger(second, counts{Accepted: 4, Filtered: 1, Pending: 3, InFlight: 3})
 	x.reopenStore()
-	x.ledger(lane, counts{Accepted: 3, Filtered: 1, Pending: 2})
+	x.ledger(lane, counts{Accepted: 4, Filtered: 1, Pending: 3})
+	x.open(lane)
+	x.equal("errors of the filter after a restart", failed(x.lease(lane, 10)), []string{"", "", "why"})
 }
 
 func (x *suite) manySkipped() {

@@ -10,6 +10,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -105,8 +106,7 @@ func AppendString[T string | []byte](dst []byte, s T) []byte {
 //
 // The highest bit of the type marks a traceparent. Releases without tracing cannot read such a
 // message, so a message without traceparent does not have the bit. The entry longNumbers in
-// skip marks a body with long numbers; it is not the name of a destination, so older releases
-// ignore it. bytesBefore is the number of bytes of all previous messages of the log, so that
+// skip marks a body with long numbers; an entry of queue.FilterFailed has the error of a filter. bytesBefore is the number of bytes of all previous messages of the log, so that
 // two records give the size of the part between them.
 const (
 	recordHead = 17
@@ -273,6 +273,29 @@ func (r *Record) Verdict(lane queue.LaneID) Verdict {
 		}
 	}
 	return Wanted
+}
+
+// FilterError returns why the filter of a destination could not decide about the message.
+func (r *Record) FilterError(destination string) string {
+	failed := r.failed(queue.FilterFailed(destination, ""))
+	if len(failed) == 0 {
+		return ""
+	}
+	return strings.TrimPrefix(failed[0], queue.FilterFailed(destination, ""))
+}
+
+// Failed returns the entries of queue.FilterFailed.
+func (r *Record) Failed() []string { return r.failed(queue.FilterFailed("", "")[:1]) }
+
+// failed returns the names of skip with a prefix.
+func (r *Record) failed(prefix string) (names []string) {
+	d := Decoder{Rest: r.Skip}
+	for range r.Skips {
+		if name := d.Bytes(); bytes.HasPrefix(name, []byte(prefix)) {
+			names = append(names, string(name))
+		}
+	}
+	return names
 }
 
 // ForSibling reports whether a message is only for another endpoint of the lane's destination.
