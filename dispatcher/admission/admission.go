@@ -75,6 +75,7 @@ type Gate struct {
 
 	metrics metrics
 	sources sync.Map // key -> *Source
+	shares  sync.Map // namespace -> *limits.Share
 	// counters has the last counters of Sources that were recovered or forgotten.
 	counters sync.Map // key -> storedCounters
 	current  atomic.Pointer[running]
@@ -91,7 +92,7 @@ func New(o Options) *Gate {
 	if o.Decoder == nil {
 		o.Decoder = new(liveconfig.Decoder)
 	}
-	g := &Gate{Options: o, Unidentified: &Source{Limits: limits.NewSource()}, metrics: newMetrics(o.Registerer)}
+	g := &Gate{Options: o, Unidentified: &Source{Limits: limits.NewSource(new(limits.Share))}, metrics: newMetrics(o.Registerer)}
 	g.current.Store(&running{routing: new(atomic.Int64)})
 	return g
 }

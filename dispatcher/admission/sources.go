@@ -39,7 +39,8 @@ func (g *Gate) sourceOf(ref liveconfig.SourceRef) *Source {
 		return s.(*Source)
 	}
 	namespace, name := ref.Namespace, ref.Source.Name
-	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(), changed: g.Changes.Object(changes.Sources, namespace, name)}
+	share, _ := g.shares.LoadOrStore(namespace, new(limits.Share))
+	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(share.(*limits.Share)), changed: g.Changes.Object(changes.Sources, namespace, name)}
 	s.acceptedCount = g.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = g.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	if c, ok := g.counters.Load(key); ok {

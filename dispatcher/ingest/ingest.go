@@ -82,8 +82,8 @@ var short = map[string]event.Type{
 	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
 }
 
-// maxTurn is how long a request may run filters before it yields to the next request. turnBytes is
-// the charge for that time: about the number of bytes that are parsed in it.
+// maxTurn is how long a request may run filters before it yields to the next request; it ends with a call, whose
+// filters have a budget (expression.MaxCallCost). turnBytes is the charge for each maxTurn: about the number of bytes that are parsed in it.
 const (
 	maxTurn   = 5 * time.Millisecond
 	turnBytes = 1 << 20
@@ -433,8 +433,8 @@ func (h *Handler) buildMessages(q *request, routing admission.Routing, typ event
 	for i := range batch.Calls {
 		messages[i] = routing.Message(q.ref, q.source.Key(), &batch.Calls[i], now)
 		messages[i].TraceParent = q.traceParent
-		if i%16 == 15 && time.Since(begin) > maxTurn {
-			q.turn.Leave(unpaid + turnBytes)
+		if used := time.Since(begin); used > maxTurn {
+			q.turn.Leave(unpaid + turnBytes*int(used/maxTurn))
 			unpaid = 0
 			q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
 			begin = time.Now()

@@ -8,8 +8,8 @@
 //	header key known   [CallRate]   the Source's owner       a Source far above its rate      429 before the body is read
 //	read the body      [Pool]       memory of the process    many or slow bodies              503
 //	wait for the CPU   [Storing]    memory and the store     one Source's parallel requests   waits, with only the body in memory
-//	                   [Scheduler]  CPU time                 one Source's many requests, or   waits; the Source with the lowest
-//	                                                         small bodies, large messages     usage is next
+//	                   [Scheduler]  CPU time                 one namespace's requests, small  waits; the namespace with the
+//	                                                         bodies, large messages, filters  lowest usage is next
 //	after the parse    [Pool]       memory of messages       small bodies, large messages     503
 //	build messages     [CallRate]   the Source's owner       more calls than spec.rateLimit   429 with the time to wait
 //	append             [Deadlines]  goroutines and memory    a disk that does not answer      503 after 30 s
@@ -20,7 +20,7 @@
 //
 // Each Source has a [Source], the requests without a known write key share one. So a limit never
 // lets one Source use what another one needs: Pool gives a single namespace at most half, and less
-// while others are busy; Scheduler gives it at most half of the slots; Storing at most
+// while others are busy; Scheduler gives its namespace at most half of the slots; Storing at most
 // MaxStoring bytes in the store; Pace slows down only the Source that sends in bulk. Conns does not
 // know Sources, because a connection has none before its first request.
 //
@@ -52,7 +52,7 @@ type Source struct {
 	bulk    *rate.Limiter       // bytes that it stores without pauses
 }
 
-// NewSource returns the limits of a Source without requests.
-func NewSource() *Source {
-	return &Source{storing: semaphore.NewWeighted(MaxStoring), bulk: rate.NewLimiter(bulkRate, bulkBurst)}
+// NewSource returns the limits of a Source without requests, in a namespace with a share of the CPU.
+func NewSource(share *Share) *Source {
+	return &Source{Queue: WaitQueue{share: share}, storing: semaphore.NewWeighted(MaxStoring), bulk: rate.NewLimiter(bulkRate, bulkBurst)}
 }

@@ -5,23 +5,31 @@ import (
 	"time"
 )
 
-// Scheduler limits how many requests use the CPU at the same time, and gives one Source at most
-// half of the slots. The next waiting request is that of the Source with the lowest usage, counted
-// in bytes of its requests and messages (start-time fair queueing). So a Source that floods, or
-// whose small bodies become large messages, delays itself and not the others.
+// Scheduler limits how many requests use the CPU at the same time, and gives one namespace at most
+// half of the slots. The next waiting request is one of the namespace with the lowest usage, and within it of the Source
+// with the lowest usage, counted in bytes of its requests and messages, and in the time of its filters
+// (start-time fair queueing). So a namespace with many Sources, a Source that floods, or
+// one whose small bodies become large messages, delays itself and not the others.
 type Scheduler struct {
 	mu    sync.Mutex
 	slots int // number of requests that compute at the same time
 	busy  int
-	// clock is the virtual time: that of the last admitted request.
+	// clock is the virtual time: that of the namespace of the last admitted request.
 	clock int64
 	// queues are the queues with waiting requests.
 	queues []*WaitQueue
 }
 
+// Share is one namespace's use of a Scheduler, whose lock guards it.
+type Share struct {
+	running int
+	// next and clock are the virtual times of the next request, and of the last admitted Source.
+	next, clock int64
+}
+
 // WaitQueue is the queue of one Source's requests; the scheduler's lock guards it.
 type WaitQueue struct {
-	running int
+	share *Share
 	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
 	waiting []chan struct{}
@@ -65,7 +73,8 @@ func (t *Turn) Leave(bytes int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
-	q.running--
+	q.share.next += int64(bytes)
+	q.share.running--
 	s.busy--
 	for s.busy < s.slots && s.startNext() {
 	}
@@ -74,21 +83,32 @@ func (t *Turn) Leave(bytes int) {
 // NewScheduler returns a Scheduler for a number of requests that compute at the same time.
 func NewScheduler(slots int) *Scheduler { return &Scheduler{slots: slots} }
 
-// admits reports whether a Source may run one more request.
-func (s *Scheduler) admits(q *WaitQueue) bool { return q.running < max(1, s.slots/2) }
+// admits reports whether a namespace may run one more request.
+func (s *Scheduler) admits(q *WaitQueue) bool { return q.share.running < max(1, s.slots/2) }
 
 func (s *Scheduler) start(q *WaitQueue) {
-	q.next = max(q.next, s.clock)
-	s.clock = q.next
-	q.running++
+	share := q.share
+	share.next = max(share.next, s.clock)
+	s.clock = share.next
+	q.next = max(q.next, share.clock)
+	share.clock = q.next
+	share.running++
 	s.busy++
 }
 
-// startNext admits the first request of the Source with the lowest usage.
+// before reports whether a queue's request is next.
+func (q *WaitQueue) before(o *WaitQueue) bool {
+	if q.share != o.share {
+		return q.share.next < o.share.next
+	}
+	return q.next < o.next
+}
+
+// startNext admits the first request of the Source with the lowest usage in the namespace with the lowest usage.
 func (s *Scheduler) startNext() bool {
 	least := -1
 	for i, q := range s.queues {
-		if s.admits(q) && (least < 0 || q.next < s.queues[least].next) {
+		if s.admits(q) && (least < 0 || q.before(s.queues[least])) {
 			least = i
 		}
 	}

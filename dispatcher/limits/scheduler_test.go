@@ -1,25 +1,33 @@
 package limits
 
 import (
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 )
 
-// schedule queues requests of some Sources while all slots are taken, frees the slots one by one,
+func queueIn(share *Share) *WaitQueue { return &WaitQueue{share: share} }
+
+// schedule queues requests of some Sources ("namespace" or "namespace/source") while all slots are taken, frees the slots one by one,
 // and returns the order in which the requests ran. Each request makes the given number of bytes.
 func schedule(s *Scheduler, bytes map[string]int, requests ...string) (order []string) {
-	queues := map[string]*WaitQueue{}
+	queues, shares := map[string]*WaitQueue{}, map[string]*Share{}
 	var blockers [2]Turn
 	for i := range blockers {
-		blockers[i].Enter(s, &WaitQueue{})
+		blockers[i].Enter(s, queueIn(new(Share)))
 	}
 	ran := make(chan string)
 	waits := 0
 	for _, name := range requests {
 		q := queues[name]
 		if q == nil {
-			q = new(WaitQueue)
+			namespace, _, _ := strings.Cut(name, "/")
+			if shares[namespace] == nil {
+				shares[namespace] = new(Share)
+			}
+			q = queueIn(shares[namespace])
 			queues[name] = q
 		}
 		go func() {
@@ -55,6 +63,24 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 			t.Errorf("the other Source's call was stored as number %d: %v", i+1, order)
 		}
 	})
+	t.Run("a namespace with many Sources and one call", func(t *testing.T) {
+		bytes, requests := map[string]int{"other": 1}, []string{}
+		for i := range 8 {
+			name := fmt.Sprint("flood/", i)
+			bytes[name] = 1
+			requests = append(requests, name)
+		}
+		order := schedule(&Scheduler{slots: 2}, bytes, append(requests, "other")...)
+		if i := slices.Index(order, "other"); i > 1 {
+			t.Errorf("the other namespace's call ran as number %d: %v", i+1, order)
+		}
+	})
+	t.Run("Sources of one namespace take turns", func(t *testing.T) {
+		order := schedule(&Scheduler{slots: 2}, map[string]int{"shop/flood": 1, "shop/call": 1}, "shop/flood", "shop/flood", "shop/flood", "shop/flood", "shop/call")
+		if i := slices.Index(order, "shop/call"); i > 1 {
+			t.Errorf("the other Source's call ran as number %d: %v", i+1, order)
+		}
+	})
 	t.Run("small requests beside large ones", func(t *testing.T) {
 		bytes := map[string]int{"large": 1 << 20, "small": 64 << 10}
 		order := schedule(&Scheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small", "small", "small")
@@ -69,16 +95,16 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 			}
 		}
 	})
-	t.Run("one Source does not take all slots", func(t *testing.T) {
+	t.Run("one namespace does not take all slots", func(t *testing.T) {
 		s := &Scheduler{slots: 4}
-		var flood WaitQueue
+		flood := new(Share)
 		var a, b Turn
-		a.Enter(s, &flood)
-		b.Enter(s, &flood)
+		a.Enter(s, queueIn(flood))
+		b.Enter(s, queueIn(flood)) // Another Source of the same namespace.
 		entered, left := make(chan struct{}), make(chan struct{})
 		go func() {
 			var third Turn
-			third.Enter(s, &flood)
+			third.Enter(s, queueIn(flood))
 			close(entered)
 			third.Leave(0)
 			close(left)
@@ -89,11 +115,11 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 			s.mu.Unlock()
 		}
 		var other Turn
-		other.Enter(s, &WaitQueue{}) // does not wait
+		other.Enter(s, queueIn(new(Share))) // does not wait
 		other.Leave(0)
 		select {
 		case <-entered:
-			t.Error("three of four slots belong to one Source")
+			t.Error("three of four slots belong to one namespace")
 		default:
 		}
 		a.Leave(0)
