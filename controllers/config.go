@@ -36,6 +36,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
 )
 
 const (
@@ -94,6 +95,8 @@ type configReconciler struct {
 	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
 	// its memo, and there is one at a time.
 	memos map[string]*compile.Memo
+	// expressions are those of the last compilations.
+	expressions compile.ExpressionSizes
 
 	budget *configBudget
 }
@@ -269,8 +272,10 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 		r.own.fire(other)
 	}
 	snapshot.ForeignWriteKeys, snapshot.Memo = r.keys.foreign(namespace), r.memoOf(namespace)
+	snapshot.ForeignExpressions = r.foreignExpressions(namespace)
 	compilers := r.kinds.Compilers()
 	config, verdicts := compilers.Compile(snapshot)
+	r.setExpressions(namespace, verdicts)
 	r.logReserved(ctx, snapshot.ForeignWriteKeys)
 	present := r.present(namespace, config, compilers.Existing(snapshot.Objects), last)
 	var encoded compile.Encoded
@@ -313,6 +318,24 @@ func (r *configReconciler) headBytes(namespace string, present compile.Present) 
 	d, now := r.dispatchers(namespace), r.now()
 	return func(h compile.History, exact bool) (int, error) {
 		return h.HeadBytes(exact, present, d, now, r.tombstoneGrace)
+	}
+}
+
+// foreignExpressions returns the size of the filter expressions of all other namespaces.
+func (r *configReconciler) foreignExpressions(namespace string) expression.Size {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.expressions.Foreign(namespace)
+}
+
+// setExpressions records the size of a namespace's filter expressions, and compiles the namespaces whose expressions
+// may fit now.
+func (r *configReconciler) setExpressions(namespace string, verdicts compile.Verdicts) {
+	r.mu.Lock()
+	again := r.expressions.Set(namespace, verdicts)
+	r.mu.Unlock()
+	for _, other := range again {
+		r.own.fire(other)
 	}
 }
 
@@ -422,6 +445,7 @@ func (r *configReconciler) forget(namespace string) {
 func (r *configReconciler) forgetObjects(namespace string) {
 	r.secrets.forget(namespace)
 	r.verdicts.remove(namespace)
+	r.setExpressions(namespace, nil)
 	r.mu.Lock()
 	delete(r.memos, namespace)
 	r.mu.Unlock()

@@ -70,6 +70,10 @@ const (
 	// ReasonKeyConflict: another Audience of the same Source has the same key. The older
 	// Audience keeps it. Action: set another spec.key.
 	ReasonKeyConflict = "KeyConflict"
+	// ReasonExpressionBudget: the filter expressions of the namespace, or of all namespaces, would need too much memory
+	// of the dispatchers with this one. Accepted expressions are not taken back. Action: remove or shorten expressions;
+	// the message has the numbers.
+	ReasonExpressionBudget = "ExpressionBudget"
 	// ReasonConfigTooLarge: the namespace's live config would not fit into its Secrets with
 	// this object. Messages of a destination are kept and not sent. Action: remove
 	// destinations, headers or large certificates, or use another namespace.

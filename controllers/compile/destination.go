@@ -29,9 +29,14 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 		if s.Memo != nil {
 			s.Memo.begin(sources)
 		}
+		results := map[string]destinationMemo{}
+		for _, o := range objects {
+			results[o.Name] = s.Memo.destination(s, o, sources, objects)
+		}
+		s.limitExpressions(objects, results)
 		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
-			entry, verdict := s.Memo.destination(s, o, sources, objects)
-			return entry, true, verdict
+			r := results[o.Name]
+			return r.entry, true, r.verdict
 		}
 	},
 	SecretRefs: secretsOfDestination,
@@ -85,7 +90,7 @@ func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
 
 // destination compiles one WebhookDestination. Sources are sorted by name, and all are the
 // destinations of the namespace. It also returns the versions of the Secrets that it has used.
-func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) (liveconfig.Destination, Verdict, map[string]string) {
+func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) destinationMemo {
 	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
 		Name:         o.Name,
@@ -119,7 +124,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	c.Revision = revision(c, b.used, b.literals)
 	c.Generation = o.Generation
 	v.Revision = c.Revision
-	return c, v, b.used
+	return destinationMemo{entry: c, verdict: v, used: b.used, size: b.expression}
 }
 
 // builder compiles the parts of a destination's spec.
@@ -128,6 +133,8 @@ type builder struct {
 	policy Policy
 	// literals are the URLs and header values that the spec contains as plain text.
 	literals []string
+	// expression is the size of the filter's expression.
+	expression expression.Size
 	// sourcesUnknown means that the spec does not give the Sources in a valid form.
 	sourcesUnknown bool
 }
@@ -540,7 +547,9 @@ func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
 		b.add(v1alpha1.ReasonInvalidFilter, "spec.filter", "set at least one of types, events and expression, or leave filter out")
 	}
 	if f.Expression != "" {
-		if _, err := expression.Compile(f.Expression); err != nil {
+		if p, err := expression.Compile(f.Expression); err == nil {
+			b.expression = p.Size()
+		} else {
 			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
 			// A dispatcher would reject the whole config because of an invalid expression.
 			c.Expression = ""

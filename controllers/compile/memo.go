@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
 )
 
 // Memo keeps the results of one namespace's last compilation, so that the next one repeats only the
@@ -31,6 +32,7 @@ type destinationMemo struct {
 	used       map[string]string
 	entry      liveconfig.Destination
 	verdict    Verdict
+	size       expression.Size
 }
 
 // targetVersion is a version of the destination that gets the dead letters of another one; zero if
@@ -68,19 +70,18 @@ func (m *Memo) begin(sources []*v1alpha1.Source) {
 
 // destination returns the result for a destination, which it compiles if an input has changed.
 // The API server raises the generation with every change of the spec.
-func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) (liveconfig.Destination, Verdict) {
+func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) destinationMemo {
 	if m == nil || o.UID == "" || o.Generation == 0 {
-		entry, verdict, _ := s.destination(o, sources, all)
-		return entry, verdict
+		return s.destination(o, sources, all)
 	}
 	last, ok := m.before[o.UID]
 	target := targetOf(o, all)
 	if !ok || last.target != target || last.generation != o.Generation || last.entry.Name != o.Name || !newResolver(s.Secrets).has(last.used) {
+		last = s.destination(o, sources, all)
 		last.generation, last.target = o.Generation, target
-		last.entry, last.verdict, last.used = s.destination(o, sources, all)
 	}
 	m.destinations[o.UID] = last
-	return last.entry, last.verdict
+	return last
 }
 
 // encode returns a config in chunks.

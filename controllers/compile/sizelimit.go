@@ -184,8 +184,13 @@ func (t Table) fit(m *Memo, all Encoded, limit Limit, headBytes int, last liveco
 // refuse sets Accepted to False. The reason is ConfigTooLarge, unless Accepted was False
 // before for another reason.
 func (v Verdict) refuse(message string) Verdict {
+	return v.refuseFor(v1alpha1.ReasonConfigTooLarge, message)
+}
+
+// refuseFor is refuse with another reason.
+func (v Verdict) refuseFor(reason, message string) Verdict {
 	if v.Accepted {
-		v.Reason, v.Message = v1alpha1.ReasonConfigTooLarge, message
+		v.Reason, v.Message = reason, message
 	} else {
 		v.Message = Truncate(v.Message+"; "+message, maxMessageBytes)
 	}

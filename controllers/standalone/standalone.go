@@ -88,6 +88,8 @@ type Control struct {
 	sent     map[string]sentConfig
 	// compiled are the inputs of the namespaces' last compilations; none for a result that depends on more.
 	compiled map[string]inputs
+	// expressions are those of the namespaces' last compilations.
+	expressions compile.ExpressionSizes
 	// logged are the problems that the log already has.
 	logged map[string]bool
 	// hadSources is true if the objects of the last load had a Source, and before the first load.
@@ -301,7 +303,13 @@ func (c *Control) apply() {
 			snapshots[namespace] = &snapshot{Snapshot: compile.Snapshot{Namespace: namespace}}
 		}
 	}
-	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
+	var again []string // Namespaces with refused expressions that may fit now.
+	for queue := slices.Sorted(maps.Keys(snapshots)); len(queue)+len(again) > 0; {
+		if len(queue) == 0 {
+			queue, again = again, nil
+		}
+		namespace := queue[0]
+		queue = queue[1:]
 		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
 		if last, ok := c.compiled[namespace]; ok && exists && last.equal(snapshot.inputs) {
@@ -309,7 +317,10 @@ func (c *Control) apply() {
 			continue                                // followReport sends a changed head.
 		}
 		delete(c.compiled, namespace)
+		snapshot.ForeignExpressions = c.expressions.Foreign(namespace)
 		config, verdicts := compilers.Compile(snapshot.Snapshot)
+		_, refused := verdicts.Expressions()
+		again = append(again, c.expressions.Set(namespace, verdicts)...)
 		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
@@ -321,7 +332,7 @@ func (c *Control) apply() {
 			continue
 		}
 		c.verdicts[namespace] = encoded.Verdicts
-		if isSent && !encoded.TooLarge { // The evictions depend on the last config.
+		if isSent && !encoded.TooLarge && !refused { // Evictions depend on the last config, refused expressions on other namespaces.
 			c.compiled[namespace] = snapshot.inputs
 		}
 		c.mu.Lock()

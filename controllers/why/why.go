@@ -181,6 +181,7 @@ var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonInvalidForwardTarget: {"Dead letters", "change the destination that the message names, or name another one"},
 	v1alpha1.ReasonCeilingExceeded:      {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
 	v1alpha1.ReasonEgressDenied:         {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
+	v1alpha1.ReasonExpressionBudget:     {"Filter", "remove or shorten filter expressions, or filter by types and events"},
 	v1alpha1.ReasonConfigTooLarge:       {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
 	v1alpha1.ReasonInvalidSpec:          {"Destination", "correct the spec; it was stored under older rules"},
 	v1alpha1.ReasonWriteKeyConflict:     {"Source", "set another write key"},

@@ -50,6 +50,7 @@ var byReason = map[string]status.Status{
 	v1alpha1.ReasonWriteKeyConflict: status.FailedStatus,
 	v1alpha1.ReasonWriteKeyReserved: status.FailedStatus,
 	v1alpha1.ReasonKeyConflict:      status.FailedStatus,
+	v1alpha1.ReasonExpressionBudget: status.FailedStatus,
 	v1alpha1.ReasonConfigTooLarge:   status.FailedStatus,
 	v1alpha1.ReasonInvalidSecret:    status.FailedStatus,
 	v1alpha1.ReasonSecretNotFound:   status.InProgressStatus,
