@@ -212,6 +212,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	switch {
 	case d.FilterError != "":
 		f = queue.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: d.FilterError}
+		e.log.With(l.id.LogArgs()...).Warn("filter failed; the message becomes a dead letter", "messageId", d.ID, "error", d.FilterError)
 	case now.Sub(e.windowStart(d.AcceptedAt)) >= l.set.policy.Window && e.mayExpire():
 		f = l.expiry(now)
 	default:
