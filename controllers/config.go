@@ -68,6 +68,7 @@ type configReconciler struct {
 	parts         *partSecrets
 	secrets       *secretReader
 	keys          *writeKeys
+	served        *servedKinds
 	verdicts      *verdictCache
 	own, statuses *trigger
 	// reports returns the newest reports of the dispatcher pods; complete is false until every pod
@@ -116,8 +117,9 @@ func (s liveSecret) released(hash string) bool {
 	return slices.Contains(list, hash) || slices.Contains(list, liveconfig.ReleaseAll)
 }
 
-func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool)) error {
+func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool), served *servedKinds) error {
 	r := &configReconciler{
+		served: served,
 		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, limit: o.limit,
 		parts:   newPartSecrets(mgr.GetClient(), mgr.GetAPIReader(), o.Namespace, o.secretOwner(mgr)),
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
@@ -127,6 +129,7 @@ func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuse
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { r.followReports(ctx, o.followInterval); return nil })); err != nil {
 		return err
 	}
+	served.changed = r.recompile
 	r.own.fire(markerRequest.Name)
 	controller := builder.ControllerManagedBy(mgr).Named("config")
 	for _, k := range o.kinds {
@@ -277,7 +280,10 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	config, verdicts := compilers.Compile(snapshot)
 	r.setExpressions(namespace, verdicts)
 	r.logReserved(ctx, snapshot.ForeignWriteKeys)
-	present := r.present(namespace, config, compilers.Existing(snapshot.Objects), last)
+	present, err := r.present(ctx, namespace, config, compilers.Existing(snapshot.Objects), last)
+	if err != nil {
+		return "", err
+	}
 	var encoded compile.Encoded
 	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.limit, last.history, r.headBytes(namespace, present),
 		func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
@@ -298,9 +304,15 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	return result, nil
 }
 
-// present returns the part of the next head that depends on the namespace's objects.
-func (r *configReconciler) present(namespace string, config liveconfig.Config, uids map[liveconfig.Ref]string, last liveSecret) compile.Present {
-	return compile.Present{UIDs: uids, Reserved: last.history.Reserve(config, r.dispatchers(namespace), last.released, r.now())}
+// present returns the part of the next head that depends on the namespace's objects. If one of the last config
+// does not exist, it reads the definitions of the kinds, because the reason can be that they are deleted.
+func (r *configReconciler) present(ctx context.Context, namespace string, config liveconfig.Config, uids map[liveconfig.Ref]string, last liveSecret) (compile.Present, error) {
+	served := r.served.current
+	if last.history.Misses(uids) {
+		served = r.served.read
+	}
+	kinds, err := served(ctx)
+	return compile.Present{UIDs: uids, Kinds: kinds, Reserved: last.history.Reserve(config, r.dispatchers(namespace), last.released, r.now())}, err
 }
 
 // logReserved logs for which namespaces the foreign keys of a namespace are reserved. Conditions do
@@ -372,9 +384,15 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 	}
 	// The dispatchers discard the messages of a removed namespace. The cache may lag, so
 	// only the API server can confirm that the namespace has no objects.
+	served, err := r.served.current(ctx)
+	if err != nil {
+		return "", err
+	}
 	for _, k := range r.kinds {
 		list := k.NewList()
-		if err := r.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); err != nil {
+		if err := r.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); apierrors.IsNotFound(err) && served[k.Compile.Section] == "" {
+			continue
+		} else if err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", namespace, err)
 		}
 		if meta.LenList(list) > 0 {
@@ -382,7 +400,10 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 		}
 	}
 	config, verdicts := r.kinds.Compilers().Compile(compile.Snapshot{Namespace: namespace})
-	present := r.present(namespace, config, nil, last)
+	present, err := r.present(ctx, namespace, config, nil, last)
+	if err != nil {
+		return "", err
+	}
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
 	encoded, history, err := r.kinds.Compilers().EncodeWithHead(r.memoOf(namespace), config, verdicts, r.limit, last.history, r.headBytes(namespace, present), none)
 	if err != nil {
@@ -559,6 +580,16 @@ func readsOnly020(pods []health.Pod) bool {
 		}
 		return report != nil && report.ConfigFormat < adminapi.ConfigFormat
 	})
+}
+
+// recompile compiles all namespaces with a live config again.
+func (r *configReconciler) recompile() {
+	r.mu.Lock()
+	namespaces := slices.Collect(maps.Keys(r.written))
+	r.mu.Unlock()
+	for _, namespace := range namespaces {
+		r.own.fire(namespace)
+	}
 }
 
 // expireReservations compiles the namespaces that may use write keys whose reservation has ended. It

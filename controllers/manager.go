@@ -23,6 +23,7 @@ import (
 	"golang.org/x/time/rate"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -83,8 +84,9 @@ type Options struct {
 	// tombstoneGrace is how long a tombstone is kept at least, and followInterval how often a live
 	// config is compared with the pods' reports.
 	tombstoneGrace, followInterval time.Duration
-	// backlogInterval is how often the backlogs of the pods are recorded.
-	backlogInterval time.Duration
+	// backlogInterval is how often the backlogs of the pods are recorded, and servedInterval how often the
+	// CustomResourceDefinitions are read.
+	backlogInterval, servedInterval time.Duration
 	// confirmGrace is the time that the pods have to confirm a change before the status
 	// shows it as pending, so that a change causes one write instead of one for each pod.
 	// During this time the pods are polled more often. Default 2 s.
@@ -147,6 +149,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.tombstoneGrace = cmp.Or(o.tombstoneGrace, compile.TombstoneGrace)
 	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
 	o.backlogInterval = cmp.Or(o.backlogInterval, time.Minute)
+	o.servedInterval = cmp.Or(o.servedInterval, 10*time.Second)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.limit = cmp.Or(o.limit, compile.DefaultLimit)
 	o.configBurst, o.configRate = cmp.Or(o.configBurst, configBurst), cmp.Or(o.configRate, configsPerSecond)
@@ -222,6 +225,7 @@ func newMapper(cfg *rest.Config, client *http.Client) (meta.RESTMapper, error) {
 	} {
 		core.Add(kind, meta.RESTScopeNamespace)
 	}
+	core.Add(apiextensionsv1.SchemeGroupVersion.WithKind("CustomResourceDefinition"), meta.RESTScopeRoot)
 	return mapper{discovered, core}, err
 }
 
@@ -276,7 +280,8 @@ func setup(mgr manager.Manager, o Options) error {
 			statuses.fireAfter(namespace, numbersWait)
 		}
 	}, silentPodEvents(mgr.GetEventRecorder(eventSource)))
-	if err := setupConfig(mgr, o, verdicts, statuses, reports.reports); err != nil {
+	served := &servedKinds{direct: mgr.GetAPIReader(), kinds: o.kinds, interval: o.servedInterval}
+	if err := setupConfig(mgr, o, verdicts, statuses, reports.reports, served); err != nil {
 		return fmt.Errorf("set up the config controller: %w", err)
 	}
 	if err := setupStatus(mgr, o, verdicts, reports, changes, statuses); err != nil {
@@ -285,11 +290,15 @@ func setup(mgr manager.Manager, o Options) error {
 	if err := mgr.Add(reports); err != nil {
 		return fmt.Errorf("set up the prober: %w", err)
 	}
+	if err := mgr.Add(served); err != nil {
+		return fmt.Errorf("set up the check of the kinds: %w", err)
+	}
 	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr), pods: o.Pods, interval: o.backlogInterval, last: reports.backlogs}); err != nil {
 		return fmt.Errorf("set up the record of backlogs: %w", err)
 	}
 	return errors.Join(
 		mgr.AddHealthzCheck("ping", healthz.Ping),
+		mgr.AddReadyzCheck("kinds", served.check),
 		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
 			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 			defer cancel()

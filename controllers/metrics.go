@@ -22,6 +22,10 @@ var (
 		Name: "posthorn_operator_report_failures_total",
 		Help: "Failed requests for the report of a ready dispatcher pod.",
 	})
+	kindServed = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "posthorn_operator_kind_served",
+		Help: "1 if the API server serves the kind, 0 if its CustomResourceDefinition is missing or is being deleted.",
+	}, []string{"kind"})
 	orphanedPending = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "posthorn_operator_orphaned_pending_messages",
 		Help: "Pending messages on the volume of a dispatcher pod that does not exist any more, by its last report.",
@@ -29,5 +33,5 @@ var (
 )
 
 func init() {
-	metrics.Registry.MustRegister(compiles, statusWrites, dispatchers, reportFailures, orphanedPending)
+	metrics.Registry.MustRegister(compiles, statusWrites, dispatchers, reportFailures, kindServed, orphanedPending)
 }

@@ -34,34 +34,13 @@ var _ = Describe("The operator", func() {
 	AfterEach(func() { Expect(logs.take()).NotTo(ContainSubstring("hush")) })
 
 	It("waits at the start for missing CRDs and the permission to read Secrets", func() {
-		root, err := env.Root()
-		Expect(err).NotTo(HaveOccurred())
-		kinds := filepath.Join(root, "config", "crd")
-		_, err = server.Kubectl("", "delete", "-k", kinds)
-		Expect(err).NotTo(HaveOccurred())
-		installed := false
-		install := func() {
-			if !installed {
-				_, err := server.Kubectl("", "apply", "--server-side", "-k", kinds)
-				Expect(err).NotTo(HaveOccurred())
-				_, err = server.Kubectl("", "wait", "--for=condition=Established", "crd", "--all")
-				Expect(err).NotTo(HaveOccurred())
-				installed = true
-			}
-		}
+		deleteKinds("--all")
 		restore := revoke("secrets")
 		probes := process.FreeAddr()
 		w := newWorld(func(w *world) { w.options.HealthProbeBindAddress = probes })
+		install := sync.OnceFunc(installKinds)
 		DeferCleanup(install) // before the cleanup of the world
-		probe := func(path string) string {
-			response, err := http.Get("http://" + probes + path)
-			if err != nil {
-				return err.Error()
-			}
-			defer response.Body.Close()
-			_, _ = io.Copy(io.Discard, response.Body)
-			return response.Status
-		}
+		probe := func(path string) string { return statusAt(probes, path) }
 		Eventually(func() string { return probe("/healthz") }).Should(Equal("200 OK"))
 		Eventually(logs.String).Should(ContainSubstring("if kind is a CRD, it should be installed"))
 		Eventually(logs.String).Should(MatchRegexp(`secrets.* is forbidden`))
@@ -74,6 +53,76 @@ var _ = Describe("The operator", func() {
 		restore()
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		Eventually(func() string { return probe("/readyz") }).Should(Equal("200 OK"))
+	})
+
+	It("parks the objects of a kind that was deleted, and restores them", func() {
+		probes := process.FreeAddr()
+		w := newWorld(func(w *world) { w.options.HealthProbeBindAddress, w.options.tombstoneGrace = probes, time.Hour })
+		DeferCleanup(installKinds) // before the cleanup of the world
+		both, alone := w.newNamespace(), w.newNamespace()
+		w.apply(both, webSource+crmSecret+crmDestination)
+		w.apply(alone, crmSecret+crmDestination) // Without an object of another kind.
+		w.expectCondition(both, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(alone, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		Eventually(func() string { return statusAt(probes, "/readyz") }).Should(Equal("200 OK"))
+		served := func() float64 { return counterValue("posthorn_operator_kind_served", "WebhookDestination") }
+		Expect(served()).To(Equal(1.0))
+		first := w.head(Default, both)
+		Expect(first.Kinds).To(HaveKey(crm.Section))
+		parked := func(g Gomega) {
+			head := w.head(g, both)
+			g.Expect(head.Number).To(BeNumerically(">", first.Number))
+			g.Expect(head.UIDs).NotTo(HaveKey(crm))
+		}
+		notDeleted := func() {
+			GinkgoHelper()
+			w.waitPolls(10)
+			head := w.head(Default, both)
+			Expect(head.Tombstones).To(BeEmpty())
+			Expect(head.Since).To(BeNumerically(">", first.Number))
+			if w.hasLive(alone)() {
+				Expect(w.head(Default, alone).Tombstones).To(BeEmpty())
+			}
+		}
+
+		deleteKinds("webhookdestinations.posthorn.dev")
+		Eventually(parked).Should(Succeed())
+		w.dispatcher.set(func(d *fakeDispatcher) {
+			object := []adminapi.ParkedObject{{Object: crm.String(), Number: first.Number, Since: time.Now()}}
+			d.parked = map[string][]adminapi.ParkedObject{both: object, alone: object}
+		})
+		notDeleted()
+		Eventually(served).Should(BeZero())
+		Expect(statusAt(probes, "/readyz")).To(Equal("500 Internal Server Error"))
+		w.expectCondition(both, "source/web", "Ready", isTrue, "Ready")
+
+		By("restoring the kind, and later the objects")
+		installKinds()
+		Eventually(func() string { return statusAt(probes, "/readyz") }).Should(Equal("200 OK"))
+		notDeleted()
+		w.apply(both, crmDestination)
+		w.apply(alone, crmDestination)
+		w.expectCondition(both, "whd/crm", "Ready", isTrue, "Ready")
+		w.dispatcher.set(func(d *fakeDispatcher) { d.parked = nil })
+
+		By("replacing the kind while no operator runs")
+		first = w.head(Default, both)
+		w.stop()
+		deleteKinds("webhookdestinations.posthorn.dev")
+		installKinds()
+		w.start()
+		Eventually(parked).Should(Succeed())
+		notDeleted()
+
+		By("deleting an object of the restored kind")
+		w.apply(both, crmDestination)
+		w.expectCondition(both, "whd/crm", "Ready", isTrue, "Ready")
+		w.delete(both, "whd", "crm")
+		Eventually(func(g Gomega) {
+			tombstones := w.head(g, both).Tombstones
+			g.Expect(tombstones).To(HaveLen(1))
+			g.Expect(tombstones[0].Object).To(Equal(crm))
+		}).Should(Succeed())
 	})
 
 	It("recovers after the permission to read Secrets, or to write a status, was missing", func() {
@@ -194,6 +243,35 @@ var _ = Describe("The operator", func() {
 		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key", release+"/"+liveconfig.SecretName(namespace), release+"/"+backlogSecret))
 	})
 })
+
+// deleteKinds deletes CustomResourceDefinitions and all of their objects.
+func deleteKinds(names ...string) {
+	GinkgoHelper()
+	_, err := server.Kubectl("", append([]string{"delete", "crd"}, names...)...)
+	Expect(err).NotTo(HaveOccurred())
+}
+
+// installKinds creates the CustomResourceDefinitions that do not exist.
+func installKinds() {
+	GinkgoHelper()
+	root, err := env.Root()
+	Expect(err).NotTo(HaveOccurred())
+	_, err = server.Kubectl("", "apply", "--server-side", "-k", filepath.Join(root, "config", "crd"))
+	Expect(err).NotTo(HaveOccurred())
+	_, err = server.Kubectl("", "wait", "--for=condition=Established", "crd", "--all")
+	Expect(err).NotTo(HaveOccurred())
+}
+
+// statusAt returns the status of the response at a path of an address, or the error.
+func statusAt(address, path string) string {
+	response, err := http.Get("http://" + address + path)
+	if err != nil {
+		return err.Error()
+	}
+	defer response.Body.Close()
+	_, _ = io.Copy(io.Discard, response.Body)
+	return response.Status
+}
 
 // revoke removes a resource from the operator's ClusterRole; restore adds it again.
 func revoke(resource string) (restore func()) {

@@ -102,7 +102,7 @@ func newWorld(change ...func(*world)) *world {
 	w.pods = pods(w.dispatcher.pod())
 	w.options = Options{
 		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
-		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, backlogInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
+		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, backlogInterval: 100 * time.Millisecond, servedInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
 		Policy: compile.Policy{CheckHost: func(host string) error {
 			if host == "169.254.169.254" {
 				return fmt.Errorf("%s is denied", host)
@@ -302,7 +302,7 @@ func (w *world) versions() map[string]string {
 	return found
 }
 
-// counterValue returns the value of an operator's counter with this label.
+// counterValue returns the value of an operator's counter or gauge with this label.
 func counterValue(name, label string) float64 {
 	GinkgoHelper()
 	families, err := metrics.Registry.Gather()
@@ -310,7 +310,7 @@ func counterValue(name, label string) float64 {
 	for _, f := range families {
 		for _, m := range f.GetMetric() {
 			if f.GetName() == name && len(m.GetLabel()) == 1 && m.GetLabel()[0].GetValue() == label {
-				return m.GetCounter().GetValue()
+				return m.GetCounter().GetValue() + m.GetGauge().GetValue()
 			}
 		}
 	}

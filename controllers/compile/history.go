@@ -198,8 +198,51 @@ func (h History) removable(d Dispatchers) bool {
 type Present struct {
 	// UIDs are those of the objects that have data in the dispatchers' stores.
 	UIDs map[liveconfig.Ref]string
+	// Kinds are the UIDs of the CustomResourceDefinitions that the API server serves, by section, with ""
+	// for one that it does not serve; nil without an API server.
+	Kinds map[string]string
 	// Reserved is the result of Reserve; nil if no other namespace can take over a write key.
 	Reserved []liveconfig.ReservedKey
+}
+
+// Misses reports whether an object of the last config does not exist.
+func (h History) Misses(existing map[liveconfig.Ref]string) bool {
+	return slices.ContainsFunc(slices.Collect(maps.Keys(h.objects)), func(r liveconfig.Ref) bool {
+		_, ok := existing[r]
+		return !ok
+	})
+}
+
+// lost reports whether an object of the last config is missing because the API server deleted its kind:
+// the CustomResourceDefinition does not exist, is being deleted, or is another one.
+func (h History) lost(r liveconfig.Ref, present Present) bool {
+	if _, exists := present.UIDs[r]; exists || present.Kinds == nil {
+		return false
+	}
+	uid, before := present.Kinds[r.Section], h.Head.Kinds[r.Section]
+	return uid == "" || before != "" && uid != before
+}
+
+// kinds returns the UIDs of the CustomResourceDefinitions of the present objects. An object that the last
+// config has, too, cannot be of a new definition: the cache of the objects is older than the definition.
+func (h History) kinds(present Present) map[string]string {
+	var kinds map[string]string
+	stale := map[string]bool{}
+	for r, uid := range present.UIDs {
+		before := h.Head.Kinds[r.Section]
+		stale[r.Section] = stale[r.Section] || before != "" && uid == h.Head.UIDs[r]
+		now := cmp.Or(present.Kinds[r.Section], before)
+		if stale[r.Section] {
+			now = before
+		}
+		if now != "" {
+			if kinds == nil {
+				kinds = map[string]string{}
+			}
+			kinds[r.Section] = now
+		}
+	}
+	return kinds
 }
 
 // Reserve returns the reserved write keys beside a config, sorted: the keys that the last config had and
@@ -266,17 +309,19 @@ func expired(k liveconfig.ReservedKey, now time.Time) bool {
 //
 // A deleted object gets a tombstone, which is removed after the grace, when every pod has removed the
 // object's data. A parked object gets one if its deletion is certain, because the history since its
-// last config is unbroken, or after liveconfig.ParkingTime.
+// last config is unbroken, or after liveconfig.ParkingTime. An object that is missing with its kind gets none: it is
+// not deleted, and the next history begins without it.
 func (h History) Next(revision string, present Present, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head, changed bool) {
 	head = liveconfig.Head{
 		Version: liveconfig.HeadVersion, Number: h.Head.Number, Since: h.Head.Since, Revision: revision,
-		UIDs: present.UIDs, Tombstones: h.tombstones(present.UIDs, d, now, grace), Reserved: present.Reserved,
+		UIDs: present.UIDs, Kinds: h.kinds(present), Tombstones: h.tombstones(present, d, now, grace), Reserved: present.Reserved,
 	}
 	if h.Known && h.Head.Number > 0 && !h.Restored(d) && head.SameAs(h.Head) {
 		return h.Head, false
 	}
 	head.Number = max(max(h.Head.Number, d.applied)+1, now.UnixMilli())
-	if !h.Unbroken(d) {
+	lost := func(r liveconfig.Ref) bool { return h.lost(r, present) }
+	if !h.Unbroken(d) || slices.ContainsFunc(slices.Collect(maps.Keys(h.objects)), lost) {
 		head.Since = head.Number
 	}
 	return head, true
@@ -285,18 +330,21 @@ func (h History) Next(revision string, present Present, d Dispatchers, now time.
 // tombstones returns the tombstones of the next head, sorted. A config from a backup proves no
 // deletion: neither that of its objects that are missing, nor, because they may have been created
 // again, those of its tombstones.
-func (h History) tombstones(existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) []liveconfig.Tombstone {
+func (h History) tombstones(present Present, d Dispatchers, now time.Time, grace time.Duration) []liveconfig.Tombstone {
 	all := map[liveconfig.Ref]liveconfig.Tombstone{}
 	if h.Restored(d) {
 		h.objects, h.Head.Tombstones = nil, nil
 	}
+	lost := map[liveconfig.Ref]bool{}
 	for r, t := range h.objects {
 		t.DeletedAt = now.UTC().Truncate(time.Second)
-		all[r] = t
+		if lost[r] = h.lost(r, present); !lost[r] {
+			all[r] = t
+		}
 	}
 	unbroken := h.Unbroken(d)
 	for r, p := range d.parked {
-		certain := unbroken && p.number >= h.Head.Since
+		certain := unbroken && p.number >= h.Head.Since && !lost[r]
 		if _, known := all[r]; !known && (certain || now.Sub(p.since) >= liveconfig.ParkingTime) {
 			all[r] = liveconfig.Tombstone{Object: r, DeletedAt: now.UTC().Truncate(time.Second)}
 		}
@@ -309,7 +357,7 @@ func (h History) tombstones(existing map[liveconfig.Ref]string, d Dispatchers, n
 			delete(all, t.Object)
 		}
 	}
-	for r := range existing {
+	for r := range present.UIDs {
 		delete(all, r)
 	}
 	return slices.SortedFunc(maps.Values(all), func(a, b liveconfig.Tombstone) int {

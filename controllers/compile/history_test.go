@@ -32,6 +32,14 @@ func TestNextHead(t *testing.T) {
 	}
 	last := liveconfig.Head{Version: liveconfig.HeadVersion, Number: number, Since: 100, Revision: "r1", UIDs: uids}
 	onlyWeb := map[liveconfig.Ref]string{refWeb: "1"}
+	restored := map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}
+	kinds := func(destinations string) map[string]string {
+		return map[string]string{"sources": "s", "destinations": destinations}
+	}
+	ofKinds := func(h liveconfig.Head, destinations string) liveconfig.Head {
+		h.Kinds = kinds(destinations)
+		return h
+	}
 	deleted := liveconfig.Tombstone{Object: refCRM, UID: "2", DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}
 	tombstone := func(r liveconfig.Ref, age time.Duration) liveconfig.Tombstone {
 		return liveconfig.Tombstone{Object: r, DeletedAt: start.Add(time.Hour - age)}
@@ -60,6 +68,7 @@ func TestNextHead(t *testing.T) {
 		pods     []adminapi.ConfigReport
 		silent   bool
 		unready  []adminapi.ConfigReport
+		kinds    map[string]string
 		unheard  bool          // A pod has not reported since the start of the operator.
 		later    time.Duration // Default an hour.
 		// Expected.
@@ -67,18 +76,28 @@ func TestNextHead(t *testing.T) {
 		number     int64 // Default the time.
 		since      int64 // Default 100.
 		tombstones []liveconfig.Tombstone
+		kept       map[string]string // The kinds of the head.
 	}{
-		"nothing changed":                {existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
-		"another revision":               {revision: "r2", existing: uids},
-		"another UID":                    {existing: map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}},
-		"clock set back":                 {revision: "r2", existing: uids, later: -time.Hour, number: number + 1},
-		"object deleted":                 {revision: "r2", existing: onlyWeb, tombstones: []liveconfig.Tombstone{deleted}},
-		"a pod has a newer config":       {existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number + 5)}, since: -1},
-		"object missing after a restore": {existing: onlyWeb, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
-		"tombstone from a backup":        {head: buried(last, tombstone(refERP, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
-		"a pod is ahead of the clock":    {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
-		"last config unknown":            {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
-		"of release 0.2.0":               {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
+		"nothing changed":                 {existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"another revision":                {revision: "r2", existing: uids},
+		"another UID":                     {existing: map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}},
+		"kind not served":                 {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds(""), since: -1, kept: map[string]string{"sources": "s"}},
+		"kind replaced":                   {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds("k2"), since: -1, kept: map[string]string{"sources": "s"}},
+		"kind replaced, object restored":  {head: ofKinds(last, "k1"), existing: restored, kinds: kinds("k2"), kept: kinds("k2")},
+		"kind replaced, cache is older":   {head: ofKinds(last, "k1"), existing: uids, kinds: kinds("k2"), unchanged: true},
+		"kind not served, unknown before": {existing: onlyWeb, kinds: kinds(""), since: -1, kept: map[string]string{"sources": "s"}},
+		"kind not served, objects cached": {head: ofKinds(last, "k1"), existing: uids, kinds: kinds(""), unchanged: true},
+		"kind served, object deleted":     {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds("k1"), tombstones: []liveconfig.Tombstone{deleted}, kept: map[string]string{"sources": "s"}},
+		"kind not served, a pod parks":    {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds(""), pods: []adminapi.ConfigReport{pod(number, parks(refCRM, number, 0))}, since: -1, kept: map[string]string{"sources": "s"}},
+		"kind not served for a week":      {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds(""), pods: []adminapi.ConfigReport{pod(number, parks(refCRM, number, 7*24*time.Hour))}, since: -1, kept: map[string]string{"sources": "s"}, tombstones: []liveconfig.Tombstone{tombstone(refCRM, 0)}},
+		"clock set back":                  {revision: "r2", existing: uids, later: -time.Hour, number: number + 1},
+		"object deleted":                  {revision: "r2", existing: onlyWeb, tombstones: []liveconfig.Tombstone{deleted}},
+		"a pod has a newer config":        {existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number + 5)}, since: -1},
+		"object missing after a restore":  {existing: onlyWeb, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"tombstone from a backup":         {head: buried(last, tombstone(refERP, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"a pod is ahead of the clock":     {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
+		"last config unknown":             {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
+		"of release 0.2.0":                {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
 
 		"parked, deletion certain":   {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
 		"parked, history incomplete": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 6*24*time.Hour))}, unchanged: true},
@@ -124,7 +143,7 @@ func TestNextHead(t *testing.T) {
 			}
 			h.Verified = !c.restart
 			reports := Reports{Ready: c.pods, Silent: c.silent, Unready: c.unready, Unknown: c.unheard}
-			head, changed := h.Next(c.revision, Present{UIDs: c.existing}, DispatchersOf(reports), now, TombstoneGrace)
+			head, changed := h.Next(c.revision, Present{UIDs: c.existing, Kinds: c.kinds}, DispatchersOf(reports), now, TombstoneGrace)
 			if changed == c.unchanged {
 				t.Errorf("changed: got %t, want %t", changed, !c.unchanged)
 			}
@@ -134,7 +153,7 @@ func TestNextHead(t *testing.T) {
 				}
 				return
 			}
-			want := liveconfig.Head{Version: liveconfig.HeadVersion, Number: c.number, Since: c.since, Revision: c.revision, UIDs: c.existing, Tombstones: c.tombstones}
+			want := liveconfig.Head{Version: liveconfig.HeadVersion, Number: c.number, Since: c.since, Revision: c.revision, UIDs: c.existing, Kinds: c.kept, Tombstones: c.tombstones}
 			if want.Number == 0 {
 				want.Number = now.UnixMilli()
 			}

@@ -39,7 +39,7 @@ const (
 // Finding is the result of one check along the delivery path.
 type Finding struct {
 	Level Level `json:"level"`
-	// About is the checked part: Manifest, Destination, Secret, Config, Source, Filter,
+	// About is the checked part: Kind, Manifest, Destination, Secret, Config, Source, Filter,
 	// Endpoint, Backlog or DeadLetters.
 	About string `json:"about"`
 	// Text is the result.
@@ -59,6 +59,8 @@ type Facts struct {
 	// Reports of the dispatchers, if available: all of them, as their numbers replace those of the
 	// status.
 	Reports []*adminapi.Index
+	// KindsGone are the kinds that the cluster does not serve.
+	KindsGone []string
 	// Manifests are the problems of the manifests of posthorn run; empty in a cluster.
 	Manifests []manifest.Problem
 	// UnknownKeys are the recent requests with an unknown write key, of all dispatchers; empty if
@@ -75,8 +77,13 @@ func Explain(f Facts) []Finding {
 	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
 		e := explainer{Facts: f}
+		if e.kindsGone(); slices.Contains(f.KindsGone, "WebhookDestination") {
+			e.kept()
+			return e.found
+		}
+		before := len(e.found)
 		e.manifests()
-		if len(e.found) > 0 && e.found[0].Level == Problem {
+		if len(e.found) > before && e.found[before].Level == Problem {
 			return e.found
 		}
 		fix := "create it; if it was removed less than 10 minutes ago, its messages are kept and sent when it is restored"
@@ -89,6 +96,7 @@ func Explain(f Facts) []Finding {
 	}
 	e := explainer{Facts: f, d: &f.Destinations[i]}
 	e.observe()
+	e.kindsGone()
 	e.manifests()
 	e.spec()
 	e.kept()
@@ -149,6 +157,19 @@ func (e *explainer) observe() {
 	d.Status.Delivery, d.Status.Endpoints = &live.Delivery, live.Statuses(d.Status.Endpoints, e.Now, true)
 	_, working := live.Failing()
 	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1alpha1.EveryEndpoint
+}
+
+// KindGone explains that the cluster does not serve a kind.
+func KindGone(kind string) Finding {
+	return Finding{Level: Problem, About: "Kind",
+		Text: fmt.Sprintf("the cluster does not serve the kind %s: its CustomResourceDefinition was deleted, and its objects with it; their messages are kept for 7 days, and not sent", kind),
+		Fix:  "apply the CustomResourceDefinitions (helm upgrade does), then the objects"}
+}
+
+func (e *explainer) kindsGone() {
+	for _, kind := range e.KindsGone {
+		e.found = append(e.found, KindGone(kind))
+	}
 }
 
 func (e *explainer) manifests() {

@@ -74,6 +74,8 @@ type Head struct {
 	Revision string `json:"revision"`
 	// UIDs are those of the objects of the Config that have data in the dispatchers' stores.
 	UIDs map[Ref]string `json:"uids,omitempty"`
+	// Kinds are the UIDs of the CustomResourceDefinitions of these objects, by section.
+	Kinds map[string]string `json:"kinds,omitempty"`
 	// Tombstones of the deleted objects, sorted by Object.
 	Tombstones []Tombstone `json:"tombstones,omitempty"`
 	// Reserved are the write keys that no Source of the namespace has any more, sorted by SHA256.

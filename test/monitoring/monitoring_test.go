@@ -202,6 +202,8 @@ var situations = []situation{
 	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{answering="false"} 0x60`, false},
 	{"PosthornVolumeWithoutPod", `posthorn_operator_orphaned_pending_messages{pod="operator-1",dispatcher="d-2"} 12x30 _x5 12x25`, true}, // A restart of the operator.
 	{"PosthornVolumeWithoutPod", `posthorn_operator_orphaned_pending_messages{pod="operator-1",dispatcher="d-2"} _x50 12x10`, false},     // The pod is replaced.
+	{"PosthornKindNotServed", `posthorn_operator_kind_served{pod="operator-1",kind="Source"} 0x60`, true},
+	{"PosthornKindNotServed", `posthorn_operator_kind_served{pod="operator-1",kind="Source"} 1x60`, false},
 	{"PosthornPodNotReady", `posthorn_ready{pod="d-0"} 0x60`, true},
 	{"PosthornPodNotReady", `posthorn_ready{pod="d-0"} 0x57 1x3`, false},
 	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x10 1x50`, true},

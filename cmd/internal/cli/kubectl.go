@@ -16,6 +16,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -255,13 +256,17 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			if err := posthorn.list(cmd.Context(), "webhookdestinations", &destinations); err != nil {
-				return err
+			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Now: time.Now()}
+			for resource, into := range map[string]runtime.Object{"webhookdestinations": &destinations, "sources": &sources} {
+				err := posthorn.list(cmd.Context(), resource, into)
+				if notServed(err) && len(facts.KindsGone) == 0 {
+					facts.KindsGone, err = append(facts.KindsGone, kindOf(resource)), nil
+				}
+				if err != nil {
+					return err
+				}
 			}
-			if err := posthorn.list(cmd.Context(), "sources", &sources); err != nil {
-				return err
-			}
-			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()}
+			facts.Sources, facts.Destinations = sources.Items, destinations.Items
 			if live {
 				err := cluster.addLive(cmd, func(ctx context.Context, targets []target) error { return addLive(ctx, &facts, targets) })
 				if err != nil {

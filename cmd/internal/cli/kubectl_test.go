@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -26,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -355,6 +357,45 @@ func TestKubectlWithoutCRDs(t *testing.T) {
 	var out bytes.Buffer
 	if code := execute([]string{"kubectl", "--server", server.URL, "why", "crm"}, nil, &out, &out); code != command.ExitFailure || !strings.Contains(out.String(), "is Posthorn installed in this cluster?") {
 		t.Errorf("exit %d: %s", code, out.String())
+	}
+}
+
+// A kind whose CustomResourceDefinition was deleted is a problem, and the commands work with the others.
+func TestKubectlWithoutOneKind(t *testing.T) {
+	for _, c := range []struct {
+		gone, args string
+		want       []string
+	}{
+		{"webhookdestinations", "why crm", []string{"does not serve the kind WebhookDestination", "kept for 7 days"}},
+		{"webhookdestinations", "why", []string{"CustomResourceDefinition webhookdestinations.posthorn.dev: ", "does not serve the kind WebhookDestination", "Source shop/web: all calls"}},
+		{"webhookdestinations", "why whd", []string{"does not serve the kind WebhookDestination"}},
+		{"webhookdestinations", "why source/web", []string{"Source shop/web: all calls"}},
+		{"sources", "why crm", []string{"does not serve the kind Source", `no WebhookDestination "crm"`}},
+		{"sources", "why source/web", []string{"does not serve the kind Source"}},
+		{"redeliveries", "why -A", []string{"does not serve the kind Redelivery", "Source shop/web: all calls"}},
+	} {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "application/json")
+			switch resource := path.Base(r.URL.Path); {
+			case resource == c.gone || !strings.HasPrefix(r.URL.Path, apiPrefix):
+				w.Header().Set("Content-Type", "text/plain")
+				http.Error(w, "404 page not found", http.StatusNotFound)
+			case resource == "sources":
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":[{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all calls are rejected"}]}}]}`)
+			default:
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[]}`, kindOf(resource)+"List")
+			}
+		}))
+		t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+		var out bytes.Buffer
+		args := append([]string{"kubectl", "--server", server.URL}, append(strings.Fields(c.args), "--live=false")...)
+		check.Equal(t, c.args+": exit code", execute(args, nil, &out, &out), command.ExitFailure)
+		for _, want := range c.want {
+			if !strings.Contains(out.String(), want) {
+				t.Errorf("%s without %s does not print %q:\n%s", c.args, c.gone, want, out.String())
+			}
+		}
+		server.Close()
 	}
 }
 

@@ -30,6 +30,8 @@ type inventory struct {
 	// others are the objects of all kinds but WebhookDestination.
 	others    []conditioned
 	manifests []manifest.Problem
+	// gone are the resources that the cluster does not serve, while it serves others.
+	gone []string
 	liveState
 	now time.Time
 }
@@ -60,8 +62,15 @@ var otherKinds = []struct{ resource, kind string }{
 	{"sources", "Source"}, {"audiences", "Audience"}, {"deletionrequests", "DeletionRequest"}, {"redeliveries", "Redelivery"},
 }
 
-// addObjects reads all objects.
-func (v *inventory) addObjects(ctx context.Context, list lister) error {
+// addObjects reads all objects. It fails if the cluster serves none of the kinds.
+func (v *inventory) addObjects(ctx context.Context, read lister) error {
+	list := func(ctx context.Context, resource string) ([]byte, error) {
+		body, err := read(ctx, resource)
+		if notServed(err) && len(v.gone) < len(otherKinds) {
+			v.gone, body, err = append(v.gone, resource), []byte("{}"), nil
+		}
+		return body, err
+	}
 	var destinations v1alpha1.WebhookDestinationList
 	body, err := list(ctx, "webhookdestinations")
 	if err != nil {
@@ -110,6 +119,9 @@ func (v *inventory) addLive(ctx context.Context, targets []target) error {
 // no problem of a new installation.
 func (v *inventory) troubles() (found []trouble, idle []string) {
 	found = []trouble{}
+	for _, resource := range v.gone {
+		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
+	}
 	for _, p := range v.manifests {
 		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
 	}
@@ -321,17 +333,26 @@ func explained(args []string) (resource, name string, err error) {
 	return objectOf(args)
 }
 
+// kindOf returns the kind of a resource.
+func kindOf(resource string) string {
+	for _, k := range otherKinds {
+		if k.resource == resource {
+			return k.kind
+		}
+	}
+	return "WebhookDestination"
+}
+
 // only removes the objects of other kinds; "" keeps all.
 func (v *inventory) only(resource string) {
 	if resource == "" {
 		return
 	}
-	kind := "WebhookDestination"
+	kind := kindOf(resource)
 	if resource != "webhookdestinations" {
 		v.destinations = nil
-		i := slices.IndexFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.resource == resource })
-		kind = otherKinds[i].kind
 	}
+	v.gone = slices.DeleteFunc(v.gone, func(r string) bool { return r != resource })
 	v.others = slices.DeleteFunc(v.others, func(o conditioned) bool { return o.kind != kind })
 	v.manifests = slices.DeleteFunc(v.manifests, func(p manifest.Problem) bool { return !concernsKind(p, kind) })
 }
@@ -354,9 +375,12 @@ func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, nam
 		v.only(resource)
 		return v.explainAll(cmd, output, namespace, resource != "")
 	}
-	i := slices.IndexFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.resource == resource })
-	kind := otherKinds[i].kind
-	return printFindings(cmd.OutOrStdout(), output, kind+" "+namespace+"/"+name, v.findings(kind, namespace, name))
+	kind := kindOf(resource)
+	findings := v.findings(kind, namespace, name)
+	if slices.Contains(v.gone, resource) {
+		findings = []why.Finding{why.KindGone(kind)}
+	}
+	return printFindings(cmd.OutOrStdout(), output, kind+" "+namespace+"/"+name, findings)
 }
 
 // findings explains an object that is no destination: its manifest, then its conditions. The only Problem

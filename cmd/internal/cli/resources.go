@@ -63,10 +63,14 @@ func (r *resources) do(ctx context.Context, request *rest.Request, into runtime.
 	return notInstalled(request.Namespace(r.namespace).Do(ctx).Into(into))
 }
 
+// notServed reports whether the cluster does not serve a kind: the path itself does not exist.
+func notServed(err error) bool {
+	return apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse)
+}
+
 // notInstalled explains the error of a cluster without Posthorn's kinds.
 func notInstalled(err error) error {
-	if apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse) {
-		// The path itself does not exist.
+	if notServed(err) {
 		return fmt.Errorf("%w: is Posthorn installed in this cluster? Its CustomResourceDefinitions are not", err)
 	}
 	return err
