@@ -12,8 +12,11 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -30,7 +33,9 @@ type backlogs map[string]int64
 
 // backlogKeeper records the backlogs of the dispatcher pods, so that those of pods that do not exist
 // any more are known, also to the next operator: their volumes have messages that nothing delivers.
-// A user removes the record of such a pod by its key in the Secret.
+// A user removes the record of such a pod by its key in the Secret. It also records the ledgers of the pods
+// that the StatefulSet does not have any more, for the counters in the status. The records have no owner:
+// volumes remain after an uninstall, too.
 type backlogKeeper struct {
 	client   client.Client
 	direct   client.Reader
@@ -38,11 +43,17 @@ type backlogKeeper struct {
 	owner    secretOwner
 	pods     Pods
 	interval time.Duration
-	// last returns the backlogs in the last reports of all pods that reported to this operator.
-	last func() backlogs
+	reports  *prober
+	events   events.EventRecorder
 	// seen are the pods that existed at the last pass.
 	seen map[string]bool
+	// ledgers are the recorded ledgers of removed pods, and announced the removed pods with an Event.
+	ledgers   map[string]*ledgers
+	announced map[string]bool
 }
+
+// ledgers are those of a removed pod: before and after its volume was drained.
+type ledgers struct{ stranded, drained *adminapi.Index }
 
 // Start records the backlogs until ctx is done. It implements manager.Runnable.
 func (k *backlogKeeper) Start(ctx context.Context) error {
@@ -61,7 +72,7 @@ func (k *backlogKeeper) Start(ctx context.Context) error {
 	}
 }
 
-// pass updates the record and the metric.
+// pass updates the records, the metric, and the removed pods of the prober.
 func (k *backlogKeeper) pass(ctx context.Context) error {
 	pods, err := k.pods.List(ctx)
 	if err != nil {
@@ -75,7 +86,7 @@ func (k *backlogKeeper) pass(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	next := nextBacklogs(stored, k.last(), k.seen, existing)
+	next := nextBacklogs(stored, k.reports.backlogs(), k.seen, existing)
 	if !maps.Equal(next, stored) {
 		if err := k.write(ctx, next); err != nil {
 			return err
@@ -88,7 +99,7 @@ func (k *backlogKeeper) pass(ctx context.Context) error {
 			orphanedPending.WithLabelValues(name).Set(float64(pending))
 		}
 	}
-	return nil
+	return k.followRemoved(ctx, existing, next)
 }
 
 // nextBacklogs returns the record after a pass. The numbers of a pod that exists are recorded when
@@ -133,37 +144,38 @@ func (k *backlogKeeper) read(ctx context.Context) (backlogs, error) {
 
 // write replaces the record.
 func (k *backlogKeeper) write(ctx context.Context, next backlogs) error {
-	owners, err := k.owner.references(ctx)
-	if err != nil {
-		return err
-	}
 	data := map[string][]byte{}
 	for name, pending := range next {
 		data[name] = strconv.AppendInt(nil, pending, 10)
 	}
-	wanted := corev1ac.Secret(backlogSecret, k.release).WithOwnerReferences(owners...).WithData(data).WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy})
-	if err := k.client.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
-		return fmt.Errorf("apply Secret %s/%s: %w", k.release, backlogSecret, err)
+	if err := k.apply(ctx, backlogSecret, data); err != nil {
+		return err
 	}
 	log.FromContext(ctx).V(1).Info("backlogs recorded", "pods", slices.Sorted(maps.Keys(next)))
+	return nil
+}
+
+// apply replaces a Secret of the record.
+func (k *backlogKeeper) apply(ctx context.Context, name string, data map[string][]byte) error {
+	wanted := corev1ac.Secret(name, k.release).WithData(data).WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy})
+	if err := k.client.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
+		return fmt.Errorf("apply Secret %s/%s: %w", k.release, name, err)
+	}
 	return nil
 }
 
 // backlogs returns the backlogs in the last reports of all pods. A replicated log has none: each of
 // its pods can deliver its messages.
 func (p *prober) backlogs() backlogs {
-	p.mu.Lock()
-	reports := maps.Clone(p.last)
-	p.mu.Unlock()
 	all := backlogs{}
-	for name, last := range reports {
+	for name, last := range p.lastReports() {
 		if last.report == nil || last.report.Log != nil {
 			continue
 		}
 		pending := int64(0)
 		for _, namespace := range last.report.Namespaces() {
 			for d := range namespace.Destinations() {
-				if !d.OldestPending.IsZero() && last.answered.Sub(d.OldestPending) >= backlogAge {
+				if last.hasBacklog(d) {
 					pending += d.Pending
 				}
 			}
@@ -171,4 +183,9 @@ func (p *prober) backlogs() backlogs {
 		all[name] = pending
 	}
 	return all
+}
+
+// hasBacklog reports whether the pod cannot deliver the pending messages of a destination while it stops.
+func (l lastReport) hasBacklog(d *adminapi.DestinationReport) bool {
+	return d.Retrying > 0 || !d.OldestPending.IsZero() && l.answered.Sub(d.OldestPending) >= backlogAge
 }

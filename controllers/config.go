@@ -505,6 +505,9 @@ func (r *configReconciler) dispatchers(namespace string) compile.Dispatchers {
 func dispatchersOf(pods []health.Pod, complete bool, namespace string) compile.Dispatchers {
 	reports := compile.Reports{Silent: !complete}
 	for _, pod := range storesOf(pods, namespace) {
+		if pod.Removed { // Its store has no config to compare until the pod exists again.
+			continue
+		}
 		reports.Unknown = reports.Unknown || !hasConfigs(pod.Report) && !hasConfigs(pod.Configs)
 		config := pod.Report.Config(namespace)
 		switch {

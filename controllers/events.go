@@ -12,6 +12,7 @@ const eventSource = "posthorn.dev/operator"
 const (
 	reasonPodSilent  = "DispatcherSilent"
 	reasonPodAnswers = "DispatcherAnswers"
+	reasonStranded   = "MessagesStranded"
 )
 
 // silentPodEvents returns a function that writes an Event to the workload of a dispatcher

@@ -148,7 +148,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.numbersInterval = cmp.Or(o.numbersInterval, 30*time.Second)
 	o.tombstoneGrace = cmp.Or(o.tombstoneGrace, compile.TombstoneGrace)
 	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
-	o.backlogInterval = cmp.Or(o.backlogInterval, time.Minute)
+	o.backlogInterval = cmp.Or(o.backlogInterval, 10*time.Second)
 	o.servedInterval = cmp.Or(o.servedInterval, 10*time.Second)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.limit = cmp.Or(o.limit, compile.DefaultLimit)
@@ -293,7 +293,7 @@ func setup(mgr manager.Manager, o Options) error {
 	if err := mgr.Add(served); err != nil {
 		return fmt.Errorf("set up the check of the kinds: %w", err)
 	}
-	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr), pods: o.Pods, interval: o.backlogInterval, last: reports.backlogs}); err != nil {
+	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr), pods: o.Pods, interval: o.backlogInterval, reports: reports, events: mgr.GetEventRecorder(eventSource), ledgers: map[string]*ledgers{}, announced: map[string]bool{}}); err != nil {
 		return fmt.Errorf("set up the record of backlogs: %w", err)
 	}
 	return errors.Join(

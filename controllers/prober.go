@@ -57,6 +57,9 @@ type prober struct {
 	// slotsSince is when the number of slots was read first, and unowned are the stores without owner.
 	slotsSince time.Time
 	unowned    map[string]bool
+	// removed are the pods that the StatefulSet does not have any more, with their ledgers; nil if they are
+	// not known.
+	removed map[string]*adminapi.Index
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
 	listed   bool
@@ -466,9 +469,15 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 			}
 		}
 	}
+	for name, report := range p.removed {
+		if !ready[name] {
+			pods = append(pods, health.Pod{Name: name, Report: report, Absent: true, Outdated: true, Removed: true})
+			ready[name] = true // Its last report is not used.
+		}
+	}
 	absent := slices.Collect(maps.Keys(p.last))
 	for _, name := range p.notReady {
-		if p.last[name].report == nil && !sharing[name] {
+		if p.last[name].report == nil && !sharing[name] && !ready[name] {
 			absent = append(absent, name)
 		}
 	}
@@ -484,6 +493,24 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	}
 	slices.SortFunc(pods, func(a, b health.Pod) int { return strings.Compare(a.Name, b.Name) })
 	return pods, complete
+}
+
+// setRemoved replaces the pods that the StatefulSet does not have any more.
+func (p *prober) setRemoved(removed map[string]*adminapi.Index) {
+	p.mu.Lock()
+	changed := !maps.Equal(p.removed, removed)
+	p.removed = removed
+	p.mu.Unlock()
+	if changed {
+		p.changed(reportChange{all: true, pods: true})
+	}
+}
+
+// lastReports returns the last reports of the pods that reported to this operator.
+func (p *prober) lastReports() map[string]lastReport {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return maps.Clone(p.last)
 }
 
 // storesOf returns the stores that can have data of a namespace. In a replicated log with several slots

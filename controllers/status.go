@@ -202,7 +202,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	}
 	p := statusPass{
 		statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, podsVersion: podsVersion,
-		answering: !slices.ContainsFunc(pods, func(pod health.Pod) bool { return !pod.Answers() || pod.Outdated }),
+		answering: !slices.ContainsFunc(pods, func(pod health.Pod) bool { return !pod.Removed && (!pod.Answers() || pod.Outdated) }),
 		now:       r.now(), memos: r.memosOf(namespace),
 	}
 	p.group.SetLimit(maxWritesAtOnce)

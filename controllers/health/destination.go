@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
 const (
@@ -64,10 +65,15 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		s.RevisionTime = f.now.DeepCopy()
 	}
 
+	var stranded []string
 	merged := observed.NewDestination(old.Spec.Endpoints)
 	coverage := destinationReports.each(pods, namespace, old.Name, func(pod Pod, d *adminapi.DestinationReport) {
 		merged.Add(d, pod.Outdated)
+		if pod.Removed && d.Pending > 0 {
+			stranded = append(stranded, fmt.Sprintf("%s on the volume of %s", plural.Count(d.Pending, "message"), pod.Name))
+		}
 	})
+	f.stranded = describeStranded(stranded)
 	s.LastSuccessTime = observed.Latest(old.Status.LastSuccessTime, merged.LastSuccess(), now)
 	counted := coverage.counts(counters(old.Status.Delivery, merged.Delivery)...)
 	s.Endpoints = merged.Statuses(old.Status.Endpoints, now, counted)
@@ -82,6 +88,23 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	}
 	s.Conditions = f.conditions(true, f.delivering(old.Spec.SuccessPolicy, merged))
 	return s
+}
+
+// describeStranded returns the part of the message of Ready about messages on the volumes of removed pods.
+// Package why recognizes the first word.
+func describeStranded(volumes []string) string {
+	switch len(volumes) {
+	case 0:
+		return ""
+	case 1:
+		return "stranded: " + volumes[0] + ", which does not run"
+	}
+	most := min(len(volumes), maxNamedInDiscard)
+	text := "stranded: " + strings.Join(volumes[:most], ", ")
+	if more := len(volumes) - most; more > 0 {
+		text += fmt.Sprintf(" and %s", plural.Count(more, "other"))
+	}
+	return text + ", which do not run"
 }
 
 // counters returns the counters of a ledger that never decrease, before and now.

@@ -7,8 +7,8 @@
 // change of a condition (of the traffic condition, only of its status), of the revision,
 // of the generation, of a Source's destinations, or of a circuit. Numbers (counts, times,
 // failure messages) are written with a transition, or when the caller requests them. A
-// status contains no names and counts of pods, because every rollout would change it. The
-// parts of a run are counted once, at its start.
+// status contains no names and counts of pods, because every rollout would change it, except for the
+// volumes of removed pods that have messages. The parts of a run are counted once, at its start.
 //
 // A pod that starts, stops or does not answer changes no status: its last report is used
 // until there is another one, and Programmed keeps its value while nothing is known about a
@@ -46,6 +46,9 @@ type Pod struct {
 	// Outdated is true if an absent or silent pod sent Report so long ago that only its
 	// counters are used.
 	Outdated bool
+	// Removed is true if the StatefulSet does not have the pod any more. Report then has only counters, and
+	// its pending messages are on a volume that no pod uses.
+	Removed bool
 	// Unowned is true if no pod has had the store for a while, although pods that could have it are ready.
 	Unowned bool
 	// Starting is true for some time after a pod became ready. Meanwhile it can load the
@@ -108,7 +111,9 @@ func (p reports[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) co
 	for _, pod := range inOrder(pods) {
 		r := p.of(pod, namespace, name, scratch)
 		if r == nil {
-			known = partial
+			if !pod.Removed || pod.Report == nil {
+				known = partial
+			}
 			continue
 		}
 		reported = full
@@ -135,6 +140,8 @@ type facts struct {
 	recompiled bool
 	// discardAhead announces the discards of the object's messages; "" if there are none.
 	discardAhead string
+	// stranded describes the object's messages on volumes of removed pods; "" if there are none.
+	stranded string
 }
 
 // gather counts the pods that confirm an object's revision.
@@ -197,6 +204,10 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
 		}
+	}
+	if f.stranded != "" {
+		stranded := "; " + f.stranded
+		ready.Message = compile.Truncate(ready.Message, maxMessageBytes/2-len(stranded)) + stranded
 	}
 	if f.discardAhead != "" {
 		if ready.Status == metav1.ConditionTrue {

@@ -18,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 123456789, time.UTC)
@@ -357,6 +358,28 @@ func TestPodsComeAndGo(t *testing.T) {
 }
 
 // The defaults of the CRD and the conditions of other controllers do not change a status.
+// A pod that the StatefulSet does not have any more changes no condition but Ready, which names its messages.
+func TestRemovedPod(t *testing.T) {
+	live, removed := runs("p0", healthy("a")), runs("p1", open("a", "TimedOut"))
+	removed.change(func(d *adminapi.DestinationReport) { d.Delivered, d.Pending = 7, 3 })
+	removed.Absent, removed.Outdated, removed.Removed = true, true, true
+	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
+	check.Equal(t, "conditions", summary(d.Status.Conditions), "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering")
+	check.Same(t, "delivered and pending", []int64{d.Status.Delivery.Delivered, d.Status.Delivery.Pending}, []int64{12, 5})
+	const want = "stranded: 3 messages on the volume of p1, which does not run"
+	if message := d.Status.Conditions[3].Message; !strings.HasSuffix(message, "; "+want) {
+		t.Errorf("Ready has the message %q, want the end %q", message, want)
+	}
+	without := removed
+	without.Report = adminapi.NewIndex(adminapi.Report{})
+	d = destinationStatus(t, d, accepted(), []Pod{live, without}, at(time.Minute))
+	check.Equal(t, "delivered with a removed pod that never had the destination", d.Status.Delivery.Delivered, 5)
+	unknown := Pod{Name: "p1", Absent: true, Outdated: true, Removed: true}
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
+	d = destinationStatus(t, before, accepted(), []Pod{live, unknown}, at(time.Hour))
+	check.Same(t, "numbers without the ledgers", d.Status.Delivery, before.Status.Delivery)
+}
+
 func TestDefaultsAndForeignConditions(t *testing.T) {
 	fresh := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
 	d := destination(v1alpha1.AnyEndpoint, "a")

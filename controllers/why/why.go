@@ -267,6 +267,22 @@ func AnnouncedDiscard(conditions []metav1.Condition) string {
 	return ""
 }
 
+// strandedNote begins the part of the message of Ready about messages on the volumes of removed pods. Package health
+// writes it.
+const strandedNote = "stranded: "
+
+// Stranded returns the messages on volumes that no dispatcher uses, from the conditions of an object; "" if
+// there are none.
+func Stranded(conditions []metav1.Condition) string {
+	ready := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+	if ready == nil {
+		return ""
+	}
+	_, text, _ := strings.Cut(ready.Message, strandedNote)
+	text, _, _ = strings.Cut(text, "; "+discardNote)
+	return text
+}
+
 // kept explains the messages that the dispatchers keep for a part of the destination that is missing:
 // it was deleted, and they are discarded soon, or its config is lost.
 func (e *explainer) kept() {
@@ -296,6 +312,11 @@ func (e *explainer) kept() {
 		d := discards[source]
 		e.add(Notice, "Backlog", "to keep them, create what was deleted again before that time",
 			"%s of Source %q will be discarded at %s, because the Source, the destination or its endpoint was deleted or disconnected", plural.Count(d.Messages, "pending message"), source, d.At.UTC().Format(time.RFC3339))
+	}
+	if e.d != nil {
+		if text := Stranded(e.d.Status.Conditions); text != "" {
+			e.add(Problem, "Backlog", "ask an administrator to scale up again, or to drain the volume with a Job", "%s", text)
+		}
 	}
 	if len(e.Reports) == 0 && e.d != nil {
 		if text := AnnouncedDiscard(e.d.Status.Conditions); text != "" {

@@ -179,6 +179,11 @@ func (v *inventory) notices(idle []string, namespace string) []string {
 	if namespace != "" && len(v.destinations)+len(v.others)+len(v.manifests) == 0 {
 		texts = append(texts, fmt.Sprintf("there are no objects in namespace %q; set another --namespace, or all with -A", namespace))
 	}
+	for _, d := range v.destinations {
+		if text := why.Stranded(d.Status.Conditions); text != "" {
+			texts = append(texts, fmt.Sprintf("WebhookDestination %s/%s: %s", d.Namespace, d.Name, text))
+		}
+	}
 	for _, r := range v.reports {
 		texts = append(texts, why.DiscardsAhead(r.Configs, namespace, v.now)...)
 	}
