@@ -63,6 +63,7 @@ func (k *backlogKeeper) Start(ctx context.Context) error {
 	for {
 		if err := k.pass(ctx); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "recording the backlogs of the dispatcher pods failed; it is retried")
+			k.reports.endWait()
 		}
 		select {
 		case <-ctx.Done():

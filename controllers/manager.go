@@ -87,6 +87,8 @@ type Options struct {
 	// backlogInterval is how often the backlogs of the pods are recorded, and servedInterval how often the
 	// CustomResourceDefinitions are read.
 	backlogInterval, servedInterval time.Duration
+	// downAfter is the time without a ready pod after which the status says so. Default 2 min.
+	downAfter time.Duration
 	// confirmGrace is the time that the pods have to confirm a change before the status
 	// shows it as pending, so that a change causes one write instead of one for each pod.
 	// During this time the pods are polled more often. Default 2 s.
@@ -281,6 +283,7 @@ func setup(mgr manager.Manager, o Options) error {
 		}
 	}, silentPodEvents(mgr.GetEventRecorder(eventSource)))
 	served := &servedKinds{direct: mgr.GetAPIReader(), kinds: o.kinds, interval: o.servedInterval}
+	reports.after, reports.awaitsRemoved = cmp.Or(o.downAfter, downAfter), true
 	if err := setupConfig(mgr, o, verdicts, statuses, reports.reports, served); err != nil {
 		return fmt.Errorf("set up the config controller: %w", err)
 	}

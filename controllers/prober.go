@@ -31,6 +31,9 @@ const (
 	// outdatedAfter is the time for which the last report of a pod that is not ready or does
 	// not answer determines conditions; afterwards only its counters are used.
 	outdatedAfter = 5 * time.Minute
+	// downAfter is the time without a ready pod after which the conditions of all objects say so. A rolling
+	// update of one pod takes less.
+	downAfter = 2 * time.Minute
 	// unownedAfter is the time after the last report of a store of a replicated log after which the store
 	// counts as one without owner. A takeover takes up to 30 s.
 	unownedAfter = time.Minute
@@ -58,12 +61,18 @@ type prober struct {
 	slotsSince time.Time
 	unowned    map[string]bool
 	// removed are the pods that the StatefulSet does not have any more, with their ledgers; nil if they are
-	// not known.
-	removed map[string]*adminapi.Index
+	// not known. awaitsRemoved is true until the first look for them: without their ledgers, counters would fall.
+	removed       map[string]*adminapi.Index
+	awaitsRemoved bool
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
 	listed   bool
 	notReady []string
+	// readyAt is when a pod was last ready, at first the time of the first list, and down is true from downAfter
+	// without one.
+	readyAt time.Time
+	down    bool
+	after   time.Duration // downAfter
 }
 
 // lastReport is the last report of a pod, and the time of the last answer.
@@ -97,7 +106,7 @@ type probe struct {
 
 func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(reportChange), silenced func(pod Pod, silent bool)) *prober {
 	return &prober{
-		pods: pods, interval: interval, changed: changed, silenced: silenced,
+		pods: pods, interval: interval, changed: changed, silenced: silenced, after: downAfter,
 		atOnce: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
 		client: &http.Client{
 			Transport:     transport,
@@ -151,6 +160,9 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 		return pod.URL == ""
 	})
 	slices.Sort(p.notReady)
+	if first || slices.ContainsFunc(pods, func(pod Pod) bool { return !pod.Unready }) {
+		p.readyAt = now
+	}
 	changed = changed || !slices.Equal(notReady, p.notReady) // The last reports of more or fewer pods count.
 	for pod, probe := range p.probes {
 		if !slices.Contains(pods, pod) {
@@ -176,8 +188,8 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 	}
 }
 
-// expire marks old reports as outdated, finds the stores without owner, and ends the grace of pods that
-// started. It reports whether one of the first two has changed: the objects that wait for a pod that starts
+// expire marks old reports as outdated, finds the stores without owner and whether no pod is ready, and ends the
+// grace of pods that started. It reports whether one of the first three has changed: the objects that wait for a pod that starts
 // are rechecked anyway, and for the others its grace changes nothing. The mutex is held.
 func (p *prober) expire(now time.Time) (changed bool) {
 	for name, last := range p.last {
@@ -188,6 +200,9 @@ func (p *prober) expire(now time.Time) (changed bool) {
 	}
 	if unowned := p.withoutOwner(now); !maps.Equal(unowned, p.unowned) {
 		p.unowned, changed = unowned, true
+	}
+	if down := !p.readyAt.IsZero() && now.Sub(p.readyAt) >= p.after; down != p.down {
+		p.down, changed = down, true
 	}
 	for _, probe := range p.probes {
 		if probe.starting && now.Sub(probe.started) > startGrace {
@@ -451,7 +466,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pods = make([]health.Pod, 0, len(p.last)+p.slots)
-	complete = p.listed
+	complete = p.listed && !p.awaitsRemoved
 	// sharing are the pods whose stores have other names.
 	ready, unready, sharing := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
@@ -474,6 +489,9 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 			pods = append(pods, health.Pod{Name: name, Report: report, Absent: true, Outdated: true, Removed: true})
 			ready[name] = true // Its last report is not used.
 		}
+	}
+	if p.down {
+		pods = append(pods, health.Pod{Report: &adminapi.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true})
 	}
 	absent := slices.Collect(maps.Keys(p.last))
 	for _, name := range p.notReady {
@@ -498,10 +516,22 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 // setRemoved replaces the pods that the StatefulSet does not have any more.
 func (p *prober) setRemoved(removed map[string]*adminapi.Index) {
 	p.mu.Lock()
-	changed := !maps.Equal(p.removed, removed)
-	p.removed = removed
+	changed := p.awaitsRemoved || !maps.Equal(p.removed, removed)
+	p.removed, p.awaitsRemoved = removed, false
 	p.mu.Unlock()
 	if changed {
+		p.changed(reportChange{all: true, pods: true})
+	}
+}
+
+// endWait ends the wait for the removed pods after a failed look for them, so that it does not prevent all
+// status writes.
+func (p *prober) endWait() {
+	p.mu.Lock()
+	waited := p.awaitsRemoved
+	p.awaitsRemoved = false
+	p.mu.Unlock()
+	if waited {
 		p.changed(reportChange{all: true, pods: true})
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"reflect"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // everyField compares unexported fields, too.
@@ -84,6 +86,48 @@ func TestSilentPod(t *testing.T) {
 				t.Errorf("%s: event: got %q, want %q", step.name, event, step.event)
 			}
 		}
+	})
+}
+
+// After downAfter without a ready pod, and not before, the reports say so, until a pod is ready.
+func TestNoReadyPod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		var changes []reportChange
+		p := newProber(nil, time.Second, nil, func(c reportChange) { changes = append(changes, c) }, func(Pod, bool) {})
+		p.client.Transport = roundTripper(func(*http.Request) (*http.Response, error) { return nil, errors.New("down") })
+		ready, unready := Pod{Name: "d-0", URL: "http://d-0"}, Pod{Name: "d-0"}
+		down := func() bool {
+			pods, _ := p.reports()
+			return slices.ContainsFunc(pods, func(pod health.Pod) bool { return pod.NoneReady })
+		}
+		for _, step := range []struct {
+			name  string
+			after time.Duration
+			pods  []Pod
+			want  bool
+		}{
+			{"the operator starts", 0, nil, false},
+			{"no pod", downAfter - time.Second, []Pod{unready}, false},
+			{"a rolling update", time.Second / 2, []Pod{ready}, false},
+			{"the next one", downAfter - time.Second, nil, false},
+			{"no pod for 2 minutes", time.Second, []Pod{unready}, true},
+			{"none at all", time.Hour, nil, true},
+			{"ready again", time.Second, []Pod{ready}, false},
+		} {
+			time.Sleep(step.after)
+			changes = nil
+			p.follow(ctx, step.pods, &running)
+			check.Equal(t, step.name, down(), step.want)
+			if all := slices.ContainsFunc(changes, func(c reportChange) bool { return c.all }); step.name == "no pod for 2 minutes" || step.name == "ready again" {
+				check.Equal(t, step.name+": all objects change", all, true)
+			} else {
+				check.Equal(t, step.name+": all objects change", all, false)
+			}
+		}
+		cancel()
+		running.Wait()
 	})
 }
 

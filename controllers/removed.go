@@ -36,6 +36,7 @@ const (
 // messages. A pod without a key in the backlogs has none, or its volume was drained.
 func (k *backlogKeeper) followRemoved(ctx context.Context, existing map[string]bool, recorded backlogs) error {
 	if k.owner.statefulSet == "" {
+		k.reports.endWait()
 		return nil
 	}
 	set, replicas, err := k.statefulSet(ctx)

@@ -115,8 +115,8 @@ const (
 	// the status Unknown, the operator has not processed the object yet. Action: wait some
 	// seconds; then check the logs of the dispatchers, or of the operator.
 	ReasonPending = "Pending"
-	// ReasonNoDispatcher: the object was changed, and no dispatcher is ready. Action:
-	// check the logs of the dispatchers.
+	// ReasonNoDispatcher: no dispatcher has been ready for 2 minutes, or the object was changed while none
+	// was. Action: check the logs of the dispatchers.
 	ReasonNoDispatcher = "NoDispatcher"
 	// ReasonUnowned: no dispatcher has owned the namespace's part of the replicated log for a minute: its
 	// calls are answered 503, and nothing is sent. Action: run kubectl posthorn slots, which shows the

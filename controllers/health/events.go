@@ -56,7 +56,8 @@ func transition(was, is metav1.Condition) (Event, bool) {
 		return Event{}, false
 	}
 	quiet := func(c metav1.Condition) bool {
-		return c.Reason == v1alpha1.ReasonPending || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+		// An outage of the dispatchers is the same for all objects, and has an alert.
+		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNoDispatcher || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
 	}
 	event := Event{EventNormal, is.Reason, actions[is.Type], compile.Truncate(is.Message, maxNoteBytes)}
 	switch {

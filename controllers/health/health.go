@@ -12,7 +12,7 @@
 //
 // A pod that starts, stops or does not answer changes no status: its last report is used
 // until there is another one, and Programmed keeps its value while nothing is known about a
-// pod.
+// pod. It ends when no pod has been ready for a while.
 package health
 
 import (
@@ -49,6 +49,8 @@ type Pod struct {
 	// Removed is true if the StatefulSet does not have the pod any more. Report then has only counters, and
 	// its pending messages are on a volume that no pod uses.
 	Removed bool
+	// NoneReady is true in an entry without a name while no pod has been ready for a while.
+	NoneReady bool
 	// Unowned is true if no pod has had the store for a while, although pods that could have it are ready.
 	Unowned bool
 	// Starting is true for some time after a pod became ready. Meanwhile it can load the
@@ -132,8 +134,9 @@ type facts struct {
 	// ready counts the ready pods, confirmed those that run the object's revision, and
 	// unknown those without a report.
 	ready, confirmed, unknown int
-	// silent is true if a ready pod does not answer, unowned if no pod has the store.
-	silent, unowned bool
+	// silent is true if a ready pod does not answer, unowned if no pod has the store, down if no pod has been
+	// ready for a while.
+	silent, unowned, down bool
 	// refused is the message about the first of these pods that rejects the config.
 	refused string
 	// recompiled is true if the status describes another revision of the object.
@@ -148,7 +151,7 @@ type facts struct {
 func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
 	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: observed.Timestamp(now)}, new(R)
 	for _, pod := range inOrder(pods) {
-		f.unowned = f.unowned || pod.Unowned
+		f.unowned, f.down = f.unowned || pod.Unowned, f.down || pod.NoneReady
 		if pod.Absent {
 			continue
 		}
@@ -271,6 +274,8 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
 	case f.ready > 0 && f.confirmed == f.ready:
 		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher runs this revision"
+	case f.down:
+		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, noneReady
 	case f.unowned:
 		c.Reason, c.Message = v1alpha1.ReasonUnowned, "no dispatcher owns this namespace's part of the replicated log: calls are answered 503, and nothing is sent; ask an administrator to run kubectl posthorn slots"
 	case f.keepsProgrammed():
@@ -285,6 +290,8 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	}
 	return c
 }
+
+const noneReady = "no dispatcher has been ready for minutes: calls are refused, and nothing is sent; check the dispatcher pods and their logs"
 
 // keepsProgrammed reports whether Programmed keeps its value for an object that did not
 // change: nothing is known about any pod that has not confirmed the object, or no pod is

@@ -358,6 +358,30 @@ func TestPodsComeAndGo(t *testing.T) {
 }
 
 // The defaults of the CRD and the conditions of other controllers do not change a status.
+// Without a ready pod for minutes every object says so, without Events, until its revision is confirmed again.
+func TestNoneReady(t *testing.T) {
+	down := []Pod{{Report: &adminapi.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true}}
+	last := runs("p0", healthy("a"))
+	absent := last
+	absent.Absent = true
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{last}, t0)
+	for name, pods := range map[string][]Pod{"no pod": down, "a pod that is not ready": append(down, absent)} {
+		d := destinationStatus(t, before, accepted(), pods, at(time.Minute))
+		check.Equal(t, name, summary(d.Status.Conditions), "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher True/Delivering")
+		check.Same(t, name+": numbers", d.Status.Delivery, before.Status.Delivery)
+		check.Equal(t, name+": Events", len(Transitions(before.Status.Conditions, d.Status.Conditions)), 0)
+		starting := destinationStatus(t, d, accepted(), []Pod{{Name: "p0"}}, at(2*time.Minute))
+		check.Equal(t, name+", then a ready one without a report", summary(starting.Status.Conditions[2:3]), "False/NoDispatcher")
+		d = destinationStatus(t, starting, accepted(), []Pod{last}, at(3*time.Minute))
+		check.Equal(t, name+", then a ready one", summary(d.Status.Conditions), summary(before.Status.Conditions))
+	}
+	s := sourceStatus(t, source(), accepted(), []Pod{takes("p0", adminapi.SourceReport{Accepted: 1})}, t0)
+	s = sourceStatus(t, s, accepted(), down, at(time.Minute))
+	check.Equal(t, "a Source", summary(s.Status.Conditions), "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoDispatcher")
+	s = sourceStatus(t, s, disabled(), down, at(time.Minute))
+	check.Equal(t, "a disabled Source", summary(s.Status.Conditions[4:]), "False/Disabled")
+}
+
 // A pod that the StatefulSet does not have any more changes no condition but Ready, which names its messages.
 func TestRemovedPod(t *testing.T) {
 	live, removed := runs("p0", healthy("a")), runs("p1", open("a", "TimedOut"))

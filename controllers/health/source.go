@@ -148,6 +148,8 @@ func (f facts) receiving(t traffic) metav1.Condition {
 	case f.state() == liveconfig.Paused:
 		_, message := f.verdict.Cause()
 		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
+	case f.down:
+		return set(metav1.ConditionUnknown, v1alpha1.ReasonNoDispatcher, noneReady)
 	case t.pressure != "":
 		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
 			"calls are answered 503: "+t.pressure+"; see the pending messages of the destinations")
