@@ -783,6 +783,47 @@ func TestOrphans(t *testing.T) {
 	})
 }
 
+// A restart does not postpone the discard of a removed destination, and a restored one begins a new grace period at
+// its next removal.
+func TestOrphanDeadlineSurvivesRestart(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+		a, b := dest("a", urlA), dest("b", urlB)
+		w.apply(a, b)
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		w.apply(b)
+		removed := time.Now()
+		at := func() time.Duration { return w.engine.Discards()["ns"][0].At.Sub(removed) }
+		check.Equal(t, "discard after the removal", at(), 10*time.Minute)
+		for range 2 {
+			w.sleep(3 * time.Minute)
+			w.restart()
+			w.apply(b)
+			check.Equal(t, "discard after the removal, after a restart", at(), 10*time.Minute)
+		}
+		w.apply(a, b)
+		w.sleep(time.Minute)
+		w.apply(b)
+		check.Equal(t, "discard after the second removal", at(), 17*time.Minute)
+		w.restart()
+		w.apply(b)
+		check.Equal(t, "discard after the second removal, after a restart", at(), 17*time.Minute)
+		w.sleep(9*time.Minute + 59*time.Second)
+		check.Equal(t, "lanes before the discard", len(w.store.Lanes()), 2)
+		w.sleep(time.Minute)
+		check.Equal(t, "lanes after the discard", len(w.store.Lanes()), 1)
+		all, err := w.store.AllMeta()
+		check.NoError(t, "AllMeta", err)
+		for name := range all {
+			if strings.HasPrefix(name, orphanPrefix) {
+				t.Errorf("the record %q remains", name)
+			}
+		}
+		w.end()
+	})
+}
+
 // The lanes of an earlier run: those in the config continue, the others are dropped after a new
 // grace period.
 func TestRestart(t *testing.T) {

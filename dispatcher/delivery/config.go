@@ -100,6 +100,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	}
 	e.endLanes(namespaces)
 	e.deleteRecords(v, namespaces)
+	e.storeOrphans(v)
 
 	e.applied = v
 	e.wakeMaintenance()
@@ -172,7 +173,8 @@ func (e *Engine) destinationsIn(namespaces []string) iter.Seq[*destination] {
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
 // config contains them.
 func (e *Engine) recover() {
-	endpoints, bounds := e.loadRecords()
+	endpoints, bounds, orphans := e.loadRecords()
+	e.orphanRecords = orphans
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ends, ledgers := map[queue.LaneID]queue.End{}, map[string]queue.Ledger{}
 	for _, key := range destinations {
@@ -476,8 +478,13 @@ func (e *Engine) orphan(l *lane, v *liveconfig.View, now time.Time) {
 	_, source := split(l.id.Source)
 	lostAt := v.LostSince(l.id.Destination, source, l.id.Endpoint)
 	if lost := !lostAt.IsZero(); l.dropAt.IsZero() || l.lost && !lost {
-		l.lost, l.removedAt, l.dropAt = lost, now, now.Add(e.o.OrphanGrace)
+		l.lost, l.removedAt = lost, now
+		if r, stored := e.orphanRecords[orphanName(l.id)]; stored && !lost && l.dropAt.IsZero() {
+			l.removedAt = r.RemovedAt
+		}
+		l.dropAt = l.removedAt.Add(e.o.OrphanGrace)
 		if lost {
+			l.dropAt = now.Add(e.o.OrphanGrace)
 			l.removedAt = lostAt
 			if parked := lostAt.Add(liveconfig.ParkingTime); parked.After(l.dropAt) {
 				l.dropAt = parked

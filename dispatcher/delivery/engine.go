@@ -98,6 +98,8 @@ type Engine struct {
 	// earlier run are listed. Guarded by applying.
 	applied   *liveconfig.View
 	recovered bool
+	// orphanRecords are the records that the store has, by name. Guarded by applying.
+	orphanRecords map[string]orphanRecord
 	// recordsMu serializes the writes of the endpoints' health to the store. It is acquired before mu.
 	recordsMu sync.Mutex
 

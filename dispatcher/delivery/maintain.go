@@ -237,6 +237,9 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		namespace, source, _ := strings.Cut(l.id.Source, "/")
 		e.o.Changes.Object(changes.Sources, namespace, source).Numbers()
 	}
+	if len(drop) > 0 && e.applied != nil {
+		e.storeOrphans(e.applied)
+	}
 	return next
 }
 

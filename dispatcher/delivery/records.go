@@ -107,24 +107,27 @@ func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time)
 	return ok && r.Revision != revision
 }
 
-// loadRecords reads the records of the earlier run: the health of the endpoints, and the bounds of
-// the dead letters of deleted destinations.
-func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLetters) {
-	endpoints, bounds := map[string]health{}, map[string]liveconfig.DeadLetters{}
+// loadRecords reads the records of the earlier run: the health of the endpoints, the bounds of
+// the dead letters of deleted destinations, and the orphans.
+func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLetters, map[string]orphanRecord) {
+	endpoints, bounds, orphans := map[string]health{}, map[string]liveconfig.DeadLetters{}, map[string]orphanRecord{}
 	all, err := e.o.Store.AllMeta()
 	if err != nil {
-		e.log.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention", "error", err)
+		e.log.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention, and grace periods begin again", "error", err)
 	}
 	for name, value := range all {
 		var r health
 		var b liveconfig.DeadLetters
-		if (strings.HasPrefix(name, circuitPrefix) || strings.HasPrefix(name, historyPrefix)) && json.Unmarshal(value, &r) == nil {
+		var o orphanRecord
+		if strings.HasPrefix(name, orphanPrefix) && json.Unmarshal(value, &o) == nil {
+			orphans[name] = o
+		} else if (strings.HasPrefix(name, circuitPrefix) || strings.HasPrefix(name, historyPrefix)) && json.Unmarshal(value, &r) == nil {
 			endpoints[name] = r
 		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
 			bounds[key] = b
 		}
 	}
-	return endpoints, bounds
+	return endpoints, bounds, orphans
 }
 
 // boundsPrefix is the prefix of the names under which the store keeps the bounds of the dead

@@ -1,0 +1,72 @@
+package delivery
+
+import (
+	"encoding/json"
+	"errors"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// orphanPrefix is the prefix of the names under which the store keeps the records of orphans, so that a restart
+// does not postpone their discards.
+const orphanPrefix = "orphan/"
+
+// orphanRecord is what the store keeps of an orphan.
+type orphanRecord struct {
+	// RemovedAt is when the lane was first missing in the config.
+	RemovedAt time.Time `json:"removedAt"`
+}
+
+// orphanName returns the name of a lane's record.
+func orphanName(id queue.LaneID) string {
+	return orphanPrefix + strings.Join([]string{id.Source, id.Destination, id.Endpoint, strconv.FormatBool(id.Any)}, " ")
+}
+
+// storeOrphans stores the records of new orphans, and deletes those of lanes that are dropped or in the config of
+// the view again. Only Apply and the maintenance call it, which exclude each other.
+func (e *Engine) storeOrphans(v *liveconfig.View) {
+	added, removed := map[string]orphanRecord{}, []string{}
+	e.mu.Lock()
+	kept := map[string]bool{}
+	for _, l := range e.lanes {
+		name := orphanName(l.id)
+		_, stored := e.orphanRecords[name]
+		switch {
+		case l.dropAt.IsZero():
+			kept[name] = parkedLane(v, l.id)
+		case !l.lost: // The time of a lost connection is in the history of the live config.
+			if kept[name] = true; !stored {
+				added[name] = orphanRecord{RemovedAt: l.removedAt}
+			}
+		}
+	}
+	for name := range e.orphanRecords {
+		if !kept[name] {
+			removed = append(removed, name)
+		}
+	}
+	e.mu.Unlock()
+	for name, record := range added {
+		value, _ := json.Marshal(record) // No field can fail to marshal.
+		if e.putOrphan(name, value) {
+			e.orphanRecords[name] = record
+		}
+	}
+	for _, name := range removed {
+		if e.putOrphan(name, nil) {
+			delete(e.orphanRecords, name)
+		}
+	}
+}
+
+func (e *Engine) putOrphan(name string, value []byte) bool {
+	err := e.o.Store.PutMeta(name, value)
+	if err != nil && !errors.Is(err, queue.ErrClosed) {
+		e.log.Warn("storing the time of a removal failed; after a restart the grace period begins again", "record", name, "error", err)
+	}
+	return err == nil
+}
