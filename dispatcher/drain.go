@@ -138,8 +138,8 @@ func reasonPending(view *liveconfig.View, key string, reports []adminapi.Destina
 	}
 	var reasons []string
 	for _, d := range discards {
-		if d.Destination == name && d.Messages > 0 {
-			reasons = append(reasons, fmt.Sprintf("%s of Source %s: the destination does not receive calls of this Source, or their endpoint was removed", plural.Count(d.Messages, "message"), d.Source))
+		if n := d.Messages + d.Later; d.Destination == name && n > 0 {
+			reasons = append(reasons, fmt.Sprintf("%s of Source %s: the destination does not receive calls of this Source, or their endpoint was removed", plural.Count(n, "message"), d.Source))
 		}
 	}
 	for _, e := range reports[r].Endpoints {

@@ -118,7 +118,7 @@ func TestConfigStatesInChanges(t *testing.T) {
 		{"a higher number of the same config", func() { d.Set("shop", numbered(t, 8, config)) }, adminapi.ConfigReport{Number: 8}},
 		{"a destination is lost", func() { d.Set("shop", numbered(t, 9, none)) }, adminapi.ConfigReport{Number: 9, Parked: []adminapi.ParkedObject{{Object: "destinations/crm", Number: 8}}}},
 		{"it is deleted", func() { d.Set("shop", numbered(t, 10, none, tombstone)) }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm"}}}},
-		{"its lane gets a message", func() { send(t, d, "m1") }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Messages: 1}}}},
+		{"its lane gets a message", func() { send(t, d, "m1") }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Later: 1}}}},
 	} {
 		step.do()
 		settle()

@@ -127,8 +127,11 @@ type ParkedObject struct {
 type Discard struct {
 	Source      string `json:"source"`
 	Destination string `json:"destination"`
-	// Messages that are pending now.
+	// Messages that were pending at the deletion and are pending now, and Later those that were accepted after it:
+	// the Source's calls until the end of the grace period, which the destination gets if it is restored. They
+	// count as in the ledger.
 	Messages int64     `json:"messages"`
+	Later    int64     `json:"later,omitempty"`
 	At       time.Time `json:"at"`
 }
 

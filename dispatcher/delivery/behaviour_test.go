@@ -824,6 +824,50 @@ func TestOrphanDeadlineSurvivesRestart(t *testing.T) {
 	})
 }
 
+// A discard announces the messages from before the removal, once for all URLs, also after a restart.
+func TestDiscardsCountAsTheLedger(t *testing.T) {
+	every := dest("every", urlA, urlB)
+	every.Success = liveconfig.EveryEndpoint
+	for _, c := range []struct {
+		d    liveconfig.Destination
+		each int64 // Messages for each call, as the ledger counts.
+	}{{dest("one", urlA), 1}, {dest("any", urlA, urlB), 1}, {every, 2}} {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+			other := dest("other", "https://other.example")
+			w.apply(c.d, other)
+			w.send("web", 10)
+			w.sleep(time.Minute)
+			check.Equal(t, c.d.Name+": pending", w.report(c.d.Name).Pending, 10*c.each)
+			w.apply(other)
+			discards := func(fact string) {
+				t.Helper()
+				list := w.engine.Discards()["ns"]
+				for i := range list {
+					list[i].At = time.Time{}
+				}
+				check.Same(t, c.d.Name+": "+fact, list, []adminapi.Discard{{Source: "web", Destination: c.d.Name, Messages: 10 * c.each, Later: 3 * c.each}})
+			}
+			w.send("web", 3)
+			w.sleep(time.Second)
+			discards("after later calls")
+			w.restart()
+			w.apply(other)
+			discards("after a restart")
+			w.end()
+		})
+	}
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(dest("a", urlA), dest("b", urlB))
+		w.apply(dest("b", urlB))
+		w.send("web", 7)
+		w.sleep(time.Second)
+		check.Equal(t, "announced messages without a backlog at the removal", w.engine.Discards()["ns"][0].Messages, 0)
+		w.end()
+	})
+}
+
 // The lanes of an earlier run: those in the config continue, the others are dropped after a new
 // grace period.
 func TestRestart(t *testing.T) {

@@ -480,7 +480,7 @@ func (e *Engine) orphan(l *lane, v *liveconfig.View, now time.Time) {
 	if lost := !lostAt.IsZero(); l.dropAt.IsZero() || l.lost && !lost {
 		l.lost, l.removedAt = lost, now
 		if r, stored := e.orphanRecords[orphanName(l.id)]; stored && !lost && l.dropAt.IsZero() {
-			l.removedAt = r.RemovedAt
+			l.removedAt, l.pendingAtRemoval = r.RemovedAt, r.Pending
 		}
 		l.dropAt = l.removedAt.Add(e.o.OrphanGrace)
 		if lost {

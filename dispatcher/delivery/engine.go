@@ -269,6 +269,8 @@ type lane struct {
 	// owner's decision (liveconfig.Lost).
 	removedAt time.Time
 	lost      bool
+	// pendingAtRemoval are the messages that were pending at removedAt, as the ledger counts them.
+	pendingAtRemoval int64
 	// A lane of the success policy that the destination had before is draining: it delivers the
 	// messages accepted before the replacing lanes were open. A lane of a group whose endpoint is
 	// removed (endpointRemoved) drains, too: it sends to the remaining endpoints the messages that no other

@@ -19,6 +19,16 @@ const orphanPrefix = "orphan/"
 type orphanRecord struct {
 	// RemovedAt is when the lane was first missing in the config.
 	RemovedAt time.Time `json:"removedAt"`
+	// Pending are the messages that were pending then. Later ones were accepted after the removal.
+	Pending int64 `json:"pending"`
+}
+
+// discardUnit returns the lane, or its group, whose pending messages the ledger counts.
+func discardUnit(id queue.LaneID) queue.LaneID {
+	if id.Any {
+		return id.Group()
+	}
+	return id
 }
 
 // orphanName returns the name of a lane's record.
@@ -29,7 +39,8 @@ func orphanName(id queue.LaneID) string {
 // storeOrphans stores the records of new orphans, and deletes those of lanes that are dropped or in the config of
 // the view again. Only Apply and the maintenance call it, which exclude each other.
 func (e *Engine) storeOrphans(v *liveconfig.View) {
-	added, removed := map[string]orphanRecord{}, []string{}
+	var added []*lane
+	var removed []string
 	e.mu.Lock()
 	kept := map[string]bool{}
 	for _, l := range e.lanes {
@@ -40,7 +51,7 @@ func (e *Engine) storeOrphans(v *liveconfig.View) {
 			kept[name] = parkedLane(v, l.id)
 		case !l.lost: // The time of a lost connection is in the history of the live config.
 			if kept[name] = true; !stored {
-				added[name] = orphanRecord{RemovedAt: l.removedAt}
+				added = append(added, l)
 			}
 		}
 	}
@@ -50,7 +61,11 @@ func (e *Engine) storeOrphans(v *liveconfig.View) {
 		}
 	}
 	e.mu.Unlock()
-	for name, record := range added {
+	for _, l := range added {
+		name, record := orphanName(l.id), orphanRecord{Pending: e.o.Store.LaneStats(discardUnit(l.id)).Pending}
+		e.mu.Lock()
+		record.RemovedAt, l.pendingAtRemoval = l.removedAt, record.Pending
+		e.mu.Unlock()
 		value, _ := json.Marshal(record) // No field can fail to marshal.
 		if e.putOrphan(name, value) {
 			e.orphanRecords[name] = record

@@ -3,6 +3,7 @@ package delivery
 import (
 	"cmp"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -85,28 +86,40 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 	return reports
 }
 
-// Discards returns the discards ahead, by namespace: the pending messages of lanes whose destination,
-// endpoint or Source was removed, sorted by destination and Source.
+// Discards returns the discards ahead, by namespace: the messages of lanes whose destination, endpoint or Source
+// was removed, that were pending at the removal, sorted by destination and Source. Messages that were accepted
+// after it are no loss that somebody did not intend. A message counts once for a group of lanes, as in the ledger.
 func (e *Engine) Discards() map[string][]adminapi.Discard {
 	e.mu.Lock()
-	orphans := make(map[queue.LaneID]time.Time, len(e.orphans))
+	orphans, most := make(map[queue.LaneID]time.Time, len(e.orphans)), make(map[queue.LaneID]int64, len(e.orphans))
 	for l := range e.orphans {
-		orphans[l.id] = l.dropAt
+		orphans[l.id], most[l.id] = l.dropAt, math.MaxInt64
+		if !l.lost {
+			most[l.id] = l.pendingAtRemoval
+		}
 	}
 	e.mu.Unlock()
+	counted := map[queue.LaneID]bool{}
 	all := map[string][]adminapi.Discard{}
 	for _, id := range slices.SortedFunc(maps.Keys(orphans), func(a, b queue.LaneID) int {
 		return cmp.Or(strings.Compare(a.Destination, b.Destination), strings.Compare(a.Source, b.Source), strings.Compare(a.Endpoint, b.Endpoint))
 	}) {
 		namespace, destination := split(id.Destination)
 		_, source := split(id.Source)
-		list, pending := all[namespace], e.o.Store.LaneStats(id).Pending
+		list, unit, before, after := all[namespace], discardUnit(id), int64(0), int64(0)
+		if !counted[unit] {
+			counted[unit] = true
+			pending := e.o.Store.LaneStats(unit).Pending
+			before = min(pending, most[id])
+			after = pending - before
+		}
 		if n := len(list); n > 0 && list[n-1].Destination == destination && list[n-1].Source == source {
-			list[n-1].Messages += pending
+			list[n-1].Messages += before
+			list[n-1].Later += after
 			list[n-1].At = earlier(list[n-1].At, orphans[id])
 			continue
 		}
-		all[namespace] = append(list, adminapi.Discard{Source: source, Destination: destination, Messages: pending, At: orphans[id]})
+		all[namespace] = append(list, adminapi.Discard{Source: source, Destination: destination, Messages: before, Later: after, At: orphans[id]})
 	}
 	return all
 }
