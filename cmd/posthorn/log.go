@@ -2,7 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
+	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -93,6 +96,8 @@ type service struct {
 	run func(context.Context, *dispatcher.Dispatcher) error
 	// watch sends the live configs to a process with several slots; nil for a command with one.
 	watch func(context.Context, liveconfig.Sink) error
+	// lockWait is how long to wait while another process has the store open.
+	lockWait time.Duration
 	// others run until the process ends.
 	others []func(context.Context) error
 }
@@ -129,7 +134,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		isUp := func() error { return nil } // A standby is ready, too.
 		group.Go(func() error { return newNotifier(listeners.AdminAddr(), isUp, log).run(ctx) })
 	} else {
-		one, err := dispatcher.New(d.options)
+		one, err := openWhenFree(ctx, log, s.lockWait, func() (*dispatcher.Dispatcher, error) { return dispatcher.New(d.options) })
 		if err != nil {
 			return err
 		}
@@ -137,4 +142,27 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		group.Go(func() error { return newNotifier(one.AdminAddr(), one.Ready, log).run(ctx) })
 	}
 	return group.Wait()
+}
+
+// lockWait is how long a dispatcher pod waits for the store of its predecessor: a pod that is deleted by force can
+// run for some seconds beside its successor.
+const lockWait = 30 * time.Second
+
+// openWhenFree calls open again, until wait has passed, while another process has the store open.
+func openWhenFree[T any](ctx context.Context, log *slog.Logger, wait time.Duration, open func() (T, error)) (T, error) {
+	for end := time.Now().Add(wait); ; {
+		opened, err := open()
+		if !errors.Is(err, syscall.EAGAIN) || !time.Now().Before(end) {
+			return opened, err
+		}
+		if log != nil {
+			log.Info("waiting for another process to close the store", "atMost", wait.String(), "error", err)
+			log = nil
+		}
+		select {
+		case <-ctx.Done():
+			return opened, err
+		case <-time.After(time.Second):
+		}
+	}
 }
