@@ -54,6 +54,9 @@ const (
 	// numbersPause is the shortest time between two passes over a namespace in which only
 	// numbers are due.
 	numbersPause = time.Second
+	// idleFactor multiplies the interval between the writes of the numbers of an object to which nothing is sent,
+	// such as a destination whose filter excludes all calls.
+	idleFactor = 10
 	// maxWritesAtOnce bounds the concurrent status writes of a namespace.
 	maxWritesAtOnce = 8
 )
@@ -373,6 +376,9 @@ func (p *statusPass) updateNumbers(ctx context.Context, m *memo, o, next client.
 	interval := p.numbersInterval
 	if k.NumbersInterval > 0 {
 		interval = min(interval, k.NumbersInterval)
+	}
+	if k.Idle(o, next) {
+		interval *= idleFactor
 	}
 	wait := remaining(interval+jitter(o.GetUID(), interval), m.numbersTime, p.now)
 	if wait <= 0 {

@@ -33,6 +33,19 @@ var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.Webh
 	},
 	DelayedRecovery: v1alpha1.ConditionDelivering,
 	ObservedTime:    func(s *v1alpha1.WebhookDestinationStatus) **metav1.Time { return &s.ObservedTime },
+	WithoutIdle: func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
+		if s.Delivery != nil {
+			delivery := *s.Delivery
+			delivery.Filtered = 0
+			// Messages that the filter excludes are pending for a moment.
+			if oldest := delivery.OldestPendingTime; oldest == nil || s.ObservedTime != nil && s.ObservedTime.Sub(oldest.Time) < recoveryDelay {
+				delivery.Pending, delivery.OldestPendingTime = 0, nil
+			}
+			s.Delivery = &delivery
+		}
+		s.ObservedTime = nil
+		return s
+	},
 	ClearNumbers: func(s *v1alpha1.WebhookDestinationStatus) {
 		s.ObservedTime, s.Delivery, s.LastSuccessTime = nil, present(s.Delivery), nil
 		for i, e := range s.Endpoints {

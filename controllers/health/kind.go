@@ -26,6 +26,9 @@ type Kind struct {
 	// the object only with a transition: see the package comment. That of latest has the present
 	// numbers, too. The copies share the metadata and the spec of the object.
 	Next func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time) (transition, latest compile.Object)
+	// Idle reports whether the statuses of two versions of an object differ only in numbers that change while
+	// nothing is sent to or from the object.
+	Idle func(old, next compile.Object) bool
 	// Status returns a pointer to an object's status, and to the conditions in it.
 	Status func(compile.Object) (any, *[]metav1.Condition)
 	// CopyStatus sets the status of an object to that of another one.
@@ -54,6 +57,8 @@ type Definition[T, S any, O pointer[T]] struct {
 	NumbersInterval time.Duration
 	// ObservedTime returns the time of the numbers in a status; nil for kinds without.
 	ObservedTime func(*S) **metav1.Time
+	// WithoutIdle returns a status without the numbers that change while nothing is sent; nil if there are none.
+	WithoutIdle func(S) S
 	// DelayedRecovery is the condition to which recoveryDelay applies; empty for none.
 	DelayedRecovery string
 	// Job returns the common part of the status of a kind that runs once.
@@ -86,6 +91,14 @@ func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
 				return old, old
 			}
 			return d.transition(old, next, now), next
+		},
+		Idle: func(old, next compile.Object) bool {
+			if d.WithoutIdle == nil {
+				return false
+			}
+			before, _ := d.Status(old.(O))
+			after, _ := d.Status(next.(O))
+			return equality.Semantic.DeepEqual(d.WithoutIdle(*before), d.WithoutIdle(*after))
 		},
 		Status: func(o compile.Object) (any, *[]metav1.Condition) { return d.Status(o.(O)) },
 		CopyStatus: func(to, from compile.Object) {

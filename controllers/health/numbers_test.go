@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // The operator processes reports later in which only numbers changed. So they must not cause a
@@ -76,5 +77,28 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 	}
 	if equal < 100 || transitions < 100 {
 		t.Errorf("%d pairs that are equal except for numbers and %d with transitions, want 100 of each", equal, transitions)
+	}
+}
+
+// The numbers of a destination whose filter excludes all calls are idle.
+func TestIdleNumbers(t *testing.T) {
+	pod := func(change func(*adminapi.DestinationReport)) []Pod {
+		p := runs("p1", healthy("a"))
+		p.change(func(d *adminapi.DestinationReport) { d.Pending, d.Retrying = 0, 0; change(d) })
+		return []Pod{p}
+	}
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pod(func(d *adminapi.DestinationReport) { d.Filtered = 5 }), t0)
+	for name, c := range map[string]struct {
+		change func(*adminapi.DestinationReport)
+		want   bool
+	}{
+		"filtered":             {func(d *adminapi.DestinationReport) { d.Filtered = 9 }, true},
+		"filtered in a moment": {func(d *adminapi.DestinationReport) { d.Filtered, d.Pending, d.OldestPending = 8, 1, at(time.Minute) }, true},
+		"delivered":            {func(d *adminapi.DestinationReport) { d.Filtered, d.Delivered = 9, 6 }, false},
+		"pending":              {func(d *adminapi.DestinationReport) { d.Filtered, d.Pending, d.OldestPending = 9, 1, at(0) }, false},
+		"dead-lettered":        {func(d *adminapi.DestinationReport) { d.DeadLettered = 1 }, false},
+	} {
+		after := destinationStatus(t, before, accepted(), pod(c.change), at(time.Minute))
+		check.Equal(t, name, Destinations.Idle(&before, &after), c.want)
 	}
 }
