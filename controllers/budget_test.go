@@ -191,6 +191,29 @@ func TestTransitionsBeyondTheBurst(t *testing.T) {
 	}
 }
 
+// An outage of all dispatchers is written once for each object, at the rate of transitions.
+func TestOutageWithinTheBudget(t *testing.T) {
+	const sources = transitionBurst + 5*transitionsPerSecond
+	o := newVirtualOperator(t, sources)
+	o.runFor(t, time.Hour)
+	o.start, o.writes = o.time, nil
+	delete(o.reports.probes, o.pod)
+	o.changes.add(reportChange{pods: true})
+	o.runFor(t, downAfter)
+	check.Equal(t, "writes without a ready pod for less than 2 minutes", len(o.writes), 0)
+	o.start, o.reports.down = o.time, true
+	o.changes.add(reportChange{all: true})
+	o.runFor(t, time.Hour)
+	for _, c := range []struct {
+		after time.Duration
+		want  int
+	}{{0, transitionBurst}, {time.Second, transitionBurst + transitionsPerSecond}, {time.Hour, sources}} {
+		writes, objects := o.writesUntil(c.after)
+		check.Equal(t, fmt.Sprintf("writes until %s", c.after), writes, c.want)
+		check.Equal(t, fmt.Sprintf("written objects until %s", c.after), objects, c.want)
+	}
+}
+
 // Passes over several namespaces run side by side, and each uses the time of its start. Tokens are
 // given once, whatever the order of the reservations.
 func TestBucketWithSeveralClocks(t *testing.T) {

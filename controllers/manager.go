@@ -105,11 +105,27 @@ type Options struct {
 // Run runs the control plane until ctx is done. It waits for missing CRDs, missing
 // permissions and the API server. After the loss of the Lease, for example because the
 // API server was unreachable, it starts again and waits for the Lease.
+//
+// It returns an error if another release is active.
 func Run(ctx context.Context, cfg *rest.Config, o Options) error {
+	other, err := newOtherRelease(cfg, o.Namespace)
+	if err != nil {
+		return err
+	}
 	for {
+		if o.LeaderElection {
+			if err := other.check(ctx); err != nil {
+				return err
+			}
+		}
 		mgr, err := NewManager(cfg, o)
 		if err != nil {
 			return err
+		}
+		if o.LeaderElection {
+			if err := mgr.Add(other); err != nil {
+				return err
+			}
 		}
 		err = mgr.Start(ctx)
 		if ctx.Err() != nil {
@@ -186,7 +202,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 			},
 		},
 		LeaderElection:                o.LeaderElection,
-		LeaderElectionID:              "posthorn-operator",
+		LeaderElectionID:              leaseName,
 		LeaderElectionNamespace:       o.Namespace,
 		LeaderElectionReleaseOnCancel: true,
 		LeaseDuration:                 &o.leaseDuration,
