@@ -39,7 +39,7 @@ const (
 // Finding is the result of one check along the delivery path.
 type Finding struct {
 	Level Level `json:"level"`
-	// About is the checked part: Kind, Manifest, Destination, Secret, Config, Source, Filter,
+	// About is the checked part: Operator, Kind, Manifest, Destination, Secret, Config, Source, Filter,
 	// Endpoint, Backlog or DeadLetters.
 	About string `json:"about"`
 	// Text is the result.
@@ -59,6 +59,8 @@ type Facts struct {
 	// Reports of the dispatchers, if available: all of them, as their numbers replace those of the
 	// status.
 	Reports []*adminapi.Index
+	// OperatorRenewed is when the operator last renewed its Lease; zero if that is not known.
+	OperatorRenewed time.Time
 	// KindsGone are the kinds that the cluster does not serve.
 	KindsGone []string
 	// Manifests are the problems of the manifests of posthorn run; empty in a cluster.
@@ -77,6 +79,7 @@ func Explain(f Facts) []Finding {
 	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
 		e := explainer{Facts: f}
+		e.operator()
 		if e.kindsGone(); slices.Contains(f.KindsGone, "WebhookDestination") {
 			e.kept()
 			return e.found
@@ -96,6 +99,7 @@ func Explain(f Facts) []Finding {
 	}
 	e := explainer{Facts: f, d: &f.Destinations[i]}
 	e.observe()
+	e.operator()
 	e.kindsGone()
 	e.manifests()
 	e.spec()
@@ -158,6 +162,39 @@ func (e *explainer) observe() {
 	_, working := live.Failing()
 	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1alpha1.EveryEndpoint
 }
+
+// operatorAway is the age of the operator's Lease from which the statuses are outdated. A replica takes over within
+// 30 s.
+const operatorAway = 2 * time.Minute
+
+// OperatorAway explains that the operator does not run, so that all statuses are outdated; nil if it does.
+func OperatorAway(renewed, now time.Time) *Finding {
+	if renewed.IsZero() || now.Sub(renewed) < operatorAway {
+		return nil
+	}
+	return &Finding{Level: Problem, About: "Operator",
+		Text: fmt.Sprintf("the operator does not run: it was last active %s, and no status was written since; dispatchers continue with their last configs", ago(now, renewed)),
+		Fix:  "ask an administrator to check the pods of the operator"}
+}
+
+// operator adds that the operator does not run, and otherwise that the status of the destination is older than
+// its promise: a retry was due before, so the numbers have changed since.
+func (e *explainer) operator() {
+	if f := OperatorAway(e.OperatorRenewed, e.Now); f != nil {
+		e.found = append(e.found, *f)
+		return
+	}
+	if !e.OperatorRenewed.IsZero() || len(e.Reports) > 0 || e.d == nil || e.d.Status.ObservedTime == nil || e.d.Status.Delivery == nil {
+		return
+	}
+	observed, due := e.d.Status.ObservedTime.Time, e.d.Status.Delivery.NextAttemptTime
+	if due != nil && e.Now.Sub(due.Time) > statusPromise && e.Now.Sub(observed) > statusPromise {
+		e.add(Problem, "Operator", "ask an administrator to check the pods of the operator", "the operator has not written this status for %s, although a retry was due %s", e.Now.Sub(observed).Round(time.Second), ago(e.Now, due.Time))
+	}
+}
+
+// statusPromise is the age that the numbers of an object with traffic do not reach with 10,000 objects.
+const statusPromise = 10 * time.Minute
 
 // KindGone explains that the cluster does not serve a kind.
 func KindGone(kind string) Finding {

@@ -1,6 +1,7 @@
 package why
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -423,5 +424,59 @@ func waiting(further ...adminapi.Attempt) func(*Facts) {
 		next := metav1.NewTime(now.Add(40 * time.Minute))
 		f.Destinations[0].Status.Delivery.Pending, f.Destinations[0].Status.Delivery.NextAttemptTime = 1, &next
 		f.Attempts = append([]adminapi.Attempt{{Time: now.Add(-20 * time.Minute), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: 24 * time.Hour}}, further...)
+	}
+}
+
+// A stored status without its operator, or with a retry that was due long ago, is a problem; one of an idle
+// destination is not.
+func TestOldStatus(t *testing.T) {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	at := func(age time.Duration) *metav1.Time { return &metav1.Time{Time: now.Add(-age)} }
+	for name, c := range map[string]struct {
+		renewed, observed time.Duration // 0 is unknown.
+		due               *metav1.Time
+		live              bool
+		want              string
+	}{
+		"an idle destination":                {0, 10 * time.Hour, nil, false, ""},
+		"the operator runs":                  {time.Minute, 10 * time.Hour, at(time.Hour), false, ""},
+		"the operator does not run":          {4 * time.Minute, 4 * time.Minute, nil, false, "the operator does not run: it was last active 4m0s ago"},
+		"also with live numbers":             {4 * time.Minute, 4 * time.Minute, nil, true, "the operator does not run"},
+		"a retry was due":                    {0, 15 * time.Minute, at(14 * time.Minute), false, "the operator has not written this status for 15m0s"},
+		"a retry was due, with live numbers": {0, 15 * time.Minute, at(14 * time.Minute), true, ""},
+		"a retry was due a moment ago":       {0, 15 * time.Minute, at(time.Minute), false, ""},
+	} {
+		d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
+		d.Status.ObservedTime, d.Status.Delivery = at(c.observed), &v1alpha1.DeliveryStatus{NextAttemptTime: c.due}
+		f := Facts{Namespace: "shop", Name: "crm", Destinations: []v1alpha1.WebhookDestination{d}, Now: now}
+		if c.renewed > 0 {
+			f.OperatorRenewed = now.Add(-c.renewed)
+		}
+		if c.live {
+			f.Reports = []*adminapi.Index{adminapi.NewIndex(adminapi.Report{})}
+		}
+		got := ""
+		for _, found := range Explain(f) {
+			if found.About == "Operator" && found.Level == Problem {
+				got = found.Text
+			}
+		}
+		if !strings.HasPrefix(got, c.want) || c.want == "" && got != "" {
+			t.Errorf("%s: got %q, want %q", name, got, c.want)
+		}
+	}
+}
+
+// Messages on the volume of a removed pod are a problem, beside live numbers, too.
+func TestStranded(t *testing.T) {
+	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
+	d.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: "accepted; stranded: 9 messages on the volume of d-1, which does not run; pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z"}}
+	for _, reports := range [][]*adminapi.Index{nil, {adminapi.NewIndex(adminapi.Report{})}} {
+		found := Explain(Facts{Namespace: "shop", Name: "crm", Destinations: []v1alpha1.WebhookDestination{d}, Reports: reports})
+		if !slices.ContainsFunc(found, func(f Finding) bool {
+			return f.Level == Problem && f.Text == "9 messages on the volume of d-1, which does not run"
+		}) {
+			t.Errorf("%d reports: no problem names the messages: %+v", len(reports), found)
+		}
 	}
 }

@@ -139,6 +139,27 @@ func (c *clusterConnector) pods(ctx context.Context) (*rest.Config, kubernetes.I
 	return config, client, running, nil
 }
 
+// operatorLease is the name of the Lease of the operator, which every authenticated user may read.
+const operatorLease = "posthorn-operator"
+
+// operatorRenewed returns when the operator last renewed its Lease; zero if that is not known, for example because
+// the Role is not bound.
+func (c *clusterConnector) operatorRenewed(ctx context.Context) time.Time {
+	config, err := c.rest()
+	if err != nil {
+		return time.Time{}
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return time.Time{}
+	}
+	lease, err := client.CoordinationV1().Leases(c.system).Get(ctx, operatorLease, metav1.GetOptions{})
+	if err != nil || lease.Spec.RenewTime == nil {
+		return time.Time{}
+	}
+	return lease.Spec.RenewTime.Time
+}
+
 // connect connects to the dispatchers that can have messages.
 func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error) {
 	targets, stop, err := c.connectAll(ctx)

@@ -256,7 +256,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Now: time.Now()}
+			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Now: time.Now(), OperatorRenewed: cluster.operatorRenewed(cmd.Context())}
 			for resource, into := range map[string]runtime.Object{"webhookdestinations": &destinations, "sources": &sources} {
 				err := posthorn.list(cmd.Context(), resource, into)
 				if notServed(err) && len(facts.KindsGone) == 0 {

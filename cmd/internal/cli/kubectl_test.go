@@ -389,12 +389,50 @@ func TestKubectlWithoutOneKind(t *testing.T) {
 		t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 		var out bytes.Buffer
 		args := append([]string{"kubectl", "--server", server.URL}, append(strings.Fields(c.args), "--live=false")...)
+		if !strings.Contains(c.args, "-A") {
+			args = append(args, "-n", "shop")
+		}
 		check.Equal(t, c.args+": exit code", execute(args, nil, &out, &out), command.ExitFailure)
 		for _, want := range c.want {
 			if !strings.Contains(out.String(), want) {
 				t.Errorf("%s without %s does not print %q:\n%s", c.args, c.gone, want, out.String())
 			}
 		}
+		server.Close()
+	}
+}
+
+// An operator that has not renewed its Lease for minutes is a problem, because the statuses are outdated.
+func TestKubectlWithoutOperator(t *testing.T) {
+	for _, c := range []struct {
+		age, args string
+		code      int
+	}{
+		{"1m", "why", command.ExitOK}, {"1m", "why source/web", command.ExitOK},
+		{"4m", "why", command.ExitFailure}, {"4m", "why source/web", command.ExitFailure}, {"4m", "why crm", command.ExitFailure},
+		{"", "why", command.ExitOK},
+	} {
+		server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "application/json")
+			switch resource := path.Base(r.URL.Path); {
+			case resource == operatorLease && c.age != "":
+				age, err := time.ParseDuration(c.age)
+				check.NoError(t, "age", err)
+				fmt.Fprintf(w, `{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"posthorn-operator"},"spec":{"renewTime":%q}}`, time.Now().Add(-age).UTC().Format("2006-01-02T15:04:05.000000Z"))
+			case resource == "sources":
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":%s}}]}`, healthy)
+			case strings.HasPrefix(r.URL.Path, apiPrefix):
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[]}`, kindOf(resource)+"List")
+			default:
+				w.WriteHeader(http.StatusForbidden)
+				fmt.Fprint(w, `{"apiVersion":"v1","kind":"Status","status":"Failure","reason":"Forbidden","code":403}`)
+			}
+		}))
+		t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+		var out bytes.Buffer
+		args := append([]string{"kubectl", "--server", server.URL, "-n", "shop"}, append(strings.Fields(c.args), "--live=false")...)
+		check.Equal(t, c.age+" "+c.args+": exit code", execute(args, nil, &out, &out), c.code)
+		check.Equal(t, c.age+" "+c.args+": names the operator", strings.Contains(out.String(), "the operator does not run: it was last active 4m0s ago"), c.age == "4m")
 		server.Close()
 	}
 }

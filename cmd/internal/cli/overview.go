@@ -32,6 +32,8 @@ type inventory struct {
 	manifests []manifest.Problem
 	// gone are the resources that the cluster does not serve, while it serves others.
 	gone []string
+	// operatorRenewed is when the operator last renewed its Lease; zero if that is not known.
+	operatorRenewed time.Time
 	liveState
 	now time.Time
 }
@@ -119,6 +121,9 @@ func (v *inventory) addLive(ctx context.Context, targets []target) error {
 // no problem of a new installation.
 func (v *inventory) troubles() (found []trouble, idle []string) {
 	found = []trouble{}
+	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
+		found = append(found, trouble{Kind: "Lease", Name: operatorLease, Finding: *away})
+	}
 	for _, resource := range v.gone {
 		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
 	}
@@ -385,6 +390,9 @@ func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, nam
 	if slices.Contains(v.gone, resource) {
 		findings = []why.Finding{why.KindGone(kind)}
 	}
+	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
+		findings = append([]why.Finding{*away}, findings...)
+	}
 	return printFindings(cmd.OutOrStdout(), output, kind+" "+namespace+"/"+name, findings)
 }
 
@@ -477,7 +485,7 @@ func (c *clusterConnector) inventory(ctx context.Context, all bool) (*inventory,
 	if all {
 		posthorn.namespace = ""
 	}
-	v := &inventory{now: time.Now()}
+	v := &inventory{now: time.Now(), operatorRenewed: c.operatorRenewed(ctx)}
 	return v, posthorn.namespace, v.addObjects(ctx, posthorn.listJSON)
 }
 
