@@ -90,6 +90,41 @@ var _ = Describe("No message is lost", Serial, func() {
 	})
 })
 
+var _ = Describe("The kind WebhookDestination", Serial, func() {
+	It("loses no message when it is deleted for longer than the grace period, and restored", func() {
+		const grace = 10 * time.Second
+		install("--set", "dispatcher.orphanGrace="+grace.String())
+		restore := func() {
+			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", file("charts/posthorn/files/crds"))
+		}
+		DeferCleanup(func() { restore(); install() })
+		ready(dispatcher)
+		t, s := running("kindless")
+		load := t.load(50)
+		s.stop()
+		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.pending}") }).ShouldNot(Or(BeEmpty(), Equal("0")))
+		kubectl("delete", "crd", "webhookdestinations.posthorn.dev", "--timeout=3m")
+		deleted := time.Now()
+		why := func() string {
+			out, err := command("", "kubectl", "posthorn", "why", "crm", "-n", t.name)
+			Expect(err).To(HaveOccurred(), out)
+			return out
+		}
+		Expect(why()).To(ContainSubstring("the cluster does not serve the kind WebhookDestination"))
+		Eventually(func() string { return kubectl("-n", system, "get", operator, "-o", "jsonpath={.status.readyReplicas}") }).Should(BeEmpty(), "ready operators without the kind")
+		time.Sleep(time.Until(deleted.Add(3 * grace)))
+		Expect(kubectl("-n", system, "logs", dispatcher, "--since-time="+deleted.UTC().Format(time.RFC3339))).NotTo(ContainSubstring("lane dropped"))
+
+		restore()
+		ready(operator)
+		t.destination("crm", s.url(), "")
+		t.waitReady("whd/crm")
+		s.start("s3cret")
+		load.arrived(s)
+		Expect(t.field("psrc/web", "{.status.messages.discarded}")).To(BeElementOf("", "0"), "discarded messages")
+	})
+})
+
 var _ = Describe("A namespace", Serial, func() {
 	It("has no objects and no credentials in its live config after its deletion, and works when it is created again", func() {
 		t, s := running("phoenix")
