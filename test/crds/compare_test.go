@@ -14,9 +14,9 @@ import (
 
 var update = flag.Bool("update", false, "write testdata/changes.txt")
 
-// released is the directory with the CRDs of the last release. At a release, copy
-// config/crd to a directory of the new version, and empty testdata/changes.txt.
-const released = "testdata/0.2.0"
+// released is the directory with the CRDs of the last release. At a release, copy config/crd to it, and
+// empty testdata/changes.txt.
+const released = "testdata/released"
 
 // TestBreakingChanges fails on a breaking change that testdata/changes.txt does not
 // list. A listed change needs an entry in CHANGELOG.md and, in a version with users, the
@@ -24,8 +24,11 @@ const released = "testdata/0.2.0"
 func TestBreakingChanges(t *testing.T) {
 	var found []string
 	files, err := filepath.Glob(filepath.Join(released, "*.yaml"))
-	if err != nil || len(files) == 0 {
-		t.Fatalf("CRDs in %s: got %d and error %v, want some", released, len(files), err)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(files) == 0 {
+		t.Skipf("there is no release: %s has no CRDs", released)
 	}
 	for _, file := range files {
 		found = append(found, Breaking(read(t, file), read(t, filepath.Join("../../config/crd", filepath.Base(file))))...)

@@ -26,7 +26,6 @@ var rules = []struct {
 	external []string
 }{
 	{"api/v1alpha1", nil, []string{"k8s.io/apimachinery"}},
-	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig", "dispatcher/plural"}, nil},

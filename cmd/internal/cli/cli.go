@@ -19,7 +19,7 @@ func AddTo(root *cobra.Command) {
 	}{
 		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newTrace(connectDirect), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newSlots(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
 		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newImport(sendDirect), newAudience(sendDirect), newDeleteUser()}},
-		{GroupTry, "Trying out:", []*cobra.Command{newMigrate(), newSink(), newVerify(), newVersion()}},
+		{GroupTry, "Trying out:", []*cobra.Command{newSink(), newVerify(), newVersion()}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.id, Title: group.title})
 		for _, c := range group.commands {

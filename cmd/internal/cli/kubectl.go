@@ -39,13 +39,13 @@ Install it as a plugin:
 redeliver, and why without live numbers, need permissions in your own namespace
 only (those of the ClusterRoles view and edit). The others connect to the
 dispatcher pods and need the Role posthorn-support-user in the namespace of
-Posthorn's release. migrate rewrites manifests and connects to no cluster.`,
+Posthorn's release.`,
 		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
+	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newVersion())
 	ofPlugin(cmd)
 	return cmd
 }
