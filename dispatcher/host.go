@@ -519,7 +519,7 @@ func (h *host) heartbeat() slots.Heartbeat {
 	skew, clock := h.o.clock.milliseconds()
 	own := slots.Heartbeat{
 		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
-		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Formats: slots.ReadableFormats(), Owned: h.owned(),
+		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Owned: h.owned(),
 		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {

@@ -59,7 +59,7 @@ func (s *single) exchange(ctx context.Context) {
 // beat sends a heartbeat, and hands over the slot if it must.
 func (s *single) beat() {
 	skew, clock := s.o.clock.milliseconds()
-	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: skew, Clock: clock, Formats: slots.ReadableFormats()}
+	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: skew, Clock: clock}
 	if t := s.term.Load(); t != nil {
 		if t.writer.MaySend() {
 			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}

@@ -367,7 +367,7 @@ func (f *Forwarder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	defer place.Release()
 	var a answer.Writer
-	if whole && inStream(r, body) && o.takesStreams() {
+	if whole && inStream(r, body) {
 		f.sendStreamed(&a, r, o, body, key)
 	} else {
 		// The owner refuses the size of a body that is too large, whatever its rest is.

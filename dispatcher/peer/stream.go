@@ -26,17 +26,12 @@ import (
 // HTTP request for each call takes as much CPU again as the call itself.
 
 const (
-	// streamFormat is the value of streamHeader. It changes with the format of the frames.
-	streamFormat = "1"
 	// streamedBytes bounds the body of a request in a stream, which is in memory. A larger one is a request
 	// of its own.
 	streamedBytes = 16 << 10
 	// streamBuffer is the size of the buffers for reading a stream.
 	streamBuffer = 16 << 10
 )
-
-// errNoStream reports that the owner is of a release with other streams. It has not handled the request.
-var errNoStream = errors.New("the owner of the slot is of another release, and takes each request on its own")
 
 // errStreamEnded reports that the connection to the owner ended before the answer. The owner may have
 // handled the request.
@@ -115,7 +110,7 @@ func openStream(transport http.RoundTripper, a Announcement) *stream {
 	r, w := io.Pipe()
 	q := (&http.Request{
 		Method: http.MethodPost, URL: &url.URL{Scheme: "https", Host: a.Address, Path: "/"},
-		Header: http.Header{tokenHeader: {a.Token}, streamHeader: {streamFormat}}, Body: r, ContentLength: -1,
+		Header: http.Header{tokenHeader: {a.Token}, streamHeader: {"1"}}, Body: r, ContentLength: -1,
 	}).WithContext(ctx)
 	go func() {
 		_ = w.CloseWithError(s.out.run(s.done, func(p []byte) error {
@@ -142,8 +137,6 @@ func (s *stream) receive(transport http.RoundTripper, q *http.Request) error {
 	case http.StatusOK:
 	case http.StatusMisdirectedRequest:
 		return ErrNoOwner
-	case http.StatusNotImplemented:
-		return errNoStream
 	default:
 		return fmt.Errorf("the owner of the slot answered status %d to a stream", resp.StatusCode)
 	}
@@ -226,7 +219,7 @@ func (s *stream) send(ctx, replaced context.Context, q *frame) streamedAnswer {
 	return streamedAnswer{err: err}
 }
 
-// stream returns a stream to the owner; it opens one if there is none. Without users, and after errNoStream, it
+// stream returns a stream to the owner; it opens one if there is none. Without users, it
 // returns one that has ended.
 func (c *connections) stream(a Announcement) *stream {
 	c.mu.Lock()
@@ -234,7 +227,7 @@ func (c *connections) stream(a Announcement) *stream {
 	if c.unused {
 		return &stream{err: ErrNoOwner}
 	}
-	if c.current == nil || c.current.ended() != nil && !errors.Is(c.current.ended(), errNoStream) {
+	if c.current == nil || c.current.ended() != nil {
 		c.current = openStream(c.transport, a)
 	}
 	return c.current
@@ -248,13 +241,6 @@ func (c *connections) endStream() {
 	if c.current != nil {
 		c.current.close(ErrNoOwner)
 	}
-}
-
-// takesStreams reports whether the owner has not refused a stream.
-func (c *connections) takesStreams() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.current == nil || !errors.Is(c.current.ended(), errNoStream)
 }
 
 // inStream reports whether a request with a body is sent in a stream.
@@ -302,14 +288,10 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this address is for the other processes of the same log", http.StatusForbidden)
 		return
 	}
-	switch r.Header.Get(streamHeader) {
-	case "":
+	if r.Header.Get(streamHeader) == "" {
 		h.serve(w, r)
-	case streamFormat:
+	} else {
 		h.serveStream(w, r)
-	default:
-		w.Header().Set("Connection", "close") // Otherwise the server waits for the end of the stream.
-		http.Error(w, "this release has no streams of this format", http.StatusNotImplemented)
 	}
 }
 

@@ -378,38 +378,10 @@ func TestClientsOpenNoStream(t *testing.T) {
 	forged := frame{target: "/v1/track", header: http.Header{clientHeader: {"192.0.2.66:1"}}}
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", struct{ io.Reader }{bytes.NewReader(forged.append(nil))})
 	r.RemoteAddr = "192.0.2.1:1"
-	r.Header.Set(streamHeader, streamFormat)
+	r.Header.Set(streamHeader, "1")
 	w := httptest.NewRecorder()
 	f.ServeHTTP(w, r)
 	if want := "192.0.2.1:1 "; w.Code != http.StatusOK || w.Body.String() != want {
 		t.Errorf("got %d %q, want 200 %q", w.Code, w.Body, want)
-	}
-}
-
-// An owner of a release without this format of streams refuses one at once, and gets each call as a request.
-func TestOwnerOfAnotherRelease(t *testing.T) {
-	var streams atomic.Int64
-	o := serveOwner(t, echo, func(s *http.Server) {
-		current := s.Handler
-		s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if r.Header.Get(streamHeader) != "" {
-				streams.Add(1)
-				r.Header.Set(streamHeader, "another")
-			}
-			current.ServeHTTP(w, r)
-		})
-	})
-	f, _ := newForwarder(t)
-	setOwner(f, o.Announce())
-	if w := send(f, "first"); w.Code != http.StatusServiceUnavailable {
-		t.Errorf("first call: got %d %q, want 503", w.Code, w.Body)
-	}
-	for range 3 {
-		if w := send(f, "later"); w.Body.String() != "later" {
-			t.Errorf("later call: got %d %q, want its answer", w.Code, w.Body)
-		}
-	}
-	if n := streams.Load(); n != 1 {
-		t.Errorf("got %d streams, want 1", n)
 	}
 }

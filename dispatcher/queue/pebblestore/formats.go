@@ -17,7 +17,7 @@ type Formats struct {
 	Pebble uint64 `json:"pebble,omitempty"`
 }
 
-// ReadableFormats returns the highest formats that this release reads. It can write lower ones.
+// ReadableFormats returns the highest formats that this release reads.
 func ReadableFormats() Formats {
 	return Formats{Store: codec.Format, Pebble: uint64(pebble.FormatNewest)}
 }

@@ -13,20 +13,19 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
-// The formats of Pebble that this release reads. An update of the dependency that adds one is a release that
-// reads it, and still writes codec.PebbleFormat; the release after it may raise codec.PebbleFormat.
+// readPebble is the newest format of Pebble that this release reads.
 const readPebble = pebble.FormatValueSeparation
 
 func TestFormatOfPebbleIsADecision(t *testing.T) {
 	if pebble.FormatNewest != readPebble {
-		t.Errorf("Pebble reads format %d: got another one than %d, which the processes of the last release read; set readPebble, keep codec.PebbleFormat in this release, and raise it in the next one", pebble.FormatNewest, readPebble)
+		t.Errorf("Pebble reads format %d: got another one than %d, which the last release reads; set readPebble, and keep codec.PebbleFormat, so that a rollback reads the stores", pebble.FormatNewest, readPebble)
 	}
 	if codec.PebbleFormat > readPebble {
 		t.Errorf("stores are written in format %d: got a higher one than %d, want one that the last release reads", codec.PebbleFormat, readPebble)
 	}
 	s := open(t, "data", Options{FS: vfs.NewMem()})
 	defer s.Close()
-	want := Formats{Store: codec.FormatAlone, Pebble: uint64(codec.PebbleFormat)}
+	want := Formats{Store: codec.Format, Pebble: uint64(codec.PebbleFormat)}
 	if got, err := s.Formats(); err != nil || got != want {
 		t.Errorf("formats of a new store: got %+v and error %v, want %+v", got, err, want)
 	}
@@ -40,7 +39,7 @@ var raiseFormats = map[string]struct {
 	read  func(fs vfs.FS, dir string) (string, error)
 }{
 	"store": {
-		"(store format 3, this release reads 2)",
+		"(store format 2, this release reads 1)",
 		func(fs vfs.FS, dir string) error {
 			db, err := pebble.Open(dir, &pebble.Options{FS: fs, Logger: silentLogger{}})
 			if err != nil {

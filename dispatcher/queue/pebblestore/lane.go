@@ -272,9 +272,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 		}
 		g.resume(l.Next)
 		g.lanes = append(slices.Clone(g.lanes), l)
-		if g.Shared = g.Shared || len(g.lanes) > 1; g.Shared {
-			_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatGroups), nil)
-		}
+		g.Shared = g.Shared || len(g.lanes) > 1
 	}
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), codec.AppendLaneName(nil, id), nil)
 	l.put(b)

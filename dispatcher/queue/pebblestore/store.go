@@ -466,7 +466,7 @@ func (s *Store) loadFormat() error {
 	}
 	if format == 0 {
 		b := s.db.NewBatch()
-		_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatAlone), nil)
+		_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.Format), nil)
 		return s.applySync(b)
 	}
 	v, err := s.get(codec.KeyLastNumber)

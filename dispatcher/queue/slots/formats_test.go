@@ -39,7 +39,7 @@ func (o *countedGets) Get(ctx context.Context, name string) (io.ReadCloser, erro
 // A process does not claim a slot that a newer release wrote, and keeps its files: with each kind of format
 // that is one higher, in the log, in the snapshot and in its own files.
 func TestNewerFormats(t *testing.T) {
-	readable := slots.ReadableFormats()
+	readable := pebblestore.ReadableFormats()
 	publish := func(s *snapshotSlot, change func(record []byte) []byte) error {
 		log := slotstest.NewLog(s.stream)
 		state, err := log.State(t.Context())
@@ -72,7 +72,7 @@ func TestNewerFormats(t *testing.T) {
 		unreadable bool
 	}{
 		"record": {"(record format 2, this release reads 1)", func(s *snapshotSlot, _ vfs.FS) error { return publish(s, slotstest.Newer) }, false},
-		"batch": {"(store format 3, this release reads 2)", func(s *snapshotSlot, _ vfs.FS) error {
+		"batch": {"(store format 2, this release reads 1)", func(s *snapshotSlot, _ vfs.FS) error {
 			owner := s.open(t, vfs.NewMem())
 			last := owner.store.LogPosition().Batch
 			db, err := pebble.Open("newer", &pebble.Options{FS: vfs.NewMem(), Logger: silent{}})
@@ -84,9 +84,9 @@ func TestNewerFormats(t *testing.T) {
 			err = owner.Writer.Append(last+1, b.Repr())
 			return errors.Join(err, owner.Writer.Release(t.Context()), b.Close(), db.Close())
 		}, false},
-		"snapshot of the store":  {"(store format 3, this release reads 2)", snapshot(pebblestore.Formats{Store: readable.Store + 1}), false},
+		"snapshot of the store":  {"(store format 2, this release reads 1)", snapshot(pebblestore.Formats{Store: readable.Store + 1}), false},
 		"snapshot of the engine": {"(Pebble format 25, this release reads 24)", snapshot(pebblestore.Formats{Store: 1, Pebble: readable.Pebble + 1}), false},
-		"files of the store": {"(store format 3, this release reads 2)", func(_ *snapshotSlot, files vfs.FS) error {
+		"files of the store": {"(store format 2, this release reads 1)", func(_ *snapshotSlot, files vfs.FS) error {
 			db, err := pebble.Open("data/queue", &pebble.Options{FS: files, Logger: silent{}})
 			if err != nil {
 				return err

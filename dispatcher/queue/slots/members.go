@@ -6,8 +6,6 @@ import (
 	"slices"
 	"sync"
 	"time"
-
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // Bus carries heartbeats between the processes of an installation. It may lose some, and keeps none.
@@ -35,8 +33,6 @@ type Heartbeat struct {
 	OldConfig bool `json:"oldConfig,omitempty"`
 	// Configs are the newest live configs that the process has.
 	Configs []ConfigNumber `json:"configs,omitempty"`
-	// Formats are those that the process reads; nil in a release that did not name them.
-	Formats *Formats `json:"formats,omitempty"`
 	// Announcement is how other processes reach this one. It is another one for each start of a process.
 	Announcement []byte       `json:"announcement,omitempty"`
 	Owned        []OwnedSlot  `json:"owned,omitempty"`
@@ -67,36 +63,6 @@ type SlotCopied struct {
 	Ready bool `json:"ready,omitempty"`
 	// Failed is that of Follower.
 	Failed bool `json:"failed,omitempty"`
-}
-
-// Formats are the highest formats of a log that a process reads.
-type Formats struct {
-	Record uint64 `json:"record"`
-	pebblestore.Formats
-}
-
-// ReadableFormats returns the formats that this release reads.
-func ReadableFormats() *Formats {
-	return &Formats{recordFormat, pebblestore.ReadableFormats()}
-}
-
-// unnamedFormats are those that a release reads whose heartbeats do not name them.
-var unnamedFormats = Formats{1, pebblestore.Formats{Store: 2, Pebble: 24}}
-
-// commonFormats returns the highest formats that all processes read. Without a process it is the zero value.
-func commonFormats(heartbeats []heard) (common Formats) {
-	for i, h := range heartbeats {
-		f := unnamedFormats
-		if h.Formats != nil {
-			f = *h.Formats
-		}
-		if i == 0 {
-			common = f
-			continue
-		}
-		common.Record, common.Store, common.Pebble = min(common.Record, f.Record), min(common.Store, f.Store), min(common.Pebble, f.Pebble)
-	}
-	return common
 }
 
 const (
@@ -210,14 +176,6 @@ func (m *Members) HasSuccessor(slot int) bool {
 		}
 	}
 	return false
-}
-
-// Formats returns the highest formats that all members read. An owner raises a format of its log only up to
-// them; see codec.Format of package pebblestore.
-func (m *Members) Formats() Formats {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return commonFormats(m.alive(m.now()))
 }
 
 // View returns the arguments of Place for a number of slots.

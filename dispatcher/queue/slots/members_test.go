@@ -5,8 +5,6 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 func TestMembers(t *testing.T) {
@@ -120,23 +118,4 @@ func TestCandidateThatMayNotClaim(t *testing.T) {
 	if s := c.next(now); s.action != actPublish {
 		t.Errorf("got %+v, want a claim of the empty stream", s)
 	}
-}
-
-// The formats that all members read are the lowest of each kind. A member that names none is of a release
-// from before the field.
-func TestFormatsOfAllMembers(t *testing.T) {
-	named := func(record, store, pebble uint64) *Formats {
-		return &Formats{record, pebblestore.Formats{Store: store, Pebble: pebble}}
-	}
-	m := NewMembers(nil)
-	wantEqual(t, "formats without a member", m.Formats(), Formats{})
-	m.Hear(Heartbeat{Member: "a", Formats: named(3, 2, 30)})
-	wantEqual(t, "formats of one member", m.Formats(), *named(3, 2, 30))
-	m.Hear(Heartbeat{Member: "b", Formats: named(2, 4, 30)})
-	wantEqual(t, "formats of two members", m.Formats(), *named(2, 2, 30))
-	m.Hear(Heartbeat{Member: "c"})
-	wantEqual(t, "formats with a member that names none", m.Formats(), *named(1, 2, 24))
-	m = NewMembers(nil)
-	m.Hear(Heartbeat{Member: "a", Formats: ReadableFormats()})
-	wantEqual(t, "formats of this release", m.Formats(), *named(1, 2, 24))
 }

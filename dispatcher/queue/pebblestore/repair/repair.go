@@ -172,7 +172,7 @@ type rebuilder struct {
 	sources map[uint64]string // By log number.
 	names   map[string]uint64 // The inverse of sources.
 	heads   map[uint64]head
-	freed   map[uint64]uint64 // The last trimmed message, by log number; logs of older releases may have none.
+	freed   map[uint64]uint64 // The last trimmed message, by log number; a log without a trim has none.
 	lanes   map[uint64]*lane
 	dropped map[string]queue.Ledger // By Source, and by destination.
 	highest uint64                  // The highest number of a log, a lane or a group.

@@ -1,7 +1,6 @@
 // Package codec is the data layout of a store: the keys, and the encoding of each value.
 //
-// A release reads the layout of all earlier releases; Format is the version that it writes. The
-// package does not know files, locks or the engine. The main types are Record (a message),
+// Format is the version of the layout. The package does not know files, locks or the engine. The main types are Record (a message),
 // LaneState, GroupState and Decoder.
 package codec
 
@@ -104,9 +103,8 @@ func AppendString[T string | []byte](dst []byte, s T) []byte {
 //
 //	acceptedAt(8) bytesBefore(8) type(1) [traceparent] id [type] event skip... only body
 //
-// The highest bit of the type marks a traceparent. Releases without tracing cannot read such a
-// message, so a message without traceparent does not have the bit. The entry longNumbers in
-// skip marks a body with long numbers; an entry of queue.FilterFailed has the error of a filter. bytesBefore is the number of bytes of all previous messages of the log, so that
+// The highest bit of the type marks a traceparent. The entry longNumbers in skip marks a body with
+// long numbers; an entry of queue.FilterFailed has the error of a filter. bytesBefore is the number of bytes of all previous messages of the log, so that
 // two records give the size of the part between them.
 const (
 	recordHead = 17

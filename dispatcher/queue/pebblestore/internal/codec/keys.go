@@ -137,23 +137,9 @@ func EndOf(prefix []byte) []byte {
 	return nil
 }
 
-// Format is the highest supported version of the key space and the values. Open rejects a store
-// with a higher version.
-//
-// To raise a version takes two releases, because the processes of two releases read one log during an
-// update: the first release reads the new version (Format, or the dependency for Pebble), and writes the
-// old one. The next release writes the new one, when the heartbeats of all processes name it
-// (slots.Members.Formats).
-//
-// A store has version 1 until a group has two lanes, and version 2 from then on: a release that
-// does not support groups treats a lane that is alone in its group as an ordinary lane, and
-// must reject other groups.
-const (
-	Format       = 2
-	FormatAlone  = 1
-	FormatGroups = 2
-)
+// Format is the version of the key space and the values. Open rejects a store with a higher version.
+const Format = 1
 
 // PebbleFormat is the format major version of the files that a release writes; it reads up to
-// pebble.FormatNewest. It is raised in the release after the one that updated Pebble, see Format.
+// pebble.FormatNewest. An update of the dependency does not raise it.
 const PebbleFormat = pebble.FormatValueSeparation
