@@ -78,7 +78,7 @@ func (a *adminCertificate) Start(ctx context.Context) error {
 
 // ensure pins the certificate in the Secret. It writes a new one if the Secret is
 // missing or invalid, or if the certificate expires soon, and adds the owner to a Secret
-// that an earlier release wrote.
+// without one.
 func (a *adminCertificate) ensure(ctx context.Context) error {
 	key := types.NamespacedName{Namespace: a.owner.namespace, Name: adminapi.CertificateSecret}
 	var secret corev1.Secret

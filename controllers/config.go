@@ -91,8 +91,6 @@ type configReconciler struct {
 	marked *string
 	// written are the live-config Secrets that this process has written or verified.
 	written map[string]liveSecret
-	// names020 is the result of the last followFormats.
-	names020 bool
 	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
 	// its memo, and there is one at a time.
 	memos map[string]*compile.Memo
@@ -358,7 +356,6 @@ func (r *configReconciler) memoOf(namespace string) *compile.Memo {
 	if r.memos[namespace] == nil {
 		r.memos[namespace] = &compile.Memo{}
 	}
-	r.memos[namespace].Names020 = r.names020
 	return r.memos[namespace]
 }
 
@@ -543,46 +540,12 @@ func (r *configReconciler) followReports(ctx context.Context, interval time.Dura
 		case <-tick.C:
 		}
 		pods, complete := r.reports()
-		r.followFormats(pods)
 		announcer.announce(ctx, pods)
 		r.expireReservations()
 		for _, namespace := range r.unsettled(pods, complete) {
 			r.own.fire(namespace)
 		}
 	}
-}
-
-// followFormats compiles all namespaces when the first dispatcher of release 0.2.0 reports, or the last
-// one is replaced.
-func (r *configReconciler) followFormats(pods []health.Pod) {
-	names020 := readsOnly020(pods)
-	r.mu.Lock()
-	changed := r.primed && r.names020 != names020
-	namespaces := map[string]bool{}
-	if changed {
-		r.names020 = names020
-		for namespace := range r.written {
-			namespaces[namespace] = true
-		}
-		for namespace := range r.memos { // Those whose first compilation has not ended.
-			namespaces[namespace] = true
-		}
-	}
-	r.mu.Unlock()
-	for namespace := range namespaces {
-		r.own.fire(namespace)
-	}
-}
-
-// readsOnly020 reports whether a dispatcher can read only the format of release 0.2.0.
-func readsOnly020(pods []health.Pod) bool {
-	return slices.ContainsFunc(pods, func(pod health.Pod) bool {
-		report := pod.Report
-		if pod.Configs != nil {
-			report = pod.Configs // It is newer.
-		}
-		return report != nil && report.ConfigFormat < adminapi.ConfigFormat
-	})
 }
 
 // recompile compiles all namespaces with a live config again.
@@ -843,8 +806,6 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	pods, _ := r.reports()
-	r.names020 = readsOnly020(pods)
 	var group errgroup.Group
 	group.SetLimit(maxReadsAtOnce)
 	for name := range pending {

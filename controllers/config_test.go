@@ -1,15 +1,12 @@
 package controllers
 
 import (
-	"bytes"
-	"compress/gzip"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/hex"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 
@@ -22,7 +19,6 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -231,48 +227,6 @@ var _ = Describe("The live config", func() {
 		w.start()
 		w.waitPolls(5)
 		Expect(w.versions()).To(Equal(before))
-	})
-
-	It("has the names of release 0.2.0 while a dispatcher reads no others", func() {
-		w := newWorld(func(w *world) { w.dispatcher.format = 0 })
-		namespace, second := w.newNamespace(), w.newNamespace()
-		w.apply(namespace, webSource)
-		w.apply(second, strings.ReplaceAll(webSource, "hush-web", "hush-second"))
-		expect := func(name string) {
-			GinkgoHelper()
-			for _, namespace := range []string{namespace, second} {
-				Eventually(func(g Gomega) {
-					config, secret := w.live(g, namespace)
-					g.Expect(config.Namespace).To(Equal(namespace))
-					g.Expect(config.Sources).To(HaveLen(1))
-					unzip, err := gzip.NewReader(bytes.NewReader(secret.Data[liveconfig.DataKey]))
-					g.Expect(err).NotTo(HaveOccurred())
-					text, err := io.ReadAll(unzip)
-					g.Expect(err).NotTo(HaveOccurred())
-					g.Expect(string(text)).To(ContainSubstring(fmt.Sprintf(`"%s":"%s"`, name, namespace)))
-				}).Should(Succeed())
-				w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
-			}
-		}
-		expect("tenant")
-
-		By("replacing one of two old dispatchers, and then the other one")
-		other := newDispatcher("dispatcher-1")
-		DeferCleanup(other.server.Close)
-		w.pods.set(w.dispatcher.pod(), other.pod())
-		w.waitPolls(5)
-		expect("tenant")
-		w.dispatcher.set(func(d *fakeDispatcher) { d.format = adminapi.ConfigFormat })
-		expect("namespace")
-
-		By("rolling back")
-		w.dispatcher.set(func(d *fakeDispatcher) { d.format = 0 })
-		expect("tenant")
-		idle := w.waitIdle()
-		w.stop()
-		w.start()
-		w.waitPolls(5)
-		Expect(w.waitIdle()).To(Equal(idle), "writes of an operator that starts beside an old dispatcher")
 	})
 
 	It("fits into a Secret up to its size limit", func() {

@@ -447,8 +447,8 @@ func (p *statusPass) awaitConfirmation(m *memo, o client.Object, verdict compile
 // apply writes an object's status by server-side apply and reads the result into o.
 // It returns a conflict if the object has another resource version. Conditions of
 // other field managers are kept. The apply removes the fields that the operator owns
-// and does not apply any more. A field that an earlier release wrote by update has two
-// field managers, so an update removes it.
+// and does not apply any more. A field that another client wrote, for example a restore of a
+// backup, has another field manager, so an update removes it.
 func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind) error {
 	want := o.DeepCopyObject().(client.Object)
 	status, _ := k.Status(want)

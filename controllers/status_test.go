@@ -234,7 +234,7 @@ var _ = Describe("status", func() {
 		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
-	It("keeps conditions of other controllers, and takes over the fields of an earlier release", func() {
+	It("keeps conditions of other controllers, and takes over the fields that another client wrote", func() {
 		w := newWorld()
 		namespace := w.newNamespace()
 		w.stop()
@@ -247,7 +247,7 @@ var _ = Describe("status", func() {
 			Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{"Unknown", "Pending"}), conditionType)
 		}
 
-		By("an earlier release has written a status by update")
+		By("a restore of a backup has written a status by update")
 		yesterday := metav1.NewTime(time.Now().Add(-24 * time.Hour).Truncate(time.Second))
 		old := []metav1.Condition{
 			{Type: "Accepted", Status: isTrue, Reason: "Accepted", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
@@ -257,7 +257,7 @@ var _ = Describe("status", func() {
 			Conditions: old, ObservedGeneration: 1,
 			Endpoints: []v1alpha1.EndpointStatus{{Name: "gone", State: v1alpha1.EndpointHealthy, LastSuccessTime: &yesterday}},
 		}
-		Expect(cluster.Status().Update(w.ctx, &d, client.FieldOwner("posthorn"))).To(Succeed())
+		Expect(cluster.Status().Update(w.ctx, &d, client.FieldOwner("restore"))).To(Succeed())
 		By("another controller writes a condition")
 		foreign := func(name string) {
 			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},

@@ -378,8 +378,6 @@ func (l *podList) List(context.Context) ([]Pod, error) {
 type fakeDispatcher struct {
 	name   string
 	server *httptest.Server
-	// format is the newest format of live configs that it reads.
-	format int
 
 	mu sync.Mutex
 	// requests counts the requests for the report.
@@ -418,7 +416,7 @@ type decodedConfig struct {
 
 func newDispatcher(name string) *fakeDispatcher {
 	d := &fakeDispatcher{
-		name: name, format: adminapi.ConfigFormat, running: map[string]liveconfig.Config{}, revisions: map[string]string{}, numbers: map[string]int64{},
+		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{}, numbers: map[string]int64{},
 		traffic: map[string]func(*adminapi.DestinationReport){}, calls: map[string]func(*adminapi.SourceReport){},
 		syncs: map[string]func(*adminapi.AudienceReport){}, deletions: map[string]func(*adminapi.DeletionReport){},
 		box: &letterBox{runs: map[string]*boxRun{}},
@@ -449,21 +447,21 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "down", http.StatusInternalServerError)
 		return
 	}
-	body, err := json.Marshal(d.report(r.Context()))
+	report := d.report(r.Context())
+	body, err := json.Marshal(report)
 	if err != nil {
 		panic(err)
 	}
-	etag := fmt.Sprintf(`"%x"`, sha256.Sum256(body))
-	w.Header().Set("ETag", etag)
-	if r.Header.Get("If-None-Match") == etag {
+	if cursor := fmt.Sprintf("%x", sha256.Sum256(body)); r.FormValue(adminapi.ReportCursor) == cursor {
 		w.WriteHeader(http.StatusNotModified)
-		return
+	} else {
+		report.Cursor = cursor
+		_ = json.NewEncoder(w).Encode(report)
 	}
-	_, _ = w.Write(body)
 }
 
 func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
-	report := adminapi.Report{Pod: d.name, Ready: true, ConfigFormat: d.format}
+	report := adminapi.Report{Pod: d.name, Ready: true}
 	var secrets corev1.SecretList
 	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelNamespace}); err != nil {
 		return report

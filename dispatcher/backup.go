@@ -140,30 +140,8 @@ func openClosed(dataDir string) (*pebblestore.Store, error) {
 	})
 }
 
-// oldAudiences and oldDeletions are the folders, in a data directory, of release 0.2.0. The start of a
-// later release moves their contents.
-const (
-	oldAudiences = "audiences"
-	oldDeletions = "deletions"
-)
-
-// CheckUpgraded returns an error if a data directory has files of release 0.2.0 outside of the store and of
-// the folder of members.
-func CheckUpgraded(dataDir string) error {
-	for _, folder := range []string{oldAudiences, oldDeletions} {
-		path := filepath.Join(dataDir, folder)
-		if _, err := os.Stat(path); err == nil {
-			return fmt.Errorf("%s has files of an older release, which would be missing; start this release once with this data directory and without --log, then try again", path)
-		}
-	}
-	return nil
-}
-
 // BackupStopped writes an archive of the data directory of a stopped dispatcher.
 func BackupStopped(ctx context.Context, dataDir, version string, w io.Writer) error {
-	if err := CheckUpgraded(dataDir); err != nil {
-		return err
-	}
 	store, err := openClosed(dataDir)
 	if err != nil {
 		return err

@@ -156,16 +156,3 @@ func TestBackupIsInterrupted(t *testing.T) {
 		t.Errorf("check of a copy: got %v, want %v", err, interrupted)
 	}
 }
-
-// The files that a start moves are not silently left out.
-func TestBackupBeforeUpgrade(t *testing.T) {
-	for _, folder := range []string{oldAudiences, oldDeletions} {
-		dir, _, _ := closedData(t)
-		if err := os.Mkdir(filepath.Join(dir, folder), 0o700); err != nil {
-			t.Fatal(err)
-		}
-		if err := BackupStopped(t.Context(), dir, "v1", io.Discard); err == nil || !strings.Contains(err.Error(), folder) {
-			t.Errorf("backup with the folder %s: got %v, want an error that names it", folder, err)
-		}
-	}
-}

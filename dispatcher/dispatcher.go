@@ -286,7 +286,7 @@ func New(o Options) (*Dispatcher, error) {
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, oldAudiences), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.term.members(),
+		Dir: filepath.Join(o.DataDir, backup.MembersFolder), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.term.members(),
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.registerer, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -303,7 +303,7 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	if d.forget, err = deletion.New(deletion.Options{
-		OldDir: filepath.Join(o.DataDir, oldDeletions), Gate: d.gate, Store: tracker, Records: records,
+		Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", BegunOnly: o.Drain, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -391,7 +391,7 @@ func (d *Dispatcher) Synced(failed ...string) {
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
-		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
+		Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 		Backup: d.Backup, BackupToken: d.backupToken, Audit: d.log, Log: d.logState,
 	}

@@ -84,7 +84,7 @@ func protect(o Options, h http.Handler) http.Handler {
 
 // report is the report of the process. The namespaces are in the reports of the slots.
 func (h *host) report(w http.ResponseWriter, r *http.Request) {
-	report := adminapi.Report{Pod: h.o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: h.ready() == nil, Log: &adminapi.LogReport{Number: h.s.Number}}
+	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Log: &adminapi.LogReport{Number: h.s.Number}}
 	var cursor strings.Builder
 	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
 	for _, owned := range h.owned() {

@@ -74,7 +74,7 @@ func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 // setPod sets the parts of a report that belong to no namespace. configs is another number after
 // each change of the states of the live configs.
 func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
-	r.Pod, r.ConfigFormat, r.Storage = d.options.Pod, adminapi.ConfigFormat, d.storage.get(d.gate)
+	r.Pod, r.Storage = d.options.Pod, d.storage.get(d.gate)
 	r.Log = d.options.term.report()
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())

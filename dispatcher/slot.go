@@ -457,7 +457,7 @@ func (s *standby) admin(o Options) http.Handler {
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
 	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, ConfigFormat: adminapi.ConfigFormat, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
+		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
 	})
 	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
 	forwarded := http.Handler(http.HandlerFunc(refuseAdmin))

@@ -16,7 +16,6 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
-	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/plural"
@@ -315,12 +314,12 @@ func (m mover) assignAll(ctx context.Context, directory *slots.Directory) error 
 	return m.assign(ctx, directory, names)
 }
 
-// checkStore checks that the data directory has a store of this release.
+// checkStore checks that the data directory has a store.
 func (m mover) checkStore() error {
 	if _, err := os.Stat(filepath.Join(m.data, backup.QueueFolder)); err != nil {
 		return fmt.Errorf("the data directory has no store: %w", err)
 	}
-	return dispatcher.CheckUpgraded(m.data)
+	return nil
 }
 
 // load writes the content of the slot to the data directory.

@@ -97,7 +97,7 @@ func TestNextHead(t *testing.T) {
 		"tombstone from a backup":         {head: buried(last, tombstone(refERP, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
 		"a pod is ahead of the clock":     {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
 		"last config unknown":             {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
-		"of release 0.2.0":                {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
+		"without a number":                {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
 
 		"parked, deletion certain":   {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
 		"parked, history incomplete": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 6*24*time.Hour))}, unchanged: true},

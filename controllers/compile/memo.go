@@ -16,9 +16,6 @@ import (
 // work for what changed. Results with and without a Memo are equal. A Memo belongs to one Policy, and
 // must not be used concurrently. A nil Memo keeps nothing.
 type Memo struct {
-	// Names020 is that of liveconfig.Encoder.
-	Names020 bool
-
 	destinations, before map[types.UID]destinationMemo
 	sources              string
 	encoder              liveconfig.Encoder
@@ -89,6 +86,5 @@ func (m *Memo) encode(c liveconfig.Config) (liveconfig.Chunks, string, error) {
 	if m == nil {
 		m = &Memo{}
 	}
-	m.encoder.Names020 = m.Names020
 	return m.encoder.EncodeChunks(c)
 }

@@ -65,7 +65,7 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		Enabled:        o.Spec.Enabled == nil || *o.Spec.Enabled,
 		AllowedOrigins: slices.Clone(o.Spec.AllowedOrigins),
 	}
-	if liveconfig.BuiltIn(o.Name) { // The object was stored under the CRDs of an older release.
+	if liveconfig.BuiltIn(o.Name) {
 		r.add(v1alpha1.ReasonInvalidSpec, "metadata.name", "is the name of a built-in Source; choose another name")
 	}
 	if limit := o.Spec.RateLimit; limit != nil {
@@ -79,8 +79,8 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 			c.CallsPerSecond, c.Burst = 0, 0
 		}
 	}
-	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys { // An object that was stored under the CRDs of release 0.2.0 has none.
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d (writeKeys replaces writeKeySecretRef of release 0.2.0)", n, maxWriteKeys)
+	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys {
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d", n, maxWriteKeys)
 	}
 	invalid := len(r.problems) > 0
 	// refs are the references of the write keys in c, for the revision.

@@ -530,10 +530,7 @@ type stateObject struct {
 	// AudienceKey is the key in effect of an Audience.
 	AudienceKey string `json:"audienceKey,omitempty"`
 	// Status is the status of an object whose run has started or ended.
-	Status json.RawMessage `json:"status,omitempty"`
-	// Ended is the status of a DeletionRequest whose run has ended. Earlier versions wrote it
-	// in place of Status.
-	Ended    json.RawMessage `json:"ended,omitempty"`
+	Status   json.RawMessage `json:"status,omitempty"`
 	Manifest json.RawMessage `json:"manifest"`
 }
 
@@ -626,9 +623,9 @@ func (s *store) restore(path string, marks []mark) error {
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey
 		}
-		if text := slices.Concat(o.Status, o.Ended); object.resource != nil && len(text) > 0 { // At most one is set.
+		if object.resource != nil && len(o.Status) > 0 {
 			status, _ := object.of.Health.Status(object.resource)
-			if err := json.Unmarshal(text, status); err != nil {
+			if err := json.Unmarshal(o.Status, status); err != nil {
 				return fmt.Errorf("restore manifests: the status of %s in %s is not valid; correct or remove it: %w", object.id, path, err)
 			}
 		}

@@ -5,8 +5,6 @@ package admin
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -25,7 +23,6 @@ import (
 
 // Options are the parts of the dispatcher that the admin server shows.
 type Options struct {
-	Report func() adminapi.Report
 	// Changes returns what changed since the cursor of a report, or nil.
 	Changes func(cursor string) *adminapi.Report
 	// Metrics serves /metrics.
@@ -62,11 +59,7 @@ func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", o.Metrics)
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) {
-		if query := r.URL.Query(); query.Has(adminapi.ReportCursor) {
-			writeChanges(w, o.Changes(query.Get(adminapi.ReportCursor)))
-		} else {
-			writeReport020(w, r, o.Report())
-		}
+		writeChanges(w, o.Changes(r.URL.Query().Get(adminapi.ReportCursor)))
 	})
 	mux.HandleFunc("GET /unknownkeys", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set(contentType, ndjson)
@@ -168,25 +161,6 @@ func writeChanges(w http.ResponseWriter, report *adminapi.Report) {
 	body, err := json.Marshal(report)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	w.Header().Set("Content-Type", "application/json")
-	_, _ = w.Write(body)
-}
-
-// writeReport020 answers a request without the parameter for a cursor, as those of an operator of
-// release 0.2.0: with 304 if the client has this report.
-func writeReport020(w http.ResponseWriter, r *http.Request, report adminapi.Report) {
-	body, err := adminapi.EncodeReport020(report)
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	sum := sha256.Sum256(body)
-	etag := `"` + hex.EncodeToString(sum[:16]) + `"`
-	w.Header().Set("ETag", etag)
-	if r.Header.Get("If-None-Match") == etag {
-		w.WriteHeader(http.StatusNotModified)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")

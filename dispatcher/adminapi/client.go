@@ -26,7 +26,7 @@ const (
 var ErrNotModified = errors.New("report not modified")
 
 // ReportCursor is the parameter of GET /report with the cursor of the last report, or "" for a full
-// report. Clients of release 0.2.0 do not send it.
+// report.
 const ReportCursor = "since"
 
 // StatusError is a response with another status than the expected one.
@@ -79,7 +79,6 @@ func (c *Client) Report(ctx context.Context, cursor string) (_ *Report, err erro
 	if err != nil {
 		return nil, err
 	}
-	setETag020(req.Header, cursor)
 	resp, err := c.send(req)
 	stop()
 	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotModified {
@@ -105,11 +104,10 @@ func (c *Client) Report(ctx context.Context, cursor string) (_ *Report, err erro
 	if len(text) > maxReportBytes {
 		return nil, fmt.Errorf("report is larger than %d bytes", maxReportBytes)
 	}
-	report, err := DecodeReport(text)
-	if err != nil {
+	var report Report
+	if err := json.Unmarshal(text, &report); err != nil {
 		return nil, fmt.Errorf("decode report: %w", err)
 	}
-	report.Cursor = cmp.Or(report.Cursor, resp.Header.Get("ETag"))
 	return &report, nil
 }
 

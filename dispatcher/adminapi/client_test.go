@@ -44,30 +44,6 @@ func collect[T any](values iter.Seq2[T, error]) (all []T, err error) {
 	return all, nil
 }
 
-// A dispatcher of release 0.2.0 has no cursors; its ETag is used as one.
-func TestETagOfRelease020(t *testing.T) {
-	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("ETag", `"a"`)
-		if r.Header.Get("If-None-Match") == `"a"` {
-			w.WriteHeader(http.StatusNotModified)
-			return
-		}
-		_, _ = io.WriteString(w, `{"pod":"p0","ready":true}`)
-	})
-	for _, c.ReportSlots = range []chan struct{}{nil, make(chan struct{}, 1)} {
-		report, err := c.Report(t.Context(), "")
-		if err != nil {
-			t.Fatal(err)
-		}
-		if diff := cmp.Diff(&Report{Pod: "p0", Ready: true, Cursor: `"a"`}, report); diff != "" {
-			t.Errorf("report (-want +got):\n%s", diff)
-		}
-		if _, err := c.Report(t.Context(), report.Cursor); !errors.Is(err, ErrNotModified) {
-			t.Errorf("second request: got error %v, want ErrNotModified", err)
-		}
-	}
-}
-
 func TestReportSinceCursor(t *testing.T) {
 	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
 		switch r.FormValue(ReportCursor) {

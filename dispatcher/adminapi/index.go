@@ -12,14 +12,13 @@ import (
 // Index is the state of one dispatcher as of its reports, by namespace and name. It is immutable:
 // Merge returns another Index, which shares the unchanged parts.
 type Index struct {
-	// Pod, Cursor, ConfigFormat, Ready, Storage, Configs and Log are those of the last report.
-	Pod          string
-	ConfigFormat int
-	Cursor       string
-	Ready        bool
-	Storage      StorageReport
-	Configs      []ConfigReport
-	Log          *LogReport
+	// Pod, Cursor, Ready, Storage, Configs and Log are those of the last report.
+	Pod     string
+	Cursor  string
+	Ready   bool
+	Storage StorageReport
+	Configs []ConfigReport
+	Log     *LogReport
 
 	namespaces map[string]*NamespaceIndex
 }
@@ -126,7 +125,7 @@ func (r *SourceReport) state() sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, ConfigFormat: r.ConfigFormat, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Log: r.Log, namespaces: map[string]*NamespaceIndex{}}
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Log: r.Log, namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
 		before = x.namespaces

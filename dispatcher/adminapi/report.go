@@ -7,15 +7,11 @@ import "time"
 type Report struct {
 	// Pod is the pod's name.
 	Pod string `json:"pod"`
-	// Cursor identifies the state that the report describes; see Client.Report. The dispatchers of
-	// release 0.2.0 have none.
+	// Cursor identifies the state that the report describes; see Client.Report.
 	Cursor string `json:"cursor,omitempty"`
 	// Delta is true if the report has only what changed since the cursor of the request; see
 	// Index.Merge.
 	Delta bool `json:"delta,omitempty"`
-	// ConfigFormat is the newest format of live configs that the pod reads. Release 0.2.0 reports
-	// none.
-	ConfigFormat int `json:"configFormat,omitempty"`
 	// Ready is true once the pod has loaded its first full config.
 	Ready bool `json:"ready"`
 	// Namespaces are the namespaces, sorted by name. A delta has the namespaces with a change.
@@ -49,10 +45,6 @@ type LogReport struct {
 
 // Several reports whether the report is that of a pod with several slots. The LogReport may be nil.
 func (l *LogReport) Several() bool { return l != nil && l.Number > 0 }
-
-// ConfigFormat is the newest format of live configs that this release reads: the first one with other
-// names than those of release 0.2.0.
-const ConfigFormat = 2
 
 // ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
 // one, have none unless there is something else to report.

@@ -58,9 +58,9 @@ type parking struct {
 // exists reports whether the namespace has objects. Without a config it is then parked.
 func (h history) exists() bool { return len(h.Objects) > 0 }
 
-// next returns the history after a config took effect. A config without a number is that of release
-// 0.2.0, in which a missing object is a deleted one. After a config with a number it may be from a
-// backup, so the missing objects are parked.
+// next returns the history after a config took effect. In a config without a number a missing
+// object is a deleted one. After a config with a number it may be from a backup, so the missing objects
+// are parked.
 func (h history) next(live liveconfig.Revisioned, now time.Time) history {
 	next := history{Number: max(h.Number, live.Head.Number), AppliedAt: now}
 	if next.Number == 0 {

@@ -75,7 +75,7 @@ func (d *disk) open(t *testing.T) *pebblestore.Store {
 
 // options are the Options for the disk.
 func (d *disk) options(o *Options) {
-	o.Dir, o.OldDir = d.path("members"), d.path("audiences")
+	o.Dir = d.path("members")
 	o.FS = storetest.Watch(d.fs, d.stepped, nil)
 	o.Store = watchedStore{o.Store, d}
 }

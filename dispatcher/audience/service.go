@@ -65,9 +65,7 @@ const (
 type Options struct {
 	// Dir holds the members; it is created if missing.
 	Dir string
-	// OldDir is the folder that release 0.2.0 used; its contents move to Dir and Store.
-	OldDir string
-	// FS is the file system of Dir and OldDir. Default vfs.Default.
+	// FS is the file system of Dir. Default vfs.Default.
 	FS vfs.FS
 	// Store keeps the states of the audiences.
 	Store Store
@@ -108,10 +106,7 @@ type Service struct {
 
 	mu        sync.Mutex
 	audiences map[name]*audience
-	// failedUpgrades has the folders of release 0.2.0 that cannot be read. Their audiences are
-	// broken.
-	failedUpgrades map[string]error
-	syncs          map[string]int // by namespace; "" is the total
+	syncs     map[string]int // by namespace; "" is the total
 }
 
 // name identifies an audience.
@@ -183,17 +178,11 @@ func (s *Service) load() error {
 	if err := makeFolder(s.FS, s.Dir); err != nil {
 		return err
 	}
-	if err := s.upgrade(); err != nil {
-		return err
-	}
 	values, err := s.Store.AllMeta()
 	if err != nil {
 		return err
 	}
 	known, named := map[string]bool{}, map[string]bool{}
-	for folder := range s.failedUpgrades {
-		known[folder] = true // It may have files that were moved before the error.
-	}
 	for key, value := range values {
 		if id, ok := nameOfKey(key); ok {
 			a, r := s.restore(id, value)
@@ -240,30 +229,10 @@ func (s *Service) isBroken(folder string) bool {
 	return false
 }
 
-// upgrade upgrades the files of release 0.2.0. It fails if they cannot be listed: without them, a
-// sync would start from an older state.
-func (s *Service) upgrade() error {
-	if s.OldDir == "" {
-		return nil
-	}
-	failed, cleanUp, err := upgrade(s.FS, s.OldDir, s.Dir, s.Store)
-	if err != nil {
-		return err
-	}
-	if cleanUp != nil {
-		s.Logger.Error("removing the upgraded files of audiences failed", "error", cleanUp)
-	}
-	for folder, err := range failed {
-		s.Logger.Error("upgrading the files of an audience failed; its syncs are refused", "dir", s.FS.PathJoin(s.OldDir, folder), "error", err)
-	}
-	s.failedUpgrades = failed
-	return nil
-}
-
 // newAudience makes an audience without a state.
 func (s *Service) newAudience(id name) *audience {
 	return &audience{
-		name: id, dir: s.FS.PathJoin(s.Dir, id.folder()), broken: s.failedUpgrades[id.folder()],
+		name: id, dir: s.FS.PathJoin(s.Dir, id.folder()),
 		changed: s.Changes.Object(changes.Audiences, id.namespace, id.name),
 	}
 }
@@ -273,8 +242,8 @@ func (s *Service) restore(id name, value []byte) (*audience, stored) {
 	a := s.newAudience(id)
 	log := s.Logger.With("namespace", id.namespace, "audience", id.name)
 	r, err := decode(value)
-	if a.broken = errors.Join(a.broken, err); a.broken != nil {
-		log.Error("reading the state of an audience failed; its syncs are refused", "error", a.broken)
+	if a.broken = err; err != nil {
+		log.Error("reading the state of an audience failed; its syncs are refused", "error", err)
 		return a, r
 	}
 	a.done, a.pending = r.Done, r.Pending
@@ -624,7 +593,7 @@ func (s *Service) remove(a *audience) {
 		delete(s.audiences, a.name)
 		a.changed.Transition()
 		s.metrics.forget(a.name)
-		if err = errors.Join(s.FS.RemoveAll(a.dir), s.removeOld(a.folder())); err == nil {
+		if err = s.FS.RemoveAll(a.dir); err == nil {
 			log.Info("removed the members of a deleted audience")
 		}
 	}
@@ -632,15 +601,6 @@ func (s *Service) remove(a *audience) {
 	if err != nil {
 		log.Error("removing the members of a deleted audience failed", "error", err)
 	}
-}
-
-// removeOld removes a folder that could not be upgraded. The mutex is held.
-func (s *Service) removeOld(folder string) error {
-	if s.failedUpgrades[folder] == nil {
-		return nil
-	}
-	delete(s.failedUpgrades, folder)
-	return s.FS.RemoveAll(s.FS.PathJoin(s.OldDir, folder))
 }
 
 // Request is one sync.

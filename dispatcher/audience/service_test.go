@@ -869,8 +869,10 @@ func TestDamagedMembersFile(t *testing.T) {
 	r.sync(shoppers, "a", "b", "c")
 	r.log.drain(t)
 	path := d.path("members", d.files()[0])
-	content, err := readFile(d.fs, path)
-	check.NoError(t, "read the members", err)
+	f, err := d.fs.Open(path)
+	check.NoError(t, "open the members", err)
+	content, err := io.ReadAll(f)
+	check.NoError(t, "read the members", errors.Join(err, f.Close()))
 	content[len(content)/2] ^= 1
 	d.write(t, path, content)
 	r.do(http.MethodPut, shoppers, "web-key", ids("a", "b", "c", "d")).want(t, "sync", http.StatusInternalServerError, "state_damaged")
@@ -880,35 +882,28 @@ func TestDamagedMembersFile(t *testing.T) {
 // The action in the answer for a damaged state works: after the Audience is deleted and
 // created again, a sync succeeds without removals.
 func TestRecoveryFromADamagedState(t *testing.T) {
-	old := "audiences/" + name{"shop", "shoppers"}.folder() + "/"
-	for _, damaged := range []string{"state in the store", old + oldStateFile, old + oldPendingFile} {
-		d := memory()
-		r := newRig(t, d, newLog(), nil)
-		r.sync(shoppers, "a", "b")
-		if strings.HasPrefix(damaged, old) {
-			d.write(t, d.path(damaged), []byte("{"))
-		} else {
-			check.NoError(t, "damage the state", r.Store.PutMetaDurable(name{"shop", "shoppers"}.key(), []byte("{")))
-		}
-		r.end()
-		r = newRig(t, d, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
-		a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c"))
-		a.want(t, "sync with a damaged "+damaged, http.StatusInternalServerError, "state_damaged")
-		if want := "delete the Audience"; !strings.Contains(a.Error.Message, want) {
-			t.Errorf("message for a damaged %s: got %q, want one with %q", damaged, a.Error.Message, want)
-		}
-		c := config()
-		c.Audiences = c.Audiences[1:]
-		r.set(c)
-		r.eventually(func() bool { return len(d.files()) == 0 })
-		r.set(config())
-		r.sync(shoppers, "b", "c")
-		r.wantCalls("b shoppers=true", "c shoppers=true")
-		r.end()
-		r = newRig(t, d, newLog(), nil)
-		r.sync(shoppers, "b", "c")
-		r.wantCalls()
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
+	r.sync(shoppers, "a", "b")
+	check.NoError(t, "damage the state", r.Store.PutMetaDurable(name{"shop", "shoppers"}.key(), []byte("{")))
+	r.end()
+	r = newRig(t, d, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
+	a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c"))
+	a.want(t, "sync with a damaged state", http.StatusInternalServerError, "state_damaged")
+	if want := "delete the Audience"; !strings.Contains(a.Error.Message, want) {
+		t.Errorf("message for a damaged state: got %q, want one with %q", a.Error.Message, want)
 	}
+	c := config()
+	c.Audiences = c.Audiences[1:]
+	r.set(c)
+	r.eventually(func() bool { return len(d.files()) == 0 })
+	r.set(config())
+	r.sync(shoppers, "b", "c")
+	r.wantCalls("b shoppers=true", "c shoppers=true")
+	r.end()
+	r = newRig(t, d, newLog(), nil)
+	r.sync(shoppers, "b", "c")
+	r.wantCalls()
 }
 
 // stuckFS cannot remove a file.

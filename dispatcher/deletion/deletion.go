@@ -17,8 +17,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -41,8 +39,6 @@ const (
 
 // Options configure a Service. Gate, Store and Records are required.
 type Options struct {
-	// OldDir is the folder in which release 0.2.0 kept the records of requests; they move to Store.
-	OldDir string
 	// Gate is the way into the queue.
 	Gate *admission.Gate
 	// Store records the outcomes of the messages, and keeps the records of requests; the delivery
@@ -73,11 +69,10 @@ type Service struct {
 
 // record is a planned request.
 type record struct {
-	Version int    `json:"version"`
-	ID      string `json:"id"`
-	UID     string `json:"uid,omitempty"`
-	// Namespace has the key of release 0.2.0, whose records are read.
-	Namespace string    `json:"tenant"`
+	Version   int       `json:"version"`
+	ID        string    `json:"id"`
+	UID       string    `json:"uid,omitempty"`
+	Namespace string    `json:"namespace"`
 	Time      time.Time `json:"time"`
 	Sources   []source  `json:"sources,omitempty"`
 	// Disabled is the number of disabled destinations of the Sources.
@@ -134,9 +129,6 @@ func (s *Service) load() error {
 	if err != nil {
 		return err
 	}
-	if err := s.upgrade(values); err != nil {
-		return err
-	}
 	for key, value := range values {
 		id, ours := strings.CutPrefix(key, keyPrefix)
 		if !ours {
@@ -151,29 +143,6 @@ func (s *Service) load() error {
 		s.records[id] = &r
 	}
 	return nil
-}
-
-// upgrade moves the files of release 0.2.0 to the store and to values, its contents. A record that
-// the store has is newer than its file.
-func (s *Service) upgrade(values map[string][]byte) error {
-	files, err := filepath.Glob(filepath.Join(s.OldDir, "*.json"))
-	if err != nil || s.OldDir == "" {
-		return err
-	}
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			return err
-		}
-		key := keyPrefix + strings.TrimSuffix(filepath.Base(file), ".json")
-		if values[key] == nil {
-			if err := s.Store.PutMetaDurable(key, text); err != nil {
-				return err
-			}
-			values[key] = text
-		}
-	}
-	return os.RemoveAll(s.OldDir)
 }
 
 // Run sends notifications and records outcomes until ctx is done.

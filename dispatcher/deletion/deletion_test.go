@@ -1,12 +1,9 @@
 package deletion
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"log/slog"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -27,7 +24,6 @@ import (
 type rig struct {
 	*Service
 	t     *testing.T
-	dir   string
 	store *pebblestore.Store
 	// tracked is the store as the delivery engine uses it.
 	tracked *OutcomeTracker
@@ -72,7 +68,7 @@ func newRig(t *testing.T) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })
-	r := &rig{t: t, dir: t.TempDir(), store: store, now: time.Unix(1_800_000_000, 0)}
+	r := &rig{t: t, store: store, now: time.Unix(1_800_000_000, 0)}
 	r.gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: r.Append}, Logger: slog.New(slog.DiscardHandler)})
 	r.set(config())
 	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}, {Source: "shop/web", Destination: "shop/off"}} {
@@ -105,7 +101,7 @@ func (r *rig) start() {
 		r.t.Fatal(err)
 	}
 	r.Service, err = New(Options{
-		OldDir: r.dir, Store: r.newTracker(), Records: records, Gate: r.gate,
+		Store: r.newTracker(), Records: records, Gate: r.gate,
 		Now: func() time.Time { return r.now }, Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
@@ -326,34 +322,6 @@ func TestKilledAfterTheAppend(t *testing.T) {
 	r.step()
 	check.NoError(t, "restore the planned record", r.store.PutMeta(keyPrefix+"ab", all[keyPrefix+"ab"]))
 	r.start()
-	r.step()
-	check.Equal(t, "messages of ios", len(r.lease("ios", "crm")), 1)
-}
-
-// The records of release 0.2.0, in files, move to the store; a record there is newer than a file.
-func TestUpgrade(t *testing.T) {
-	r := newRig(t)
-	r.step()
-	all, err := r.store.AllMeta()
-	check.NoError(t, "read the records", err)
-	planned := all[keyPrefix+"ab"]
-	if !bytes.Contains(planned, []byte(`"tenant":"shop"`)) {
-		t.Fatalf("record: got %s, want the form of release 0.2.0", planned)
-	}
-	check.NoError(t, "remove the record", r.store.PutMeta(keyPrefix+"ab", nil))
-	for _, c := range []struct {
-		name string
-		file []byte
-	}{{"with a file", planned}, {"with a file and a record", []byte("{}")}} {
-		check.NoError(t, "make the folder", os.MkdirAll(r.dir, 0o700))
-		check.NoError(t, "write the file", os.WriteFile(filepath.Join(r.dir, "ab.json"), c.file, 0o600))
-		r.start()
-		all, err := r.store.AllMeta()
-		check.NoError(t, "read the records", err)
-		check.Equal(t, "record "+c.name, string(all[keyPrefix+"ab"]), string(planned))
-		_, err = os.Stat(r.dir)
-		check.ErrorIs(t, "stat of the folder "+c.name, err, os.ErrNotExist)
-	}
 	r.step()
 	check.Equal(t, "messages of ios", len(r.lease("ios", "crm")), 1)
 }

@@ -984,7 +984,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		open()
 		w.apply()
 		for name := range w.store.meta(t) {
-			if strings.HasPrefix(name, circuitPrefix) {
+			if strings.HasPrefix(name, recordPrefix) {
 				t.Errorf("%s is still stored for a removed destination", name)
 			}
 		}
@@ -1044,19 +1044,6 @@ func TestHistorySurvivesRestart(t *testing.T) {
 			})
 		})
 	}
-	t.Run("record of an earlier release", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, always(answer{status: 200}))
-			stored := `{"state":"Degraded","revision":"1","since":"2026-01-01T00:00:00Z","probeAt":"0001-01-01T00:00:00Z","intervalMs":0,"lastFailure":{"time":"2026-01-01T00:00:00Z","reason":"ServerError","statusCode":500,"message":"the endpoint answered 500"},"consecutiveFailures":3}`
-			check.NoError(t, "store the record", w.store.PutMeta("history/ns/a/e0", []byte(stored)))
-			w.apply(dest("a", urlA))
-			ep := w.report("a").Endpoints[0]
-			check.Equal(t, "failures", ep.ConsecutiveFailures, 3)
-			check.Equal(t, "reason of the last failure", ep.LastFailure.Reason, "ServerError")
-			check.Equal(t, "attempts", len(w.engine.Attempts("ns/a", "e0")), 0)
-			w.end()
-		})
-	})
 	t.Run("stored in time", func(t *testing.T) {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{status: 200}))

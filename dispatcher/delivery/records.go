@@ -12,19 +12,14 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// The store keeps the health of an endpoint under a name with circuitPrefix while its circuit is
-// open, and otherwise with historyPrefix, which release 0.2.0 ignores.
-const (
-	circuitPrefix = "circuit/"
-	historyPrefix = "history/"
-)
+// recordPrefix is the prefix of the names under which the store keeps the health of endpoints.
+const recordPrefix = "endpoint/"
 
 // historyInterval is the shortest time between two writes of an endpoint's health without a change
 // of its state. It bounds the age of the last success and failure after a crash.
 const historyInterval = time.Minute
 
-// health is the stored health of an endpoint. Its JSON is a file format: earlier releases write no
-// FailedAttempt and ignore it.
+// health is the stored health of an endpoint.
 type health struct {
 	endpoint.Record
 	// FailedAttempt is the attempt of LastFailure with the receiver's answer, at most maxKeptResponse bytes of
@@ -33,8 +28,8 @@ type health struct {
 }
 
 // recordName returns the name of the endpoint's record.
-func (ep *liveEndpoint) recordName(prefix string) string {
-	return prefix + ep.destination.key + "/" + ep.name
+func (ep *liveEndpoint) recordName() string {
+	return recordPrefix + ep.destination.key + "/" + ep.name
 }
 
 // storeHealth stores the endpoint's health. The lock is not held.
@@ -42,27 +37,19 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	e.recordsMu.Lock()
 	defer e.recordsMu.Unlock()
 	e.mu.Lock()
-	kept, removed := ep.recordName(historyPrefix), ep.recordName(circuitPrefix)
-	if ep.machine.Open() {
-		kept, removed = removed, kept
-	}
-	_, remove := e.records[ep.destination.namespace][removed]
-	e.deleteRecord(removed)
+	name := ep.recordName()
 	known := ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
 	var value []byte
 	if known {
 		r := health{ep.machine.Record(ep.destination.set.revision), ep.attempts.lastFailed()}
 		value, _ = json.Marshal(r) // No field can fail to marshal.
-		e.setRecord(kept, r)
+		e.setRecord(name, r)
 		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
 	} else {
-		e.deleteRecord(kept)
+		e.deleteRecord(name)
 	}
 	e.mu.Unlock()
-	e.putRecord(kept, value)
-	if remove {
-		e.putRecord(removed, nil)
-	}
+	e.putRecord(name, value)
 }
 
 // storeHistory stores the health of the endpoints that has changed and was not stored for a time.
@@ -92,11 +79,7 @@ func (e *Engine) putRecord(name string, value []byte) {
 // restoreHealth gives a new endpoint its health and its last failed attempt of the earlier run. It reports
 // whether the destination was edited since. The lock is held.
 func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) (edited bool) {
-	records := e.records[ep.destination.namespace]
-	r, ok := records[ep.recordName(circuitPrefix)]
-	if !ok {
-		r, ok = records[ep.recordName(historyPrefix)]
-	}
+	r, ok := e.records[ep.destination.namespace][ep.recordName()]
 	if ok {
 		ep.machine.Restore(r.Record, revision, now)
 		if r.FailedAttempt != nil {
@@ -121,7 +104,7 @@ func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLet
 		var o orphanRecord
 		if strings.HasPrefix(name, orphanPrefix) && json.Unmarshal(value, &o) == nil {
 			orphans[name] = o
-		} else if (strings.HasPrefix(name, circuitPrefix) || strings.HasPrefix(name, historyPrefix)) && json.Unmarshal(value, &r) == nil {
+		} else if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
 			endpoints[name] = r
 		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
 			bounds[key] = b

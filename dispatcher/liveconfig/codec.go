@@ -128,7 +128,7 @@ func Decode(data []byte) (c Config, revision string, err error) {
 // decodeText is Decode for the JSON text.
 func decodeText(plain []byte) (c Config, revision string, err error) {
 	revision = revisionOf(plain)
-	err = unmarshal(withCurrentNames(plain), &c)
+	err = unmarshal(plain, &c)
 	if errors.Is(err, errTrailing) && c.Version == FormatVersion {
 		return Config{}, revision, err
 	}

@@ -6,8 +6,6 @@
 package liveconfig
 
 import (
-	"bytes"
-	"encoding/json"
 	"time"
 )
 
@@ -64,27 +62,8 @@ const (
 // BuiltIn reports whether a Source is built in. No object of the kind Source has its name.
 func BuiltIn(source string) bool { return source == SourceDeadLetters || source == SourceNotices }
 
-// KeyHashes are lowercase hex SHA-256 sums of write keys. A single one is encoded as a string,
-// which is the format of release 0.2.0.
+// KeyHashes are lowercase hex SHA-256 sums of write keys.
 type KeyHashes []string
-
-// MarshalJSON implements json.Marshaler.
-func (k KeyHashes) MarshalJSON() ([]byte, error) {
-	if len(k) == 1 {
-		return json.Marshal(k[0])
-	}
-	return json.Marshal([]string(k))
-}
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (k *KeyHashes) UnmarshalJSON(text []byte) error {
-	var one string
-	if json.Unmarshal(text, &one) == nil {
-		*k = KeyHashes{one}
-		return nil
-	}
-	return json.Unmarshal(text, (*[]string)(k))
-}
 
 // Deletion is a request to notify destinations that a user's data is to be deleted.
 type Deletion struct {
@@ -279,30 +258,8 @@ type SigningScheme struct {
 	Format *HMACFormat `json:"format,omitempty"`
 }
 
-// SigningSchemes are the schemes of a destination, one of each type. A single scheme is
-// encoded as an object, which is the format of release 0.2.0.
+// SigningSchemes are the schemes of a destination, one of each type.
 type SigningSchemes []SigningScheme
-
-// MarshalJSON implements json.Marshaler.
-func (s SigningSchemes) MarshalJSON() ([]byte, error) {
-	if len(s) == 1 {
-		return json.Marshal(s[0])
-	}
-	return json.Marshal([]SigningScheme(s))
-}
-
-// UnmarshalJSON implements json.Unmarshaler. It is as strict as Decode.
-func (s *SigningSchemes) UnmarshalJSON(text []byte) error {
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if !bytes.HasPrefix(text, []byte("{")) {
-		return d.Decode((*[]SigningScheme)(s))
-	}
-	var one SigningScheme
-	err := d.Decode(&one)
-	*s = SigningSchemes{one}
-	return err
-}
 
 // Delivery has timeout, retries and limits; all durations in milliseconds.
 type Delivery struct {

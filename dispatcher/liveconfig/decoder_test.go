@@ -125,7 +125,7 @@ func oddTexts(t testing.TB) []string {
 		replace(`"state":"Active"`, `"state":"Held"`),
 		replace(`"state":"Active"`, `"state":1`),
 		replace(`"sources":[{`, `"sources":[{"name":"ios","destinations":[{}]},{`),
-		replace(`"namespace":"shop"`, `"tenant":"shop"`),
+		replace(`"namespace":"shop"`, `"name":"shop"`),
 		replace(`"version":1`, `"version":2`),
 		replace(`"name":"crm"`, `"name":""`),
 		replace(`"sources":["web"]`, `"sources":["ios"]`),

@@ -16,10 +16,6 @@ import (
 // Destination.Revision and Generation, which change with every change of a destination. Its zero
 // value is ready for use; it must not be used concurrently.
 type Encoder struct {
-	// Names020 is true if a dispatcher of release 0.2.0 must be able to read the configs. It rejects
-	// one in which an object uses a newer field. This release reads both forms.
-	Names020 bool
-
 	texts  map[destinationVersion][]byte
 	chunks map[[sha256.Size]byte]Chunk // by the SHA-256 of the text
 }
@@ -27,7 +23,6 @@ type Encoder struct {
 type destinationVersion struct {
 	name, revision string
 	generation     int64
-	names020       bool
 }
 
 // Chunk is a part of a config's canonical JSON text, compressed as a gzip member.
@@ -87,7 +82,7 @@ func (e *Encoder) Encode(c Config) (data []byte, revision string, err error) {
 // its own chunk.
 func (e *Encoder) EncodeChunks(c Config) (Chunks, string, error) {
 	w := chunkWriter{old: e.chunks, next: make(map[[sha256.Size]byte]Chunk, len(e.chunks)), sum: sha256.New()}
-	before, err := marshalBeginning(c, e.Names020)
+	before, err := json.Marshal(Config{Version: c.Version, Namespace: c.Namespace})
 	if err != nil {
 		return nil, "", fmt.Errorf("encode live config: %w", err)
 	}
@@ -95,11 +90,11 @@ func (e *Encoder) EncodeChunks(c Config) (Chunks, string, error) {
 
 	texts := make(map[destinationVersion][]byte, len(c.Destinations))
 	destination := func(d *Destination) ([]byte, error) {
-		version := destinationVersion{d.Name, d.Revision, d.Generation, e.Names020}
+		version := destinationVersion{d.Name, d.Revision, d.Generation}
 		text, ok := e.texts[version]
 		if !ok {
 			shown := revealed(Config{Destinations: []Destination{*d}}).Destinations[0]
-			if text, err = marshalDestination(shown, e.Names020); err != nil {
+			if text, err = json.Marshal(shown); err != nil {
 				return nil, err
 			}
 		}

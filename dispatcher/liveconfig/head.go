@@ -12,8 +12,7 @@ import (
 )
 
 const (
-	// HeadKey is the key of the live-config Secret that holds the encoded Head. Release 0.2.0
-	// neither writes nor reads it.
+	// HeadKey is the key of the live-config Secret that holds the encoded Head.
 	HeadKey = "head.json.gz"
 	// HeadVersion is the version of the format of a Head. Decode ignores unknown fields, so an
 	// addition does not need another version.
@@ -59,7 +58,7 @@ func (r Ref) Compare(other Ref) int {
 // has applied. An object that is missing in a config with a number is deleted only if it has a
 // tombstone; otherwise its data is parked: kept, and neither sent nor discarded.
 //
-// The zero Head belongs to a config of release 0.2.0. There a missing object is a deleted one, unless
+// The zero Head belongs to a config without a history. There a missing object is a deleted one, unless
 // the dispatcher has applied a config with a number.
 type Head struct {
 	// Version is HeadVersion.
@@ -130,7 +129,7 @@ type Lost struct {
 type Stored struct {
 	// Config is the output of Encode.
 	Config []byte
-	// Head is an encoded Head; empty in a live config of release 0.2.0.
+	// Head is an encoded Head; empty in a config without a history.
 	Head []byte
 
 	// missing is the name of a part's Secret that does not exist, and invalid the error of an index.
@@ -262,7 +261,7 @@ func MarkerData(failed []string) map[string][]byte {
 	return map[string][]byte{failedKey: []byte(strings.Join(failed, "\n"))}
 }
 
-// FailedNamespaces reads the output of MarkerData. Release 0.2.0 writes a marker without data.
+// FailedNamespaces reads the output of MarkerData.
 func FailedNamespaces(marker map[string][]byte) []string {
 	return strings.Fields(string(marker[failedKey]))
 }

@@ -1,7 +1,6 @@
 package endpoint
 
 import (
-	"encoding/json"
 	"fmt"
 	"strings"
 	"testing"
@@ -466,15 +465,4 @@ func TestRecordOfClosedCircuit(t *testing.T) {
 			check.Equal(t, "Open after fewer failures than open a circuit", restored.Open(), false)
 		})
 	}
-}
-
-// A record of release 0.2.0 has no state; its circuit is open.
-func TestRecordOfRelease020(t *testing.T) {
-	var r Record
-	stored := `{"revision":"r1","since":"2026-01-01T00:00:00Z","probeAt":"2026-01-01T00:01:00Z","intervalMs":60000,"lastFailure":{"time":"2026-01-01T00:00:00Z","reason":"TimedOut"},"consecutiveFailures":12}`
-	check.NoError(t, "decode the record", json.Unmarshal([]byte(stored), &r))
-	d := drive(64)
-	d.Restore(r, "r1", d.now)
-	check.Equal(t, "State", d.Status().State, CircuitOpen)
-	check.Equal(t, "ProbeAt", d.ProbeAt(), start.Add(time.Minute))
 }

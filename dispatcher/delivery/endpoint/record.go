@@ -4,11 +4,9 @@ import "time"
 
 // Record is the stored form of an endpoint's health, so that a restart does not start with a burst
 // of requests to an endpoint that is known to be down, and that reports keep the last success and
-// failure. Its JSON is a file format: records of release 0.2.0, which has only those of open
-// circuits, must remain readable.
+// failure.
 type Record struct {
-	// State of the endpoint. Empty in records of 0.2.0, whose circuits are open.
-	State State `json:"state,omitempty"`
+	State State `json:"state"`
 	// Revision of the destination's config. With another revision the probe is due at once.
 	Revision            string    `json:"revision"`
 	Since               time.Time `json:"since"`
@@ -41,7 +39,7 @@ func (m *Machine) Restore(r Record, revision string, now time.Time) {
 	if r.LastFailure != nil {
 		m.lastFailure = *r.LastFailure
 	}
-	if open := r.State == "" || r.State == CircuitOpen || r.State == Gone; open {
+	if open := r.State == CircuitOpen || r.State == Gone; open {
 		m.restoreOpen(r, revision, now)
 		return
 	}

@@ -95,7 +95,7 @@ func (p *simulated) start() error {
 	if err != nil {
 		return err
 	}
-	p.server = admin.NewServer(admin.Options{Report: p.report, Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error { return nil }})
+	p.server = admin.NewServer(admin.Options{Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error { return nil }})
 	answer := p.server.Handler
 	p.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if p.silent.Load() {
@@ -130,7 +130,7 @@ func (f *fleet) deliver() {
 }
 
 func (p *simulated) header() (r adminapi.Report) {
-	r.Pod, r.ConfigFormat, r.Ready = p.name, adminapi.ConfigFormat, p.fleet.view.Load() != nil
+	r.Pod, r.Ready = p.name, p.fleet.view.Load() != nil
 	p.fleet.mu.Lock()
 	defer p.fleet.mu.Unlock()
 	for namespace, config := range p.fleet.configs {
