@@ -80,7 +80,9 @@ func (c *charged) Exec(frame *interpreter.ExecutionFrame) ref.Val {
 }
 
 // Eval implements interpreter.Interpretable.
-func (c *charged) Eval(vars interpreter.Activation) ref.Val { return interpreter.EvalActivation(vars, c.Exec) }
+func (c *charged) Eval(vars interpreter.Activation) ref.Val {
+	return interpreter.EvalActivation(vars, c.Exec)
+}
 
 // length returns the bytes of a text.
 func length(v ref.Val) int {
