@@ -33,7 +33,9 @@ func accepted(d *v1alpha1.WebhookDestination, generation int64) {
 // refused compiles a namespace with destinations, and returns the names of those above a budget.
 func refused(t *testing.T, foreign expression.Size, objects ...*v1alpha1.WebhookDestination) (names string) {
 	t.Helper()
-	s := Snapshot{Namespace: "shop", ForeignExpressions: foreign}
+	source := &v1alpha1.Source{}
+	source.Name = "web"
+	s := Snapshot{Namespace: "shop", ForeignExpressions: foreign, Objects: []Object{source}}
 	for _, o := range objects {
 		s.Objects = append(s.Objects, o)
 	}
