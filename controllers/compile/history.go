@@ -152,6 +152,16 @@ func (h History) Unbroken(d Dispatchers) bool {
 	return h.Known && h.Head.Number > 0 && !h.Restored(d) && (h.Verified || d.compared)
 }
 
+// Bury returns the history as if the last config had the given objects, so that the next head has tombstones of those
+// that do not exist.
+func (h History) Bury(refs []liveconfig.Ref) History {
+	h.objects = maps.Clone(h.objects)
+	for _, r := range refs {
+		h.objects[r] = liveconfig.Tombstone{Object: r}
+	}
+	return h
+}
+
 // WithoutRoutes returns the history without the Sources and filters of the deleted destinations. With
 // it, the lanes of these destinations receive no calls in case they are restored.
 func (h History) WithoutRoutes() History {

@@ -48,9 +48,12 @@ func (p Problem) Position() string {
 	return fmt.Sprintf("%s:%d", p.File, p.Line)
 }
 
-// String is "file:line: object: message".
+// String is "file:line: object: message"; without a file, "object: message".
 func (p Problem) String() string {
-	text := p.Position() + ": "
+	text := ""
+	if p.File != "" {
+		text = p.Position() + ": "
+	}
 	if p.Object != "" {
 		text += p.Object + ": "
 	}

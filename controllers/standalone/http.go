@@ -30,7 +30,7 @@ const Prefix = "/apis/posthorn.dev/v1alpha1"
 // Handler serves the objects read-only, with the paths and formats of a Kubernetes API
 // server, so that kubectl and other clients can read them: lists, single objects, and
 // tables with the columns of the CRDs. It does not serve Secrets. GET /problems lists the
-// problems of the manifests.
+// problems of the manifests, and POST /discard deletes parked objects.
 func (c *Control) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET "+Prefix+"/{resource}", c.serve)
@@ -53,6 +53,7 @@ func (c *Control) Handler() http.Handler {
 		problems, ignored := c.Problems()
 		write(w, http.StatusOK, manifest.Problems{Problems: problems, NotAccepted: c.notAccepted(), Ignored: ignored})
 	})
+	mux.HandleFunc("POST /discard", c.serveDiscard)
 	return mux
 }
 

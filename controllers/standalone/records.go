@@ -7,12 +7,14 @@ import (
 	"fmt"
 	"maps"
 	"reflect"
+	"slices"
 	"strings"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
 // Records is the part of queue.Store that keeps records of the objects. All processes with the same replicated log
@@ -31,8 +33,10 @@ type record struct {
 	Generation int64       `json:"generation"`
 	Created    metav1.Time `json:"created"`
 	Changed    metav1.Time `json:"changed,omitzero"`
-	// Content is the hash of the spec. It is empty for a Secret: a new owner takes the Secret for unchanged.
-	Content string `json:"content,omitempty"`
+	// Content is the hash of the spec. It is empty for a Secret: a new owner takes the Secret for unchanged. Previous
+	// are those of the specs before it, the newest first: a folder with one of them is older than the log.
+	Content  string   `json:"content,omitempty"`
+	Previous []string `json:"previous,omitempty"`
 	// AudienceKey and Status have the meaning of stateObject.
 	AudienceKey string          `json:"audienceKey,omitempty"`
 	Status      json.RawMessage `json:"status,omitempty"`
@@ -42,9 +46,22 @@ func (i id) recordName() string {
 	return recordPrefix + strings.Join([]string{i.kind, i.namespace, i.name}, "/")
 }
 
-// recordsWait is the time after the first load without problems for which a record is kept for an object that the
-// folder lacks: the folders of two processes can differ for a moment.
-const recordsWait = time.Minute
+// maxPrevious bounds the hashes of earlier specs.
+const maxPrevious = 16
+
+// replaced returns Previous of the record after its spec was replaced by one with another hash.
+func (r record) replaced(by string) []string {
+	list := slices.DeleteFunc(append([]string{r.Content}, r.Previous...), func(hash string) bool { return hash == by || hash == "" })
+	return list[:min(len(list), maxPrevious)]
+}
+
+// hashed returns the hash of the spec, as a record has it; empty for a Secret.
+func (o *object) hashed() string {
+	if o.resource == nil {
+		return ""
+	}
+	return hex.EncodeToString(o.content[:])
+}
 
 // readRecords reads the records of the last owner, which are newer than the restored state. Restored objects that were
 // deleted or created again since are dropped.
@@ -59,20 +76,17 @@ func (s *store) readRecords(from Records) error {
 			continue
 		}
 		s.written[name] = value
-		var r record
-		if json.Unmarshal(value, &r) == nil {
-			s.records[name] = r
-		}
 	}
+	s.records = decodeRecords(s.written)
 	for id, o := range s.objects {
 		r, ok := s.records[o.recordName()]
 		switch {
-		case len(s.written) == 0: // A log of an earlier release.
-		case !ok, !r.Created.Equal(&o.created), !r.isOf(o):
+		case len(s.written) == 0: // The store had no log before.
+		case !ok, !r.Created.Equal(&o.created), !r.isOf(o), r.Content != o.hashed(): // Another process has a newer one.
 			delete(s.objects, id)
 		default:
 			delete(s.records, o.recordName())
-			o.generation, o.changed = r.Generation, r.Changed
+			o.generation, o.changed, o.previous = r.Generation, r.Changed, r.Previous
 			o.setServerFields(nil, s.version())
 			r.restoreStatus(o)
 		}
@@ -112,7 +126,7 @@ func (s *store) takeRecord(of id) (record, bool) {
 // isOf reports whether an object is that of the record. The spec of a run cannot be changed, so an object with
 // another one was created again.
 func (r record) isOf(o *stored) bool {
-	return o.resource == nil || o.of.Health.Job(o.resource) == nil || r.Content == hex.EncodeToString(o.content[:])
+	return o.resource == nil || o.of.Health.Job(o.resource) == nil || r.Content == o.hashed()
 }
 
 // restoreStatus sets the status of an object.
@@ -130,19 +144,109 @@ func (r record) restoreStatus(o *stored) {
 	}
 }
 
-// writeRecords writes the records that have changed. It keeps those of objects whose manifests cannot be read.
-func (s *store) writeRecords(to Records) error {
-	next := map[string][]byte{}
-	if s.unread || len(s.problems) > 0 || len(s.objects) == 0 {
-		for name := range s.records {
-			next[name] = s.written[name]
+// decodeRecords returns the records in values of a store.
+func decodeRecords(values map[string][]byte) map[string]record {
+	records := map[string]record{}
+	for name, value := range values {
+		var r record
+		if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
+			records[name] = r
 		}
 	}
-	for _, o := range s.objects {
-		r := record{Generation: o.generation, Created: o.created, Changed: o.changed}
-		if o.resource != nil {
-			r.Content = hex.EncodeToString(o.content[:])
+	return records
+}
+
+// idOf returns the object of a record.
+func idOf(recordName string) id {
+	parts := strings.SplitN(recordName, "/", 4)
+	if len(parts) < 4 {
+		return id{}
+	}
+	return id{parts[1], parts[2], parts[3]}
+}
+
+// isOutdated reports whether another process has replaced the version that a manifest has.
+func (s *store) isOutdated(o *object) bool {
+	return s.objects[o.id] == nil && slices.Contains(s.records[o.recordName()].Previous, o.hashed())
+}
+
+// keepRecords keeps the records of the restored objects that the next ones lack, if their deletion is not proved.
+func (s *store) keepRecords(next map[id]*stored) {
+	for id := range s.objects {
+		if value, ok := s.written[id.recordName()]; ok && next[id] == nil && s.unproved[id.namespace] {
+			maps.Copy(s.records, decodeRecords(map[string][]byte{id.recordName(): value}))
 		}
+	}
+	s.unproved = nil
+}
+
+// parkedProblems returns a problem for each object that the log has and this process did not load.
+func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
+	since := map[string]time.Time{}
+	for _, p := range s.parked {
+		since[p.String()] = p.Since
+	}
+	found := map[id]mark{}
+	for path, f := range s.files {
+		for _, o := range f.objects {
+			found[o.id] = mark{path: path}
+		}
+		for _, id := range f.broken {
+			found[id] = mark{}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.records)) {
+		object := idOf(name)
+		message := fmt.Sprintf("the log has this object, and the manifests of this process lack it; copy the manifest of the last owner, or run posthorn discard %s/%s to delete the object", object.namespace, object.name)
+		at, isFound := found[object]
+		switch {
+		case isFound && at.path == "": // Its manifest has a problem of its own.
+			continue
+		case isFound:
+			message = "the log has a newer version of this object; copy the manifest of the last owner, or, to return to this version, change the spec and change it back"
+		}
+		p := manifest.Problem{File: at.path, Object: object.String(), Message: message, Since: seconds(now).Time}
+		if before, ok := since[p.String()]; ok {
+			p.Since = before
+		}
+		switch {
+		case s.isUnfinished(name):
+			p.Effect = "its run has begun, so its namespace is parked: the messages are kept and not sent, and calls are answered 503"
+		case object.kind == kindSecret:
+			p.Effect = "what uses it does not work"
+		default:
+			p.Effect = "it is parked: its messages are kept and not sent, and its calls are answered 503"
+		}
+		list = append(list, p)
+	}
+	return list
+}
+
+// isUnfinished reports whether a record is that of a run that has begun and not ended.
+func (s *store) isUnfinished(name string) bool {
+	var status v1alpha1.JobStatus
+	return json.Unmarshal(s.records[name].Status, &status) == nil && !v1alpha1.JobEnded(status)
+}
+
+// lacksRun reports whether this process did not load a run of a namespace that has begun and not ended. The dispatcher
+// would forget it.
+func (s *store) lacksRun(namespace string) bool {
+	for name := range s.records {
+		if idOf(name).namespace == namespace && s.isUnfinished(name) {
+			return true
+		}
+	}
+	return false
+}
+
+// writeRecords writes the records that have changed. It keeps those of objects that this process did not load.
+func (s *store) writeRecords(to Records) error {
+	next := map[string][]byte{}
+	for name := range s.records {
+		next[name] = s.written[name]
+	}
+	for _, o := range s.objects {
+		r := record{Generation: o.generation, Created: o.created, Changed: o.changed, Content: o.hashed(), Previous: o.previous}
 		var err error
 		if r.AudienceKey, r.Status, err = o.savedStatus(); err != nil {
 			return err

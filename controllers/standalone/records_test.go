@@ -87,7 +87,8 @@ func TestRecordsOfTheLastOwner(t *testing.T) {
 		}
 	}
 
-	// The folder of the next owner lacks the change of the Source, and one of its files cannot be read.
+	// The Source has another change in the folder of the next owner, and one of its files cannot be read.
+	files["web.yaml"] = strings.Replace(webSource, "spec: {", "spec: {rateLimit: {callsPerSecond: 9}, ", 1)
 	files["crm.yaml"] = "{"
 	next := newStandby(t, files)
 	next.own(records, begin.Add(time.Hour))
@@ -191,23 +192,94 @@ func TestRecordsOfARequestThatWasCreatedAgain(t *testing.T) {
 	}
 }
 
-// An object that appears later than a minute after the first complete load of an owner is a new one.
-func TestRecordsAreKeptForAMinute(t *testing.T) {
-	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "forget.yaml": forget}
+// parkedObjects returns the parked objects of a process, each with its problem.
+func (p *standby) parkedObjects() map[string]string {
+	found := map[string]string{}
+	for _, problem := range p.parked {
+		found[problem.Object] = problem.Message
+	}
+	return found
+}
+
+// What the log has and the folder of the next owner lacks, or has in an older version, is parked for any time: its
+// record is kept, and it is the same object when its manifest is back. A later deletion deletes it.
+func TestRecordsOfWhatAFolderLacks(t *testing.T) {
+	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "crm.yaml": webDestination, "forget.yaml": forget}
 	records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	first := newStandby(t, files)
 	first.own(records, begin)
-	former := first.object("DeletionRequest", "forget").resource.GetUID()
-	for _, c := range []struct {
-		after time.Duration
-		same  bool
-	}{{recordsWait - time.Second, true}, {recordsWait, false}} {
-		files["forget.yaml"] = noObjects
-		next := newStandby(t, files)
-		kept := maps.Clone(records)
-		next.own(kept, begin.Add(time.Hour))
-		put(t, next.dir, "forget.yaml", forget)
-		next.reload(kept, begin.Add(time.Hour+c.after))
-		check.Equal(t, "the request is the same after "+c.after.String(), next.object("DeletionRequest", "forget").resource.GetUID() == former, c.same)
+	crm := id{"WebhookDestination", "default", "crm"}
+	newer := strings.Replace(webDestination, "hooks.example", "new.example", 1)
+	put(t, first.dir, "crm.yaml", newer)
+	first.reload(records, begin.Add(time.Minute))
+	for _, o := range first.objects {
+		if o.kind == "DeletionRequest" {
+			start := metav1.NewTime(begin)
+			o.resource.(*v1alpha1.DeletionRequest).Status.StartTime = &start
+		}
 	}
+	check.NoError(t, "write the records", first.writeRecords(records))
+
+	delete(files, "secret.yaml")
+	delete(files, "forget.yaml")
+	delete(files, "web.yaml")
+	files["web-of-another-namespace.yaml"] = strings.Replace(webSource, "name: web,", "name: web, namespace: other,", 1)
+	next := newStandby(t, files) // Its crm.yaml is the older one.
+	next.own(records, begin.Add(time.Hour))
+	next.reload(records, begin.Add(30*24*time.Hour))
+	got := next.parkedObjects()
+	for object, want := range map[string]string{
+		"Secret default/web-key":         "posthorn discard default/web-key",
+		"Source default/web":             "posthorn discard default/web",
+		"DeletionRequest default/forget": "the log has this object",
+		"WebhookDestination default/crm": "the log has a newer version",
+	} {
+		if !strings.Contains(got[object], want) {
+			t.Errorf("problem of %s: got %q, want %q", object, got[object], want)
+		}
+	}
+	check.Equal(t, "parked objects", len(got), 4)
+	check.Equal(t, "the older destination is in effect", next.objects[crm] != nil, false)
+	check.Equal(t, "the namespace lacks a run", next.lacksRun("default"), true)
+	check.Equal(t, "another namespace lacks a run", next.lacksRun("other"), false)
+
+	// The first owner comes back, after a restart.
+	path := t.TempDir() + "/manifests.json"
+	check.NoError(t, "save the state", first.save(path))
+	again := &standby{t, first.dir, newStore()}
+	check.NoError(t, "restore the state", again.restore(path, nil))
+	again.own(records, begin.Add(31*24*time.Hour))
+	if got := again.parkedObjects(); len(got) != 1 || got["Source other/web"] == "" {
+		t.Errorf("parked objects of the first owner: got %v, want only the Source that the other owner added", got)
+	}
+	for id, o := range first.objects {
+		if o.resource != nil {
+			check.Equal(t, "UID of "+id.String(), again.objects[id].resource.GetUID(), o.resource.GetUID())
+		}
+	}
+	put(t, again.dir, "crm.yaml", noObjects)
+	again.reload(records, begin.Add(32*24*time.Hour))
+	check.Equal(t, "the deleted destination has a record", records[crm.recordName()] != nil, false)
+	check.Equal(t, "parked objects after a deletion", len(again.parked), 1)
+}
+
+// A process that has applied the newest version returns to an older one, also while it does not run.
+func TestOlderVersionOfTheSameProcess(t *testing.T) {
+	newer := strings.Replace(webDestination, "hooks.example", "new.example", 1)
+	records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	p := newStandby(t, map[string]string{"secret.yaml": secret, "web.yaml": webSource, "crm.yaml": webDestination})
+	p.own(records, begin)
+	for i, text := range []string{newer, webDestination, newer} {
+		put(t, p.dir, "crm.yaml", text)
+		p.reload(records, begin.Add(time.Duration(i)*time.Hour))
+		check.Equal(t, "generation", p.object("WebhookDestination", "crm").generation, int64(i+2))
+	}
+	path := t.TempDir() + "/manifests.json"
+	check.NoError(t, "save the state", p.save(path))
+	put(t, p.dir, "crm.yaml", webDestination)
+	again := &standby{t, p.dir, newStore()}
+	check.NoError(t, "restore the state", again.restore(path, nil))
+	again.own(records, begin.Add(5*time.Hour))
+	check.Equal(t, "generation after a restart with the older version", again.object("WebhookDestination", "crm").generation, 5)
+	check.Equal(t, "parked objects", len(again.parked), 0)
 }

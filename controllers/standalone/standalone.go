@@ -82,6 +82,8 @@ type Control struct {
 	started, ended chan struct{}
 	// refreshes are the requests to update the status now; Run closes each when it is done.
 	refreshes chan chan struct{}
+	// calls are functions that Run calls.
+	calls chan func()
 
 	// Only Run uses the following fields.
 	verdicts map[string]compile.Verdicts
@@ -98,6 +100,8 @@ type Control struct {
 	// objects changes without a change of it.
 	dispatcher *adminapi.Index
 	due        map[string]time.Time
+	// isSaved is false if a live config was sent since the state was saved.
+	isSaved bool
 	// kept are the expired requests that are kept, which the log already has.
 	kept map[id]bool
 }
@@ -116,7 +120,7 @@ var compilers = kinds.All.Compilers()
 func New(o Options) *Control {
 	c := &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
-		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}),
+		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}), calls: make(chan func()),
 		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, compiled: map[string]inputs{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
 		due: map[string]time.Time{},
 	}
@@ -134,7 +138,7 @@ func (c *Control) Run(ctx context.Context) error {
 		return err
 	}
 	c.options.Sink.Synced()
-	c.observe(c.cursor())
+	c.observe("")
 
 	events, stop := c.watch()
 	defer stop()
@@ -179,6 +183,8 @@ func (c *Control) Run(ctx context.Context) error {
 		case done := <-c.refreshes:
 			c.observe("") // A full report has the present numbers; changes of numbers may be 2 s old.
 			close(done)
+		case call := <-c.calls:
+			call()
 		case <-events:
 			if changing.IsZero() {
 				check()
@@ -209,12 +215,15 @@ func (c *Control) start() (loaded []mark, err error) {
 			return nil, err
 		}
 		c.store.restoreSecretValues(time.Now())
+		if report := c.options.Changes(""); report != nil { // With the numbers of the live configs.
+			c.dispatcher, _ = c.dispatcher.Merge(*report, nil)
+		}
 		if c.options.Records != nil {
 			if err := c.store.readRecords(c.options.Records); err != nil {
 				return nil, err
 			}
 		}
-		c.restoreHistories(time.Now())
+		c.restoreHistories()
 	}
 	return c.load(marks), nil
 }
@@ -276,10 +285,10 @@ func (c *Control) load(marks []mark) []mark {
 		c.store.load(files, time.Now())
 		c.store.explainProblems(before, time.Now())
 	}
-	problems, ignored := c.store.problems, c.store.ignored
+	problems, parked, ignored := c.store.problems, c.store.parked, c.store.ignored
 	sources := slices.ContainsFunc(slices.Collect(maps.Values(c.store.objects)), func(o *stored) bool { return o.kind == kindSource })
 	c.mu.Unlock()
-	c.logProblems(problems, ignored)
+	c.logProblems(problems, parked, ignored)
 	if !sources && c.hadSources {
 		c.log.Warn("the manifests have no valid Source; every call is answered 401", "dir", c.options.Dir)
 	}
@@ -310,6 +319,9 @@ func (c *Control) apply() {
 		}
 		namespace := queue[0]
 		queue = queue[1:]
+		if c.store.lacksRun(namespace) {
+			continue // Without its live config, the dispatcher parks the namespace.
+		}
 		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
 		if last, ok := c.compiled[namespace]; ok && exists && last.equal(snapshot.inputs) {
@@ -343,14 +355,26 @@ func (c *Control) apply() {
 	c.dueNow()
 }
 
-// restoreHistories makes the restored objects the last live configs, so that the objects whose
-// manifests were removed in the meantime are deleted.
-func (c *Control) restoreHistories(now time.Time) {
-	for namespace, snapshot := range c.store.snapshots(c.options.Policy) {
-		config, _ := compilers.Compile(snapshot.Snapshot)
-		history := compile.HistoryOf(liveconfig.Revisioned{Config: config, Head: liveconfig.Head{Number: now.UnixMilli()}})
-		history.Verified = true // The state file is on the volume of the messages.
+// restoreHistories makes the restored objects the last live configs, so that the objects whose manifests were removed
+// in the meantime are deleted. If the dispatcher has a newer live config, which another process with the same log has
+// sent, the missing objects are parked: see compile.History.Restored.
+func (c *Control) restoreHistories() {
+	c.store.unproved = map[string]bool{}
+	snapshots := c.store.snapshots(c.options.Policy)
+	for namespace, head := range c.store.heads {
+		config := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace}
+		if snapshot := snapshots[namespace]; snapshot != nil {
+			config, _ = compilers.Compile(snapshot.Snapshot)
+		}
+		head.Revision = "" // Each live config is sent.
+		history := compile.HistoryOf(liveconfig.Revisioned{Config: config, Head: head})
+		history.Verified = true
 		c.sent[namespace] = sentConfig{Encoded: compile.Encoded{Config: config}, history: history}
+	}
+	if c.dispatcher != nil {
+		for _, reported := range c.dispatcher.Configs {
+			c.store.unproved[reported.Namespace] = reported.Number > c.store.heads[reported.Namespace].Number
+		}
 	}
 }
 
@@ -362,6 +386,7 @@ func (c *Control) send(namespace string, next sentConfig) bool {
 	case len(next.existing) == 0 && len(head.Tombstones) == 0 && len(next.Config.Deletions)+len(next.Config.Redeliveries) == 0:
 		if _, sent := c.sent[namespace]; sent {
 			delete(c.sent, namespace)
+			c.isSaved = false
 			c.options.Sink.Delete(namespace)
 		}
 		return true
@@ -375,7 +400,7 @@ func (c *Control) send(namespace string, next sentConfig) bool {
 	}
 	next.history = compile.HistoryOf(liveconfig.Revisioned{Config: next.Config, Revision: next.Revision, Head: head})
 	next.history.Verified = true
-	c.sent[namespace] = next
+	c.sent[namespace], c.isSaved = next, false
 	c.options.Sink.Set(namespace, liveconfig.Stored{Config: next.Chunks.Bytes(), Head: text})
 	return true
 }
@@ -383,41 +408,26 @@ func (c *Control) send(namespace string, next sentConfig) bool {
 // followReport sends the configs again whose heads depend on the dispatcher's report, and those of
 // the namespaces that only the dispatcher knows.
 func (c *Control) followReport() {
-	if c.adoptNamespaces() {
-		c.apply()
-	}
+	c.isSaved = true
 	for _, namespace := range slices.Sorted(maps.Keys(c.sent)) {
 		if sent := c.sent[namespace]; sent.Chunks != nil && !sent.history.Settled(c.dispatchers(namespace), time.Now()) {
 			c.send(namespace, sent)
 		}
 	}
+	if !c.isSaved {
+		c.save()
+	}
 }
 
-// adoptNamespaces makes the last config of a namespace that only the dispatcher knows the last one of
-// this process, for example after the state was lost, or a crash between the state and the
-// dispatcher's store. The folder is complete, so the objects are deleted: they get tombstones. It
-// waits while a manifest cannot be read, because that may contain them.
-func (c *Control) adoptNamespaces() (adopted bool) {
-	if c.dispatcher == nil || c.store.unread || len(c.store.problems) > 0 {
-		return false
-	}
-	for _, reported := range c.dispatcher.Configs {
-		if _, known := c.sent[reported.Namespace]; known || reported.Number == 0 || len(reported.Parked) == 0 {
-			continue
-		}
-		history := compile.HistoryOf(liveconfig.Revisioned{
-			Config: liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: reported.Namespace}, Head: liveconfig.Head{Number: reported.Number},
-		})
-		history.Verified = true
-		c.sent[reported.Namespace] = sentConfig{history: history}
-		adopted = true
-	}
-	return adopted
-}
-
-// dispatchers returns the dispatcher's report about the live config of a namespace.
+// dispatchers returns the dispatcher's report about the live config of a namespace. Parked objects remain parked for
+// any time: another process with the same log may have their manifests.
 func (c *Control) dispatchers(namespace string) compile.Dispatchers {
-	return compile.DispatchersOf(compile.Reports{Ready: []adminapi.ConfigReport{c.dispatcher.Config(namespace)}, Silent: c.dispatcher == nil})
+	report := c.dispatcher.Config(namespace)
+	report.Parked = slices.Clone(report.Parked)
+	for i := range report.Parked {
+		report.Parked[i].Since = time.Now()
+	}
+	return compile.DispatchersOf(compile.Reports{Ready: []adminapi.ConfigReport{report}, Silent: c.dispatcher == nil})
 }
 
 // save saves the state.
@@ -425,6 +435,10 @@ func (c *Control) save() {
 	c.saveRecords()
 	if c.options.StateFile == "" {
 		return
+	}
+	c.store.heads = map[string]liveconfig.Head{}
+	for namespace, sent := range c.sent {
+		c.store.heads[namespace] = sent.history.Head
 	}
 	if err := c.store.save(c.options.StateFile); err != nil {
 		c.log.Error("saving the state of the manifests failed; after a restart, objects with an invalid manifest are missing", "error", err)
@@ -442,7 +456,7 @@ func (c *Control) saveRecords() {
 }
 
 // logProblems logs each problem once.
-func (c *Control) logProblems(problems, ignored []manifest.Problem) {
+func (c *Control) logProblems(problems, parked, ignored []manifest.Problem) {
 	logged := map[string]bool{}
 	once := func(log func(string, ...any), message string, list []manifest.Problem) {
 		for _, p := range list {
@@ -454,6 +468,7 @@ func (c *Control) logProblems(problems, ignored []manifest.Problem) {
 	}
 	once(c.log.Warn, "manifest ignored", ignored)
 	once(c.log.Error, "manifest rejected", problems)
+	once(c.log.Error, "object parked", parked)
 	c.logged = logged
 }
 
@@ -631,10 +646,10 @@ func (c *Control) notAccepted() []manifest.Problem {
 	return found
 }
 
-// Problems returns the present problems of the manifests, and the ignored objects of
+// Problems returns the present problems of the manifests, the parked objects among them, and the ignored objects of
 // other kinds.
 func (c *Control) Problems() (problems, ignored []manifest.Problem) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	return append([]manifest.Problem{}, c.store.problems...), append([]manifest.Problem{}, c.store.ignored...)
+	return append(append([]manifest.Problem{}, c.store.problems...), c.store.parked...), append([]manifest.Problem{}, c.store.ignored...)
 }

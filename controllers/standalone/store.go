@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -27,6 +26,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/plural"
 )
 
@@ -36,15 +36,20 @@ type store struct {
 	files   map[string]*file
 	objects map[id]*stored
 	// writes counts changes. Resource versions are values of it.
-	writes       int64
-	problems     []manifest.Problem
-	ignored      []manifest.Problem
+	writes   int64
+	problems []manifest.Problem
+	ignored  []manifest.Problem
+	// parked are problems of the objects that the log has and this process did not load.
+	parked       []manifest.Problem
 	secretValues []SecretValue
-	// records are those of the objects that were not loaded yet, and written are the values of all, by name.
-	// completeAt is the time of the first load without problems.
-	records    map[string]record
-	written    map[string][]byte
-	completeAt time.Time
+	// records are those of the objects that this process did not load, and written are the values of all, by name.
+	records map[string]record
+	written map[string][]byte
+	// heads are those of the last live configs of the namespaces.
+	heads map[string]liveconfig.Head
+	// unproved has the namespaces of which another process has applied a newer live config than this one, until
+	// the first load: it does not prove that an object was deleted.
+	unproved map[string]bool
 	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
@@ -69,6 +74,8 @@ type stored struct {
 	// changed is when this generation was loaded; zero after an upgrade from a version that did
 	// not store it.
 	changed metav1.Time
+	// previous are the hashes of earlier specs, as a record has them.
+	previous []string
 }
 
 func newStore() *store {
@@ -78,9 +85,6 @@ func newStore() *store {
 // load replaces the objects by those in the present manifests. It keeps the objects of a
 // file that is unreadable now, and the last valid form of an object that is invalid now.
 func (s *store) load(marks []mark, now time.Time) {
-	if !s.completeAt.IsZero() && now.Sub(s.completeAt) >= recordsWait {
-		s.records = nil
-	}
 	s.problems, s.ignored, s.unread = nil, nil, false
 	next := map[id]*stored{}
 	before := s.byFile()
@@ -118,7 +122,9 @@ func (s *store) load(marks []mark, now time.Time) {
 				}
 				o = s.objects[o.id].object
 			}
-			next[o.id] = &stored{object: o, file: mark.path}
+			if !s.isOutdated(o) {
+				next[o.id] = &stored{object: o, file: mark.path}
+			}
 		}
 		for _, o := range f.objects {
 			add(o)
@@ -144,16 +150,17 @@ func (s *store) load(marks []mark, now time.Time) {
 		recorded = recorded && kept.isOf(o)
 		switch {
 		case old == nil && recorded:
-			o.generation, o.created, o.changed = kept.Generation, kept.Created, kept.Changed
-			if o.resource != nil && kept.Content != hex.EncodeToString(o.content[:]) {
-				o.generation, o.changed = kept.Generation+1, seconds(now)
+			o.generation, o.created, o.changed, o.previous = kept.Generation, kept.Created, kept.Changed, kept.Previous
+			if o.resource != nil && kept.Content != o.hashed() {
+				o.generation, o.changed, o.previous = kept.Generation+1, seconds(now), kept.replaced(o.hashed())
 			}
 		case old == nil:
 			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
 		case old.content == o.content:
-			o.generation, o.created, o.changed = old.generation, old.created, old.changed
+			o.generation, o.created, o.changed, o.previous = old.generation, old.created, old.changed, old.previous
 		default:
 			o.generation, o.created, o.changed = old.generation+1, old.created, seconds(now)
+			o.previous = record{Content: old.hashed(), Previous: old.previous}.replaced(o.hashed())
 		}
 		if old != nil && old.object == o.object {
 			next[id] = old
@@ -165,10 +172,9 @@ func (s *store) load(marks []mark, now time.Time) {
 			kept.restoreStatus(o)
 		}
 	}
+	s.keepRecords(next)
 	s.files, s.objects = files, next
-	if s.completeAt.IsZero() && !s.unread && len(s.problems) == 0 {
-		s.completeAt = now
-	}
+	s.parked = s.parkedProblems(now)
 }
 
 // misspells returns the text of the object with a kind that does not exist and the name of another one;
@@ -519,6 +525,8 @@ func byAge(a, b *v1alpha1.Source) int {
 type state struct {
 	Version int           `json:"version"`
 	Objects []stateObject `json:"objects"`
+	// Heads are those of the last live configs, by namespace.
+	Heads map[string]liveconfig.Head `json:"heads,omitempty"`
 }
 
 type stateObject struct {
@@ -539,7 +547,7 @@ const stateVersion = 1
 // save writes the state. Only the owner of the file can read it, because it contains
 // Secrets.
 func (s *store) save(path string) error {
-	out := state{Version: stateVersion}
+	out := state{Version: stateVersion, Heads: s.heads}
 	for _, o := range s.sorted() {
 		if o.file == secretValuesFile { // The value should have no other copy on the disk.
 			continue
@@ -597,7 +605,7 @@ func (s *store) restore(path string, marks []mark) error {
 	if err := json.Unmarshal(text, &in); err != nil || in.Version != stateVersion {
 		return fmt.Errorf("restore manifests: %s is not a valid state file of this version; correct or remove it", path)
 	}
-	s.files = s.read(marks)
+	s.files, s.heads = s.read(marks), in.Heads
 	valid := map[[sha256.Size]byte]*object{}
 	for _, f := range s.files {
 		for _, o := range f.objects {

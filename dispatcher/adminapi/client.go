@@ -194,6 +194,22 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 	return follow(resp.Body, onProgress)
 }
 
+// Discard deletes the parked objects with a name, and returns them; with dryRun it only returns them. Only posthorn
+// run serves it.
+func (c *Client) Discard(ctx context.Context, namespace, name string, dryRun bool) (objects []string, err error) {
+	query := url.Values{"namespace": {namespace}, "name": {name}, "dryRun": {strconv.FormatBool(dryRun)}}
+	req, err := c.request(ctx, http.MethodPost, "/discard?"+query.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.send(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	return objects, json.NewDecoder(resp.Body).Decode(&objects)
+}
+
 // follow reads the response to a DeadLetterAction to its end. It returns the last
 // progress and calls each, unless nil, with every one. io.ErrUnexpectedEOF means that the pod
 // stopped before the end.

@@ -38,6 +38,9 @@ type Configs struct {
 	histories map[string]history
 	// lost are the lost connections of the destinations in histories.
 	lost map[string]map[string]liveconfig.Lost
+	// broken are the namespaces of which a config before the present one may have been lost, until the present one is
+	// in effect.
+	broken map[string]bool
 	// unstored are the namespaces whose history changed since it was stored.
 	unstored map[string]bool
 	// failed are the namespaces that the operator could not compile when it wrote the marker.
@@ -56,6 +59,8 @@ type Configs struct {
 	// states is replaced as a whole, and statesVersion incremented.
 	states        map[string]ConfigState
 	statesVersion uint64
+	// hasLostKeys is true while write keys are lost.
+	hasLostKeys bool
 }
 
 // NewConfigs makes the Configs of a Gate. grace is how long lanes are kept, and removed write keys
@@ -69,7 +74,7 @@ func NewConfigs(gate *Gate, grace time.Duration, meta MetaStore, apply func(*liv
 	c := &Configs{
 		gate: gate, log: gate.Logger, apply: apply, grace: grace, meta: meta,
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]adminapi.RefusedConfig{}, invalid: map[string]bool{},
-		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories, lost: map[string]map[string]liveconfig.Lost{},
+		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories, lost: map[string]map[string]liveconfig.Lost{}, broken: map[string]bool{},
 	}
 	for namespace, h := range histories {
 		if lost := h.lostConnections(); lost != nil {
@@ -77,6 +82,7 @@ func NewConfigs(gate *Gate, grace time.Duration, meta MetaStore, apply func(*liv
 		}
 	}
 	c.keys = recoverKeys(c.log, grace, meta)
+	c.updateStates(c.keys, func(writekey.Owner) bool { return false }) // A report has the numbers before the first config.
 	return c, nil
 }
 
@@ -119,6 +125,7 @@ func (c *Configs) Set(namespace string, stored liveconfig.Stored) {
 		}
 		router.KeepDeleted(live.Namespace, live.Head.Tombstones)
 		next := before.next(live, now)
+		c.broken[namespace] = c.broken[namespace] || live.Head.Since > before.Number
 		router.KeepRoutes(live.Namespace, next.kept(live.Config))
 		c.routers[namespace] = router
 		c.setHistory(namespace, next)
@@ -249,7 +256,7 @@ func (c *Configs) updateStates(keys writekey.Book, parked func(writekey.Owner) b
 		}
 	}
 	c.updateReport(func() {
-		c.states = states
+		c.states, c.hasLostKeys = states, keys.HasLost()
 		c.statesVersion++
 	})
 }
@@ -271,7 +278,17 @@ func (c *Configs) swap(namespace string) {
 	parked := func(o writekey.Owner) bool {
 		return view.Parked(o.Namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: o.Source})
 	}
-	keys, changes := c.keys.Next(time.Now(), view.KeyOwners(), parked)
+	keys, changes := c.keys.Next(time.Now(), view.KeyOwners(), func(o writekey.Owner) writekey.Presence {
+		switch {
+		case parked(o):
+			return writekey.Parked
+		case !view.HasSource(o):
+			return writekey.Deleted
+		case c.broken[o.Namespace]:
+			return writekey.Doubtful
+		}
+		return writekey.Present
+	})
 	c.updateStates(keys, parked)
 	routers := make(map[string]Router, len(c.routers))
 	for name, router := range c.routers {
@@ -285,6 +302,7 @@ func (c *Configs) swap(namespace string) {
 		return
 	}
 	c.keys = keys
+	clear(c.broken)
 	c.followKeys(changes)
 	c.storeHistories()
 	if first && !c.Usable() {
@@ -319,14 +337,14 @@ func (c *Configs) Usable() bool {
 }
 
 // HasUnlistedKeys reports whether write keys can be known that no provided config has: those of a config that
-// is in effect although a later one was rejected, and those of missing configs and Sources.
+// is in effect although a later one was rejected, those of missing configs and Sources, and lost ones.
 func (c *Configs) HasUnlistedKeys() bool {
 	if view := c.gate.View(); view == nil || !view.Complete() {
 		return true
 	}
 	c.reportMu.Lock()
 	defer c.reportMu.Unlock()
-	if len(c.refused) > 0 {
+	if len(c.refused) > 0 || c.hasLostKeys {
 		return true
 	}
 	for _, s := range c.states {

@@ -64,17 +64,21 @@ func (c *Configs) followKeys(changes []writekey.Change) {
 		if err := c.meta.PutMeta(keyPrefix+hash, value); err != nil && !errors.Is(err, queue.ErrClosed) {
 			failed = err
 		}
+		lost := change.Before.LostAt.IsZero() && !change.After.LostAt.IsZero()
 		removed, restored := change.Before.Known() && change.After.Removed(), change.Before.Removed() && change.After.Known()
-		if !removed && !restored {
+		if !removed && !restored && !lost {
 			continue
 		}
 		if logged++; logged > maxLoggedKeys {
 			continue
 		}
 		log := c.log.With("namespace", owner(change).Namespace, "source", owner(change).Source, "sha256", hash[:8])
-		if removed {
+		switch {
+		case lost:
+			log.Warn("write key missing in the live config, and not removed by its owner; calls with it are answered 503")
+		case removed:
 			log.Warn("write key removed; calls with it are answered 503, then 401", "until", c.keys.Until(change.After).UTC().Format(time.RFC3339))
-		} else {
+		default:
 			log.Info("write key restored; calls with it are accepted")
 		}
 	}

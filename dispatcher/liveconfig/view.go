@@ -176,12 +176,13 @@ func (l Lost) equal(other Lost) bool {
 // write key may belong to a namespace without a config.
 func (v *View) Complete() bool { return v.complete }
 
-// ParkedKey reports whether a write key belongs to a Source whose config is missing.
+// ParkedKey reports whether a write key belongs to a Source whose config is missing, or was lost with an earlier
+// config of its Source.
 func (v *View) ParkedKey(key string) bool {
 	hash := writekey.HashOf(key)
 	entry, known := v.keys.Known(hash)
 	_, active := v.byKey[hash]
-	return known && !active && v.Parked(entry.Namespace, Ref{SectionSources, entry.Source})
+	return known && !active && (!entry.LostAt.IsZero() || v.Parked(entry.Namespace, Ref{SectionSources, entry.Source}))
 }
 
 // Suppressed reports whether a user's calls to a Source are rejected.
@@ -191,6 +192,11 @@ func (v *View) Suppressed(ref SourceRef, userID string) bool {
 	}
 	sources, ok := v.suppressed[namespaceUser{ref.Namespace, userID}]
 	return ok && (len(sources) == 0 || slices.Contains(sources, ref.Source.Name))
+}
+
+// HasSource reports whether a config has a Source.
+func (v *View) HasSource(o writekey.Owner) bool {
+	return slices.ContainsFunc(v.namespaces[o.Namespace].Sources, func(s Source) bool { return s.Name == o.Source })
 }
 
 // KeyOwners returns the Source of each write key.

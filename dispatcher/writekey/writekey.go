@@ -33,6 +33,8 @@ type Entry struct {
 	Owner
 	// RemovedAt is zero while the key is known.
 	RemovedAt time.Time `json:"removedAt,omitzero"`
+	// LostAt is when a known key was not in the config of its Source, without a proof that its owner removed it.
+	LostAt time.Time `json:"lostAt,omitzero"`
 }
 
 // Known reports whether the key belongs to a Source.
@@ -57,6 +59,24 @@ type Book struct {
 // NewBook makes a Book of stored entries. grace is how long a key remains removed.
 func NewBook(grace time.Duration, entries map[Hash]Entry) Book { return Book{grace, entries} }
 
+// Presence is what is known of the Source of a key that no config has.
+type Presence int
+
+// Values of Presence.
+const (
+	// Deleted: the Source does not exist.
+	Deleted Presence = iota
+	// Present: the Source exists, and its owner has removed the key.
+	Present
+	// Doubtful: the Source exists, and a config may have been lost that had the key.
+	Doubtful
+	// Parked: the Source is missing, and was not deleted.
+	Parked
+)
+
+// lostTime bounds the time for which a lost key is known: liveconfig.ParkingTime.
+const lostTime = 7 * 24 * time.Hour
+
 // Change is a key with a changed entry; a zero Entry is an unknown key.
 type Change struct {
 	Hash          Hash
@@ -64,10 +84,10 @@ type Change struct {
 }
 
 // Next returns the Book at a time when the keys of known belong to Sources, and the changes. The
-// known keys of a Source that is parked, because its config is missing, remain known.
+// known keys of a Source that is Parked remain known, and those of one that is Doubtful, for lostTime.
 //
 // Beyond MaxRemoved and MaxRemovedPerNamespace the oldest removed keys become unknown.
-func (b Book) Next(now time.Time, known map[Hash]Owner, parked func(Owner) bool) (Book, []Change) {
+func (b Book) Next(now time.Time, known map[Hash]Owner, presence func(Owner) Presence) (Book, []Change) {
 	next := Book{b.grace, make(map[Hash]Entry, len(known))}
 	for hash, owner := range known {
 		next.entries[hash] = Entry{Owner: owner}
@@ -78,11 +98,15 @@ func (b Book) Next(now time.Time, known map[Hash]Owner, parked func(Owner) bool)
 			continue
 		}
 		if entry.Known() {
-			if parked(entry.Owner) {
+			at := presence(entry.Owner)
+			if at == Doubtful && entry.LostAt.IsZero() {
+				entry.LostAt = now
+			}
+			if at == Parked || at != Deleted && !entry.LostAt.IsZero() && now.Sub(entry.LostAt) < lostTime {
 				next.entries[hash] = entry
 				continue
 			}
-			entry.RemovedAt = now
+			entry.RemovedAt, entry.LostAt = now, time.Time{}
 		}
 		if entry.RemovedAt.After(now) { // The clock was set back.
 			entry.RemovedAt = now
@@ -138,6 +162,16 @@ func (b Book) Removed(hash Hash, now time.Time) (Entry, bool) {
 func (b Book) Known(hash Hash) (Entry, bool) {
 	entry := b.entries[hash]
 	return entry, entry.Known()
+}
+
+// HasLost reports whether keys are lost.
+func (b Book) HasLost() bool {
+	for _, entry := range b.entries {
+		if !entry.LostAt.IsZero() {
+			return true
+		}
+	}
+	return false
 }
 
 // OwnedBy returns the known keys whose owner is selected.

@@ -19,7 +19,7 @@ var (
 	keyB  = HashOf("b")
 )
 
-func allLoaded(Owner) bool { return false }
+func allLoaded(Owner) Presence { return Present }
 
 // state names the state of a key at a time.
 func state(b Book, h Hash, now time.Time) string {
@@ -37,11 +37,25 @@ func TestStates(t *testing.T) {
 	type step struct {
 		minute float64
 		// known is applied when it is not nil.
-		known     map[Hash]Owner
-		notLoaded string
-		want      string
+		known             map[Hash]Owner
+		notLoaded         string
+		doubtful, deleted bool
+		want              string
 	}
 	has, hasNot := map[Hash]Owner{keyA: web}, map[Hash]Owner{keyB: web}
+	presence := func(s step) func(Owner) Presence {
+		return func(o Owner) Presence {
+			switch {
+			case o.Namespace == s.notLoaded:
+				return Parked
+			case s.doubtful:
+				return Doubtful
+			case s.deleted:
+				return Deleted
+			}
+			return Present
+		}
+	}
 	for name, steps := range map[string][]step{
 		"never known":                  {{minute: 0, known: hasNot, want: "unknown"}, {minute: 1, known: hasNot, want: "unknown"}},
 		"removed, then unknown":        {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, want: "removed"}, {minute: 10.9, want: "removed"}, {minute: 11, want: "unknown"}},
@@ -55,15 +69,18 @@ func TestStates(t *testing.T) {
 			{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, notLoaded: "shop", want: "known"},
 			{minute: 30, known: hasNot, want: "removed"}, {minute: 39, known: hasNot, notLoaded: "shop", want: "removed"}, {minute: 40, want: "unknown"},
 		},
-		"another namespace is not loaded": {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, notLoaded: "bank", want: "removed"}},
-		"the clock is set back":           {{minute: 60, known: has, want: "known"}, {minute: 60, known: hasNot, want: "removed"}, {minute: 0, known: hasNot, want: "removed"}, {minute: 10, want: "unknown"}},
+		"a config was lost":                            {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, doubtful: true, want: "known"}, {minute: 30, known: hasNot, want: "known"}, {minute: 7*24*60 + 1, known: hasNot, want: "removed"}, {minute: 7*24*60 + 11, want: "unknown"}},
+		"a config was lost, and restored":              {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, doubtful: true, want: "known"}, {minute: 2, known: has, want: "known"}, {minute: 3, known: hasNot, want: "removed"}},
+		"a config was lost, and the Source is deleted": {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, doubtful: true, want: "known"}, {minute: 2, known: hasNot, deleted: true, want: "removed"}},
+		"another namespace is not loaded":              {{minute: 0, known: has, want: "known"}, {minute: 1, known: hasNot, notLoaded: "bank", want: "removed"}},
+		"the clock is set back":                        {{minute: 60, known: has, want: "known"}, {minute: 60, known: hasNot, want: "removed"}, {minute: 0, known: hasNot, want: "removed"}, {minute: 10, want: "unknown"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			book := NewBook(grace, nil)
 			for _, s := range steps {
 				now := start.Add(time.Duration(s.minute * float64(time.Minute)))
 				if s.known != nil {
-					next, changes := book.Next(now, s.known, func(o Owner) bool { return o.Namespace == s.notLoaded })
+					next, changes := book.Next(now, s.known, presence(s))
 					// The stored changes alone restore the same Book after a restart.
 					kept := maps.Clone(book.entries)
 					if kept == nil {
@@ -95,7 +112,7 @@ func TestStates(t *testing.T) {
 func TestRemovedEntry(t *testing.T) {
 	book, _ := NewBook(grace, nil).Next(start, map[Hash]Owner{keyA: web}, allLoaded)
 	book, changes := book.Next(start.Add(time.Minute), nil, allLoaded)
-	want := Entry{web, start.Add(time.Minute)}
+	want := Entry{Owner: web, RemovedAt: start.Add(time.Minute)}
 	if diff := cmp.Diff([]Change{{keyA, Entry{Owner: web}, want}}, changes); diff != "" {
 		t.Errorf("changes (-want +got):\n%s", diff)
 	}
@@ -137,7 +154,7 @@ func TestBounds(t *testing.T) {
 			hash := func(namespace, i int) Hash { return HashOf(fmt.Sprint(namespace, "/", i)) }
 			for n := range c.namespaces {
 				for i := range c.perEach { // Key 0 is the newest of its namespace.
-					entries[hash(n, i)] = Entry{Owner{fmt.Sprint("n", n), "web"}, start.Add(-time.Duration(i) * time.Millisecond)}
+					entries[hash(n, i)] = Entry{Owner: Owner{fmt.Sprint("n", n), "web"}, RemovedAt: start.Add(-time.Duration(i) * time.Millisecond)}
 				}
 			}
 			book, changes := NewBook(grace, entries).Next(start, nil, allLoaded)
@@ -160,9 +177,9 @@ func TestBounds(t *testing.T) {
 			}
 		})
 	}
-	entries := map[Hash]Entry{keyA: {ios, start.Add(-5 * time.Minute)}}
+	entries := map[Hash]Entry{keyA: {Owner: ios, RemovedAt: start.Add(-5 * time.Minute)}}
 	for i := range MaxRemovedPerNamespace + 1 {
-		entries[HashOf(fmt.Sprint(i))] = Entry{web, start}
+		entries[HashOf(fmt.Sprint(i))] = Entry{Owner: web, RemovedAt: start}
 	}
 	book, _ := NewBook(grace, entries).Next(start, nil, allLoaded)
 	if got := state(book, keyA, start); got != "removed" {

@@ -17,7 +17,7 @@ func AddTo(root *cobra.Command) {
 		id, title string
 		commands  []*cobra.Command
 	}{
-		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newTrace(connectDirect), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newSlots(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
+		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newTrace(connectDirect), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDiscard(), newSlots(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
 		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newImport(sendDirect), newAudience(sendDirect), newDeleteUser()}},
 		{GroupTry, "Trying out:", []*cobra.Command{newSink(), newVerify(), newVersion()}},
 	} {

@@ -1,0 +1,143 @@
+package replicated
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// folderGrace is the grace period of the processes with different folders.
+const folderGrace = time.Second
+
+// A process whose folder lacks what the log has, or has an older version of it, takes over: nothing is discarded and
+// nothing is sent with the old version, calls are answered 503 and not 401, also after the grace period, and the
+// process names the object. When the former owner is back, all messages are delivered.
+func TestOldFolder(t *testing.T) {
+	t.Parallel()
+	s := startServers(t)
+	news := strings.NewReplacer(key, "key-of-news", "metadata: {name: ", "metadata: {namespace: news, name: ")
+	for name, c := range map[string]struct {
+		// old returns the folder of the standby, beside that of the owner, whose receiver has a URL.
+		old func(all map[string]string, url string)
+		// parked is the object in the problems of the standby, and status that of a call.
+		parked string
+		status int
+	}{
+		"namespace":   {func(all map[string]string, _ string) { delete(all, "all.yaml") }, "Source default/web", http.StatusServiceUnavailable},
+		"destination": {func(all map[string]string, url string) { all["all.yaml"] = cut(all["all.yaml"], "WebhookDestination") }, "WebhookDestination default/crm", http.StatusOK},
+		"version": {func(all map[string]string, url string) {
+			all["all.yaml"] = strings.Replace(all["all.yaml"], url, "http://127.0.0.1:1/", 1)
+		}, "WebhookDestination default/crm", http.StatusOK},
+		"write key": {func(all map[string]string, _ string) {
+			all["all.yaml"] = strings.ReplaceAll(all["all.yaml"], key, "an-older-key")
+		}, "", http.StatusServiceUnavailable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, other := newReceiver(t), newReceiver(t)
+			folder := manifests(r.URL)
+			for file, text := range manifests(other.URL) {
+				folder["news-"+file] = news.Replace(text)
+			}
+			flags := []string{"--log", s.url, "--log-name", strings.ReplaceAll(name, " ", "-"), "--log-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+			former := map[string]string{}
+			for file, text := range folder {
+				former[file] = text
+			}
+			if name == "version" { // The owner has it first.
+				c.old(former, r.URL)
+			}
+			first := startPods(t, 1, former, flags...)[0]
+			owner(t, []*pod{first})
+			if name == "version" {
+				if err := process.Replace(first.manifests+"/all.yaml", folder["all.yaml"]); err != nil {
+					t.Fatal(err)
+				}
+			}
+			old := map[string]string{}
+			for file, text := range folder {
+				old[file] = text
+			}
+			c.old(old, r.URL)
+			second := startPods(t, 1, old, flags...)[0]
+			pods := []*pod{first, second}
+			ownerOfCopied(t, pods)
+			r.answer.Store(http.StatusServiceUnavailable)
+			all := &sender{pods: pods[:1]}
+			stop := all.start(t, "pending")
+			acknowledge(t, all, 200)
+			stop()
+			waitCopied(t, first, pods[1:])
+			first.lose()
+			owner(t, pods[1:])
+			if c.parked != "" {
+				r.answer.Store(0)
+			}
+			time.Sleep(5 * folderGrace)
+			all.setPods(pods[1:])
+			if err := wait.Until(func() error {
+				if status, text := all.post(0, batchOf([]string{"parked"})); status != c.status {
+					return fmt.Errorf("status %d: %s", status, text)
+				}
+				return nil
+			}); err != nil {
+				t.Errorf("call to the new owner, want status %d: %v", c.status, err)
+			}
+			if status, text := all.post(0, batchOf([]string{"parked"})); status != c.status || strings.Contains(text, "unknown_write_key") {
+				t.Errorf("call to the new owner: got status %d: %s; want %d", status, text, c.status)
+			}
+			if c.status == http.StatusOK {
+				all.acknowledged = append(all.acknowledged, "parked")
+			}
+			if n := len(r.got); n != 0 {
+				t.Errorf("deliveries while the object is parked: got %d, want none", n)
+			}
+			if l := report(t, pods[1:]); l.Discarded != 0 {
+				t.Errorf("ledger: got %+v, want nothing discarded", l)
+			}
+			if out := problems(second); !strings.Contains(out, c.parked) || c.parked != "" && !strings.Contains(out, "parked") {
+				t.Errorf("posthorn problems: got\n%s\nwant %s, parked", out, c.parked)
+			}
+			r.answer.Store(0)
+			first.start()
+			waitReady(t, first)
+			second.end(syscall.SIGTERM)
+			owner(t, pods[:1])
+			all.setPods(pods[:1])
+			stop = all.start(t, "after")
+			acknowledge(t, all, 40)
+			stop()
+			checkLedger(t, pods[:1], all, r)
+			if out := problems(first); out != "" {
+				t.Errorf("posthorn problems of the former owner: got\n%s\nwant none", out)
+			}
+		})
+	}
+}
+
+// problems returns the output of posthorn problems.
+func problems(p *pod) string {
+	out, err := exec.Command(binary, "problems", "--admin", p.Admin).Output()
+	if exit, ok := errors.AsType[*exec.ExitError](err); err != nil && (!ok || exit.ExitCode() != 1) {
+		return err.Error()
+	}
+	return string(out)
+}
+
+// cut returns manifests without the documents of a kind.
+func cut(text, kind string) string {
+	var kept []string
+	for _, document := range strings.Split(text, "---\n") {
+		if !strings.Contains(document, "kind: "+kind+"\n") {
+			kept = append(kept, document)
+		}
+	}
+	return strings.Join(kept, "---\n")
+}
