@@ -146,7 +146,7 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 		n.Sources = append(n.Sources, adminapi.SourceReport{
 			Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 			Accepted: stats.Accepted, Duplicates: counters.Duplicates, Rejected: counters.Rejected,
-			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
+			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection, Defects: counters.Defects,
 			StoragePressure: counters.StoragePressure, Share: share, Messages: adminapi.Ledger(stats.Ledger),
 		})
 	}

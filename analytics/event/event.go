@@ -110,6 +110,8 @@ type Request struct {
 	// Type is the type in the path. It takes precedence over a type in the body. Empty for
 	// /v1/batch and /v1/import.
 	Type Type
+	// Import is true for past calls: their times are not corrected.
+	Import bool
 	// ReceivedAt is the time of receipt; zero means now.
 	ReceivedAt time.Time
 	// ClientIP, when valid, is the sender's address. It becomes context.ip of a call without one that
@@ -134,6 +136,8 @@ type Call struct {
 	Timestamp time.Time
 	// Integrations is the sender's selection of destinations.
 	Integrations Integrations
+	// Defects are what could not be read or kept of the call.
+	Defects Defects
 	// LongNumbers is true if Body has numbers that JavaScript would change. Then FixedPoint(Body)
 	// is delivered, except to destinations with exact numbers.
 	LongNumbers bool
@@ -141,6 +145,21 @@ type Call struct {
 	// memory; clone them to keep only some of them.
 	Body []byte
 }
+
+// Defects is a set of faults of an accepted call.
+type Defects uint8
+
+// The defects. Of the times, only those that are needed are read.
+const (
+	DefectTimestamp         Defects = 1 << iota // timestamp is not a time
+	DefectOriginalTimestamp                     // originalTimestamp is not a time
+	DefectSentAt                                // sentAt is not a time
+	DefectClock                                 // sentAt is too far from the time of receipt to correct the timestamp
+	DefectEncoding                              // bytes that are not UTF-8 were replaced
+)
+
+// DefectNames are the names of the defects, in the order of their bits.
+var DefectNames = [...]string{"timestamp", "originalTimestamp", "sentAt", "clock", "encoding"}
 
 // Rejection is a rejected call of a batch.
 type Rejection struct {

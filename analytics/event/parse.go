@@ -119,6 +119,7 @@ type rawCall struct {
 	from, to int  // its members are kept[from:to]
 	size     int  // bytes of its text
 	long     bool // true if the call has a long number
+	replaced bool // true if the call has replaced parts of invalid UTF-8
 	err      *Error
 }
 
@@ -150,11 +151,13 @@ type placed struct {
 //     known and the call has no ip.
 //   - receivedAt is the time of receipt. sentAt is the call's own or the batch's,
 //     as it was sent. originalTimestamp is the timestamp as it was sent, readable
-//     or not. timestamp is receivedAt - (sentAt - originalTimestamp), in ISO 8601
-//     with milliseconds in UTC. If no timestamp was sent, an originalTimestamp
-//     replaces it; without a readable one, timestamp is receivedAt. Without a
-//     readable sentAt, or with one more than a day before the call's own time
-//     (then the two are not of one clock), timestamp is the call's own time.
+//     or not; if that is missing or unreadable, a readable originalTimestamp
+//     replaces it. timestamp, in ISO 8601 with milliseconds in UTC, is receivedAt
+//     if no time was read, and otherwise the call's own time, corrected by the
+//     error of the sender's clock, receivedAt - sentAt, if that is between 5 s and
+//     24 h in either direction, or the clock was never set (both times are before
+//     2005). It is not corrected for Import, and for a body with receivedAt and
+//     originalTimestamp, which Posthorn delivered.
 //   - alias also has "Previous ID" and "User ID".
 func (r Request) Parse(body []byte) (Batch, error) {
 	reading, err := r.Read(body)
@@ -286,7 +289,8 @@ type parser struct {
 	received   int64
 	common     values // a batch's own context, integrations and sentAt
 	commonSent instant
-	most       int // bytes of all messages
+	replaced   bool // true if the batch's context or integrations have replaced parts of invalid UTF-8
+	most       int  // bytes of all messages
 	result     Batch
 }
 
@@ -325,6 +329,7 @@ func (r *Reading) readBatch() error {
 	for _, m := range s.open {
 		f := fieldOf(s.text(m.key))
 		p.common[f] = s.text(m.value)
+		p.replaced = p.replaced || m.replaced && (f == fieldContext || f == fieldIntegrations)
 		if string(s.text(m.key)) == `"batch"` {
 			isArray = s.text(m.value)[0] == '['
 		}
@@ -402,6 +407,7 @@ func (s *scanner) call() bool {
 	s.flush()
 	start, begin, base, depth := s.pos, len(s.out), len(s.open), s.depth
 	s.depth = 0
+	replaced := s.replaced
 	long := s.long
 	s.long = false
 	c := rawCall{from: len(s.kept)}
@@ -423,6 +429,7 @@ func (s *scanner) call() bool {
 	}
 	s.depth = depth
 	c.long, s.long = s.long, long // the rest of s.long belongs to the batch
+	c.replaced = s.replaced > replaced
 	if c.size = s.pos - start; c.size > MaxCallBytes && c.err == nil {
 		c.err = callTooLarge
 	}
@@ -536,15 +543,13 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		v[fieldContext] = s.addIP(v[fieldContext], p.ClientIP, p.FromBrowser)
 	}
 
+	// A body with both times is a message of Posthorn, whose timestamp is corrected already.
+	delivered := !missing(v[fieldReceivedAt]) && !missing(v[fieldOriginalTimestamp])
 	v[fieldReceivedAt] = s.receivedAt
-	sentAt := readTime(v[fieldSentAt])
-	if !sentAt.ok && p.commonSent.ok {
-		v[fieldSentAt], sentAt = p.common[fieldSentAt], p.commonSent
+	timestamp, defects := p.timestamp(&v, delivered)
+	if c.replaced || p.replaced {
+		defects |= DefectEncoding
 	}
-	if !missing(v[fieldTimestamp]) {
-		v[fieldOriginalTimestamp] = v[fieldTimestamp]
-	}
-	timestamp := corrected(p.received, sentAt, readTime(v[fieldOriginalTimestamp]))
 	v[fieldTimestamp] = s.made(appendQuotedTime(s.out, timestamp))
 
 	place.long = c.long || s.long
@@ -577,9 +582,33 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	s.bodies, s.out = b, s.out[:end]
 	place.body.to = len(b)
 	s.places = append(s.places, place)
-	p.result.Calls = append(p.result.Calls, Call{Type: t, Timestamp: time.UnixMilli(timestamp).UTC()})
+	p.result.Calls = append(p.result.Calls, Call{Type: t, Timestamp: time.UnixMilli(timestamp).UTC(), Defects: defects})
 	p.result.Indexes = append(p.result.Indexes, index)
 	return nil
+}
+
+// timestamp returns the time of a call by the server's clock. It puts the call's own time into originalTimestamp,
+// and the batch's sentAt into a call without one.
+func (p *parser) timestamp(v *values, delivered bool) (ms int64, defects Defects) {
+	sentAt := readTime(v[fieldSentAt])
+	if !sentAt.ok {
+		sentAt.failed = sentAt.failed || p.commonSent.failed
+		if p.commonSent.ok {
+			v[fieldSentAt], sentAt.ms, sentAt.ok = p.common[fieldSentAt], p.commonSent.ms, true
+		}
+	}
+	own, defects := v.eventTime()
+	switch {
+	case !own.ok:
+		return p.received, defects
+	case p.Import || delivered:
+		return own.ms, defects
+	}
+	ms, known := corrected(p.received, sentAt, own)
+	if !known {
+		defects |= DefectClock
+	}
+	return ms, defects | sentAt.unread(DefectSentAt)
 }
 
 // finish builds the bytes of the calls: one allocation for all messages, one for all strings.

@@ -14,61 +14,131 @@ const (
 	dayMillis  = 24 * 60 * 60 * 1000
 )
 
-// corrected returns the time of an event by the server's clock:
-//
-//	received - (sent - original)
-//
-// Without a readable original time, the result is the time of receipt.
-// Without a time of sending, the result is the original time. The same applies if the
-// call was sent more than a day before the event: then the two times are of
-// different clocks (an unset clock, or an intended time in the future), and
-// their difference is not the error of a clock.
-func corrected(received int64, sent, original instant) int64 {
+const (
+	// maxTransit is the difference of sentAt and receivedAt, in milliseconds, up to which a clock counts as right:
+	// the time that a request needs must not change the order of calls.
+	maxTransit = 5_000
+	// maxCorrection is the largest error of a clock. A larger difference means that sentAt is not the time of
+	// this request.
+	maxCorrection = dayMillis
+	// setClock is before the time of any clock that was ever set: 2005-01-01T00:00:00Z.
+	setClock = 1_104_537_600_000
+)
+
+// corrected returns the time of an event by the server's clock: the client's clock was wrong by the
+// difference of the times of receipt and of sending. known is false if the difference is too large for the
+// error of a clock, so that the event keeps its time. The exception is a clock that was never set.
+func corrected(received int64, sent, original instant) (ms int64, known bool) {
+	if !sent.ok {
+		return original.ms, true
+	}
+	wrong := received - sent.ms
+	neverSet := max(sent.ms, original.ms) < setClock && original.ms-sent.ms <= dayMillis
 	switch {
-	case !original.ok:
-		return received
-	case !sent.ok || sent.ms < original.ms-dayMillis:
-		return original.ms
+	case -maxTransit < wrong && wrong < maxTransit:
+		return original.ms, true
+	case (wrong < -maxCorrection || wrong > maxCorrection) && !neverSet:
+		return original.ms, false
 	}
-	t := received - (sent.ms - original.ms)
+	t := original.ms + wrong
 	if t < minMillis || t > maxMillis {
-		return original.ms
+		return original.ms, false
 	}
-	return t
+	return t, true
+}
+
+// EventTime reads the own time of a call, without a correction, from the JSON values of its timestamp and
+// originalTimestamp; nil is a missing one. The time is zero if the call has none. unread has the bits of the
+// values that were not read.
+func EventTime(timestamp, originalTimestamp []byte) (t time.Time, unread Defects) {
+	var v values
+	v[fieldTimestamp], _ = Canonical(timestamp)
+	v[fieldOriginalTimestamp], _ = Canonical(originalTimestamp)
+	own, unread := v.eventTime()
+	if own.ok {
+		t = time.UnixMilli(own.ms).UTC()
+	}
+	return t, unread
+}
+
+// eventTime returns the own time of a call, and moves its value to originalTimestamp. An originalTimestamp
+// replaces a timestamp that is missing or was not read.
+func (v *values) eventTime() (own instant, unread Defects) {
+	own = readTime(v[fieldTimestamp])
+	unread = own.unread(DefectTimestamp)
+	if !own.ok {
+		original := readTime(v[fieldOriginalTimestamp])
+		unread |= original.unread(DefectOriginalTimestamp)
+		if original.ok || missing(v[fieldTimestamp]) {
+			return original, unread
+		}
+	}
+	if !missing(v[fieldTimestamp]) {
+		v[fieldOriginalTimestamp] = v[fieldTimestamp]
+	}
+	return own, unread
 }
 
 // instant is a time that may be missing or unreadable.
 type instant struct {
 	ms int64
 	ok bool
+	// failed is true if there is a value that is not a time.
+	failed bool
 }
 
-// readTime parses a time in a canonical JSON value: a string in ISO 8601, or a number of seconds or
-// milliseconds since 1970.
+// unread returns the defect if the time was not read.
+func (i instant) unread(d Defects) Defects {
+	if i.failed {
+		return d
+	}
+	return 0
+}
+
+// readTime parses a time in a canonical JSON value. The zero time of Go and .NET and the number 0 are missing
+// times.
 func readTime(v []byte) instant {
-	if len(v) == 0 {
+	if missing(v) {
 		return instant{}
 	}
+	t := instant{failed: true}
 	switch c := v[0]; {
 	case c == '"':
-		return parseTime(v[1 : len(v)-1])
+		text := v[1 : len(v)-1]
+		if t = parseTime(text); !t.ok {
+			t.ms, t.ok = parseText(string(text))
+		}
 	case c == '-' || '0' <= c && c <= '9':
-		f, err := strconv.ParseFloat(string(v), 64)
-		if err != nil || f <= 0 {
-			return instant{} // zero is an unset time
-		}
-		if f < 1e11 { // seconds until the year 5138; as milliseconds it would be before 1973-03-03
-			f *= 1000
-		}
-		if f > maxMillis {
-			return instant{}
-		}
-		return instant{int64(f), true}
+		t.ms, t.ok = epoch(string(v))
 	}
-	return instant{}
+	t.failed = !t.ok
+	if t.ok && t.ms == zeroMillis {
+		return instant{}
+	}
+	return t
 }
 
-// parseTime parses the forms of ISO 8601 that clients write:
+// epoch reads a number of seconds, milliseconds, microseconds or nanoseconds since 1970. Its size is that of the
+// unit: each unit counts until the year 5138 in numbers that are too small for 1973 in the next one.
+func epoch(number string) (ms int64, ok bool) {
+	f, err := strconv.ParseFloat(number, 64)
+	switch {
+	case err != nil || f < 0:
+		return 0, false
+	case f == 0:
+		return zeroMillis, true
+	case f < 1e11:
+		f *= 1000
+	case f < 1e14:
+	case f < 1e17:
+		f /= 1000
+	default:
+		f /= 1e6
+	}
+	return int64(min(f, maxMillis+1)), f <= maxMillis
+}
+
+// parseTime parses the forms of ISO 8601 that nearly all clients write; parseText reads all forms.
 //
 //	YYYY-MM-DD, followed by nothing or by
 //	"T" or a space, hh:mm[:ss[.fraction]], and
@@ -92,18 +162,26 @@ func parseTime(b []byte) instant {
 		}
 		offset = p.zone()
 	}
-	if p.bad || p.i != len(b) || month < 1 || month > 12 || day < 1 || hour > 23 || minute > 59 || second > 60 {
+	if p.bad || p.i != len(b) {
 		return instant{}
 	}
-	date := time.Date(year, time.Month(month), day, hour, minute, 0, 0, time.UTC)
+	t, ok := millis(year, month, day, hour, minute, second, ms, offset)
+	return instant{ms: t, ok: ok}
+}
+
+// millis returns the time of a date, a clock and an offset in minutes, if they exist.
+func millis(year, month, day, hour, minute, second, ms, offset int) (int64, bool) {
+	endOfDay := hour == 24 && minute == 0 && second == 0 && ms == 0
+	if month < 1 || month > 12 || day < 1 || hour > 23 && !endOfDay || minute > 59 || second > 60 {
+		return 0, false
+	}
+	date := time.Date(year, time.Month(month), day, 0, 0, 0, 0, time.UTC)
 	if date.Day() != day { // The month does not have this day.
-		return instant{}
+		return 0, false
 	}
-	t := date.UnixMilli() + int64(second*1000+ms-offset*60_000) // Second 60, a leap second, becomes the first second of the next minute.
-	if t < minMillis || t > maxMillis || t == zeroMillis {
-		return instant{}
-	}
-	return instant{t, true}
+	// Second 60, a leap second, becomes the first second of the next minute.
+	t := date.UnixMilli() + int64(((hour*60+minute-offset)*60+second)*1000+ms)
+	return t, t >= minMillis && t <= maxMillis
 }
 
 type timeParser struct {

@@ -486,6 +486,31 @@ func (e *explainer) sources() {
 	}
 }
 
+// Defects describes what could not be read or kept of a Source's accepted calls; "" if there is nothing.
+func Defects(reports []*adminapi.Index, namespace, name string) string {
+	var sum adminapi.CallDefects
+	for _, r := range reports {
+		if n := r.Namespace(namespace); n != nil && n.Sources[name] != nil {
+			for i, count := range n.Sources[name].Defects.ByName() {
+				*sum.ByName()[i] += *count
+			}
+		}
+	}
+	var texts []string
+	for i, what := range [...]string{
+		"have a timestamp that is not a time", "have an originalTimestamp that is not a time", "have a sentAt that is not a time",
+		"have a sentAt too far from the time of receipt to correct the timestamp", "have bytes that are not UTF-8, which were replaced",
+	} {
+		if n := *sum.ByName()[i]; n > 0 {
+			texts = append(texts, fmt.Sprintf("%d %s", n, what))
+		}
+	}
+	if texts == nil {
+		return ""
+	}
+	return "of the accepted calls, " + strings.Join(texts, ", ") + "; send times as 2026-01-02T15:04:05.000Z, and UTF-8"
+}
+
 // UnknownKeys describes the recent requests with an unknown write key, which belong to no Source
 // and no namespace; "" if there are none.
 func UnknownKeys(keys []adminapi.UnknownKey, now time.Time) string {

@@ -114,7 +114,7 @@ type sourceState struct {
 
 func (r *SourceReport) state() sourceState {
 	s := sourceState{*r, r.LastRejected.After(r.LastAccepted)}
-	s.Accepted, s.Rejected, s.Duplicates, s.Messages = min(r.Accepted, 1), 0, 0, Ledger{}
+	s.Accepted, s.Rejected, s.Duplicates, s.Messages, s.Defects = min(r.Accepted, 1), 0, 0, Ledger{}, CallDefects{}
 	if !s.rejecting {
 		s.LastAccepted = time.Time{}
 	}

@@ -1,6 +1,10 @@
 package adminapi
 
-import "time"
+import (
+	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
+)
 
 // Report is the report of one dispatcher pod on GET /report: its revisions and its traffic. It
 // contains no secrets, no URLs and no user data.
@@ -245,6 +249,8 @@ type SourceReport struct {
 	// LastRejection is the reason in words. It excludes calls that were rejected because the Source
 	// is disabled.
 	LastRejection string `json:"lastRejection,omitempty"`
+	// Defects are those of accepted calls.
+	Defects CallDefects `json:"defects,omitzero"`
 	// Messages is the durable ledger of the calls: each call counts once per destination (or
 	// endpoint, under EveryEndpoint) that gets it, including deleted destinations.
 	Messages Ledger `json:"messages"`
@@ -261,6 +267,23 @@ type StorageShare struct {
 	MaxBytes int64 `json:"maxBytes"`
 	// Quota is true if both are those of the Source alone.
 	Quota bool `json:"quota,omitempty"`
+}
+
+// CallDefects counts accepted calls of which something could not be read or kept.
+type CallDefects struct {
+	// Calls whose time is not a time: it counts as missing.
+	Timestamp         int64 `json:"timestamp,omitempty"`
+	OriginalTimestamp int64 `json:"originalTimestamp,omitempty"`
+	SentAt            int64 `json:"sentAt,omitempty"`
+	// Clock counts calls whose timestamp was not corrected, because sentAt is too far from the time of receipt.
+	Clock int64 `json:"clock,omitempty"`
+	// Encoding counts calls with bytes that are not UTF-8.
+	Encoding int64 `json:"encoding,omitempty"`
+}
+
+// ByName returns the counters in the order of event.DefectNames.
+func (d *CallDefects) ByName() [len(event.DefectNames)]*int64 {
+	return [...]*int64{&d.Timestamp, &d.OriginalTimestamp, &d.SentAt, &d.Clock, &d.Encoding}
 }
 
 // Ledger counts the outcomes of messages. It is durable and balances: accepted = delivered +

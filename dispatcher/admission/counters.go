@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -24,6 +26,8 @@ type storedCounters struct {
 	LastAccepted  time.Time `json:"lastAccepted,omitzero"`
 	LastRejected  time.Time `json:"lastRejected,omitzero"`
 	LastRejection string    `json:"lastRejection,omitempty"`
+
+	Defects adminapi.CallDefects `json:"defects,omitzero"`
 }
 
 // RecoverCounters reads the counters of an earlier run. It is called before the first config. The
@@ -51,7 +55,7 @@ func (g *Gate) RecoverCounters(meta MetaStore) error {
 // countersOf returns the counters of a Source as they are stored.
 func (g *Gate) countersOf(key string) storedCounters {
 	c := g.Counters(key)
-	return storedCounters{c.Rejected, c.Duplicates, c.LastAccepted, c.LastRejected, c.LastRejection}
+	return storedCounters{c.Rejected, c.Duplicates, c.LastAccepted, c.LastRejected, c.LastRejection, c.Defects}
 }
 
 // restore sets the counters of a new Source.
@@ -63,6 +67,9 @@ func (s *Source) restore(c storedCounters) {
 	}
 	if !c.LastRejected.IsZero() {
 		s.lastRejected.Store(c.LastRejected.UnixNano())
+	}
+	for i, n := range c.Defects.ByName() {
+		s.defects[i].Store(*n)
 	}
 	if c.LastRejection != "" {
 		s.lastRejection.Store(&c.LastRejection)
@@ -96,7 +103,7 @@ func (g *Gate) storeCounters(meta MetaStore, stored map[string]storedCounters) {
 		now := g.countersOf(key)
 		before := stored[key]
 		// The store counts accepted calls itself: the time alone is not worth a write.
-		if now.Rejected == before.Rejected && now.Duplicates == before.Duplicates && now.LastAccepted.Sub(before.LastAccepted) < time.Minute {
+		if now.Rejected == before.Rejected && now.Duplicates == before.Duplicates && now.Defects == before.Defects && now.LastAccepted.Sub(before.LastAccepted) < time.Minute {
 			return true
 		}
 		value, _ := json.Marshal(now) // Numbers, times and texts always marshal.

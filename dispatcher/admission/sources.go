@@ -6,6 +6,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -21,6 +23,7 @@ type Source struct {
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
+	defects                       [len(event.DefectNames)]atomic.Int64
 	// lastFull is the time of the last refusal because of full storage; 0 after a call was stored.
 	lastFull atomic.Int64
 	changed  *changes.Object
@@ -88,6 +91,26 @@ func (s *Source) Accepted(now time.Time, n int, duplicates []bool) {
 	s.changed.Numbers()
 }
 
+// Defects counts calls by their defects, in the order of event.DefectNames.
+type Defects [len(event.DefectNames)]int64
+
+// Add counts the defects of a call.
+func (d *Defects) Add(of event.Defects) {
+	for i := range d {
+		d[i] += int64(of >> i & 1)
+	}
+}
+
+// CountDefects counts the defects of accepted calls of a Source.
+func (g *Gate) CountDefects(s *Source, defects Defects) {
+	for i, n := range defects {
+		if n > 0 {
+			s.defects[i].Add(n)
+			g.metrics.defects.WithLabelValues(s.Namespace, s.Name, event.DefectNames[i]).Add(float64(n))
+		}
+	}
+}
+
 // StorageFull records a refusal because of full storage.
 func (s *Source) StorageFull(now time.Time) {
 	before := s.lastFull.Swap(now.UnixNano())
@@ -115,6 +138,7 @@ func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
 // SourceCounters are a Source's counters; see RecoverCounters.
 type SourceCounters struct {
 	Rejected, Duplicates       int64
+	Defects                    adminapi.CallDefects
 	LastAccepted, LastRejected time.Time
 	// LastRejection is the reason in words, without request data. Calls refused because the Source
 	// is disabled are only counted.
@@ -131,7 +155,7 @@ func (g *Gate) Counters(key string) (c SourceCounters) {
 	if !ok { // No call since the start.
 		if recovered, ok := g.counters.Load(key); ok {
 			r := recovered.(storedCounters)
-			c = SourceCounters{Rejected: r.Rejected, Duplicates: r.Duplicates, LastAccepted: r.LastAccepted, LastRejected: r.LastRejected, LastRejection: r.LastRejection}
+			c = SourceCounters{Rejected: r.Rejected, Duplicates: r.Duplicates, LastAccepted: r.LastAccepted, LastRejected: r.LastRejected, LastRejection: r.LastRejection, Defects: r.Defects}
 		}
 		return c
 	}
@@ -139,6 +163,9 @@ func (g *Gate) Counters(key string) (c SourceCounters) {
 	c = SourceCounters{
 		Rejected: s.rejectedCalls.Load(), Duplicates: s.duplicateCalls.Load(),
 		LastAccepted: unixNano(s.lastAccepted.Load()), LastRejected: unixNano(s.lastRejected.Load()),
+	}
+	for i, n := range c.Defects.ByName() {
+		*n = s.defects[i].Load()
 	}
 	if text := s.lastRejection.Load(); text != nil {
 		c.LastRejection = *text
@@ -176,7 +203,7 @@ func (s *Sampler) Due(now time.Time) (missed int64, ok bool) {
 	return s.missed.Swap(0), true
 }
 
-type metrics struct{ calls, rejected *prometheus.CounterVec }
+type metrics struct{ calls, rejected, defects *prometheus.CounterVec }
 
 func newMetrics(r prometheus.Registerer) metrics {
 	m := metrics{
@@ -186,9 +213,12 @@ func newMetrics(r prometheus.Registerer) metrics {
 		rejected: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "posthorn_ingest_rejected_total", Help: "Calls that were refused, by code. A request that was refused as a whole counts as one call. The source label is empty when the write key is unknown.",
 		}, []string{"namespace", "source", "code"}),
+		defects: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_ingest_defects_total", Help: "Accepted calls with a defect: timestamp, originalTimestamp or sentAt is not a time, clock (sentAt is too far from the time of receipt to correct the timestamp), or encoding (bytes that are not UTF-8 were replaced).",
+		}, []string{"namespace", "source", "defect"}),
 	}
 	if r != nil {
-		r.MustRegister(m.calls, m.rejected)
+		r.MustRegister(m.calls, m.rejected, m.defects)
 	}
 	return m
 }
@@ -198,4 +228,5 @@ func (m *metrics) forget(namespace, name string) {
 	labels := prometheus.Labels{"namespace": namespace, "source": name}
 	m.calls.DeletePartialMatch(labels)
 	m.rejected.DeletePartialMatch(labels)
+	m.defects.DeletePartialMatch(labels)
 }

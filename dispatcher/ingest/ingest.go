@@ -82,6 +82,9 @@ var short = map[string]event.Type{
 	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
 }
 
+// isImport reports whether a path is for past calls, whose times are not corrected.
+func isImport(path string) bool { return strings.TrimSuffix(path, "/") == "/v1/import" }
+
 // maxTurn is how long a request may run filters before it yields to the next request; it ends with a call, whose
 // filters have a budget (expression.MaxCallCost). turnBytes is the charge for each maxTurn: about the number of bytes that are parsed in it.
 const (
@@ -170,8 +173,9 @@ type request struct {
 	bodyBytes int
 	reading   event.Reading
 	storing   limits.Storing
-	// calls is the number of calls that became messages.
-	calls int
+	// calls is the number of calls that became messages, and defects counts those with each defect.
+	calls   int
+	defects admission.Defects
 	// batchCalls is the number of calls of a refused batch, 0 while it is unknown. It is an estimate
 	// if bodyCut.
 	batchCalls int
@@ -335,7 +339,7 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 // request is small.
 func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *admission.Refusal {
 	defer body.release()
-	parser := event.Request{Type: typ, ReceivedAt: now, ClientIP: h.clientIP(q.Request), FromBrowser: q.origin != ""}
+	parser := event.Request{Type: typ, Import: isImport(q.URL.Path), ReceivedAt: now, ClientIP: h.clientIP(q.Request), FromBrowser: q.origin != ""}
 	q.bodyBytes = len(body.bytes)
 	want := 2*q.bodyBytes + event.MessageOverhead
 	for {
@@ -432,6 +436,7 @@ func (h *Handler) buildMessages(q *request, routing admission.Routing, typ event
 	begin := time.Now()
 	for i := range batch.Calls {
 		messages[i] = routing.Message(q.ref, q.source.Key(), &batch.Calls[i], now)
+		q.defects.Add(batch.Calls[i].Defects)
 		messages[i].TraceParent = q.traceParent
 		if used := time.Since(begin); used > maxTurn {
 			q.turn.Leave(unpaid + turnBytes*int(used/maxTurn))
@@ -626,6 +631,7 @@ func (h *Handler) persist(q *request, routing admission.Routing, messages []queu
 	}
 	h.metrics.durable.Observe(h.Gate.Now().Sub(begin).Seconds())
 	q.source.Accepted(now, len(messages), duplicates)
+	h.Gate.CountDefects(q.source, q.defects)
 	return nil
 }
 

@@ -1092,3 +1092,18 @@ func BenchmarkBatchOf20(b *testing.B) {
 		}
 	}
 }
+
+// Times of past calls are not corrected, and calls with an unreadable time are counted.
+func TestPastCallsAndDefects(t *testing.T) {
+	f := newFixture(t)
+	const calls = `{"batch":[{"type":"page","userId":"u","timestamp":"2023-11-14T20:00:00Z","sentAt":"2023-11-14T21:00:00Z"},{"type":"page","userId":"u","timestamp":"x"}]}`
+	for path, want := range map[string]string{"/v1/batch": `"timestamp":"2023-11-14T21:13:20.000Z"`, "/v1/import": `"timestamp":"2023-11-14T20:00:00.000Z"`} {
+		before := len(f.stored)
+		if w := f.do(post(path, "web-key", calls)); w.Code != http.StatusOK || len(f.stored) != before+2 || !strings.Contains(string(f.stored[before].Body), want) {
+			t.Errorf("%s: got status %d and messages %v, want one with %s", path, w.Code, f.stored[before:], want)
+		}
+	}
+	if got := f.Gate.Counters("shop/web").Defects; got.Timestamp != 2 || got.Clock != 0 || got.SentAt != 0 {
+		t.Errorf("defects: got %+v, want 2 timestamps", got)
+	}
+}

@@ -23,6 +23,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/durable"
 	"github.com/posthorn/posthorn/dispatcher/plural"
@@ -49,7 +50,8 @@ func newImport(flags senderFlags) *cobra.Command {
 		Use:   "import FILE|-",
 		Short: "Import calls from a file, one per line",
 		Long: `Sends the calls of a file, or of standard input (-), in their order. Each line is a
-call as JSON with its "type"; a "timestamp" gives the time of past data. Files that
+call as JSON with its "type"; a "timestamp" gives the time of past data, and is not
+corrected by a "sentAt". Lines whose timestamp is not a time are reported. Files that
 end with .gz are decompressed.
 
 A line without a messageId gets one that depends on the name of the file, the number
@@ -134,10 +136,12 @@ type importState struct {
 	// Line is the number of the last line that the server answered, and SHA256 its hash.
 	Line   int64  `json:"line"`
 	SHA256 string `json:"sha256"`
-	// Accepted and Rejected count lines, and Undated the accepted ones without a timestamp.
+	// Accepted and Rejected count lines, and Undated the accepted ones without a time.
 	Accepted int64 `json:"accepted"`
 	Rejected int64 `json:"rejected"`
 	Undated  int64 `json:"undated"`
+	// Unread counts the accepted lines with a timestamp that is not a time.
+	Unread int64 `json:"unread"`
 }
 
 // importer sends the lines of a file.
@@ -168,6 +172,7 @@ type importLine struct {
 	text    []byte // the call, with a messageId
 	hash    [sha256.Size]byte
 	undated bool
+	unread  event.Defects
 }
 
 // load reads the position of an interrupted import.
@@ -300,7 +305,8 @@ func (i *importer) parse(number int64, text []byte, whole bool) (line importLine
 	if _, ok := propertiesOf[typ]; !ok || typ == "batch" {
 		return line, `"type" is not one of identify, track, page, screen, group, alias`
 	}
-	line.undated = isAbsent(call["timestamp"])
+	at, unread := event.EventTime(call["timestamp"], call["originalTimestamp"])
+	line.undated, line.unread = at.IsZero(), unread
 	if isAbsent(call["messageId"]) {
 		delete(call, "messageId")
 		sum := sha256.Sum256(fmt.Appendf(nil, "%s\n%d\n%s", i.name, number, text))
@@ -356,10 +362,28 @@ func (i *importer) sendSome(ctx context.Context, lines []importLine) error {
 			if line.undated {
 				i.state.Undated++
 			}
+			i.reportUnread(line)
 		}
 		i.answered(line)
 	}
 	return nil
+}
+
+// reportUnread prints that a time of an accepted line was not read.
+func (i *importer) reportUnread(line importLine) {
+	if line.unread == 0 {
+		return
+	}
+	i.state.Unread++
+	instead := "originalTimestamp is used"
+	if line.undated {
+		instead = "the time of the import is used"
+	}
+	if i.state.Unread <= printedLines {
+		fmt.Fprintf(i.out, "line %d: timestamp is not a time; %s\n", line.number, instead)
+	} else if i.state.Unread == printedLines+1 {
+		fmt.Fprintln(i.out, "more lines with an unreadable timestamp are counted only")
+	}
 }
 
 // importRejection is a call of a batch that the server did not accept.
@@ -422,7 +446,7 @@ func (i *importer) waits(text string) {
 
 // try sends one request. after is the time of Retry-After.
 func (i *importer) try(ctx context.Context, body []byte, answer any) (status int, after time.Duration, err error) {
-	req, err := i.to.request(ctx, http.MethodPost, "/v1/batch", bytes.NewReader(body))
+	req, err := i.to.request(ctx, http.MethodPost, "/v1/import", bytes.NewReader(body))
 	if err != nil {
 		return 0, 0, err
 	}
@@ -489,7 +513,10 @@ func (i *importer) finish(file string, err error) error {
 	s, took := i.state, time.Since(i.began)
 	fmt.Fprintf(i.out, "%s accepted, %s rejected, in %s (%.0f/s)\n", plural.Count(s.Accepted, "call"), plural.Count(s.Rejected, "line"), took.Round(time.Millisecond), float64(i.sent.Load())/took.Seconds())
 	if s.Undated > 0 {
-		fmt.Fprintf(i.out, "%s without a timestamp: the time of the import is used\n", plural.Count(s.Undated, "call"))
+		fmt.Fprintf(i.out, "%s without a time: the time of the import is used\n", plural.Count(s.Undated, "call"))
+	}
+	if s.Unread > 0 {
+		fmt.Fprintf(i.out, "%s with a timestamp that is not a time\n", plural.Count(s.Unread, "call"))
 	}
 	if err != nil {
 		if s.Line > 0 {

@@ -27,7 +27,7 @@ type history struct {
 
 func (h *history) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	var body struct{ Batch []map[string]any }
-	if err := json.NewDecoder(r.Body).Decode(&body); err != nil || r.URL.Path != "/v1/batch" {
+	if err := json.NewDecoder(r.Body).Decode(&body); err != nil || r.URL.Path != "/v1/import" {
 		w.WriteHeader(http.StatusTeapot)
 		return
 	}
@@ -99,7 +99,7 @@ func TestImport(t *testing.T) {
 	if len(own) == 2 && (!strings.HasPrefix(own[0], "import-") || !strings.HasPrefix(own[1], "import-") || own[0] == own[1]) {
 		t.Errorf("messageIds of lines without one: got %q, want two different ones", own)
 	}
-	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls without a timestamp"} {
+	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls without a time"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant %q in it", out, want)
 		}
@@ -202,5 +202,20 @@ func TestJSONOfFiles(t *testing.T) {
 	}
 	if _, err := readJSON("@-", strings.NewReader(strings.Repeat(" ", maxImportLine+1))); err == nil {
 		t.Error("a large file: got no error")
+	}
+}
+
+func TestImportReportsUnreadTimes(t *testing.T) {
+	text := `{"type":"page","userId":"u","messageId":"m1","timestamp":"Mon May 01 2023"}` + "\n" +
+		`{"type":"page","userId":"u","messageId":"m2","timestamp":"yesterday"}` + "\n" +
+		`{"type":"page","userId":"u","messageId":"m3","timestamp":"yesterday","originalTimestamp":1682935200}` + "\n"
+	code, out := runImport(t, &history{}, filepath.Join(t.TempDir(), "history.ndjson"), text)
+	if code != command.ExitOK {
+		t.Errorf("exit %d, want %d", code, command.ExitOK)
+	}
+	for _, want := range []string{"line 2: timestamp is not a time; the time of the import is used", "line 3: timestamp is not a time; originalTimestamp is used", "2 calls with a timestamp that is not a time", "1 call without a time"} {
+		if !strings.Contains(out, want) || strings.Contains(out, "line 1:") {
+			t.Errorf("output: got\n%s\nwant %q in it, and nothing of line 1", out, want)
+		}
 	}
 }

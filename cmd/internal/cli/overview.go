@@ -270,6 +270,11 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 				fmt.Fprintf(cmd.OutOrStdout(), "%s: no problem found.\n", name)
 			}
 		}
+		for _, o := range v.others {
+			if text := why.Defects(v.reports, o.Metadata.Namespace, o.Metadata.Name); each && o.kind == "Source" && text != "" {
+				fmt.Fprintf(cmd.OutOrStdout(), "Source %s/%s: %s.\n", o.Metadata.Namespace, o.Metadata.Name, text)
+			}
+		}
 		if n == 1 || len(names) == 1 {
 			verb = "has"
 		}
