@@ -57,6 +57,8 @@ func (o *otherRelease) Start(ctx context.Context) error {
 // check returns an error that names another active release. If the Leases cannot be read, the operator must run
 // nevertheless.
 func (o *otherRelease) check(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, o.interval)
+	defer cancel()
 	list, err := o.client.CoordinationV1().Leases(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + leaseName})
 	if err != nil {
 		if apierrors.IsForbidden(err) {
