@@ -384,7 +384,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 	} else {
 		bytes, current := int64(r.bytes+len(r.messages)*codec.MessageKeyLen), int64(c.current.bytes)
 		total, free := s.commitLog.space()
-		if err := s.disk.shares.admitTo(total, free-current, lead.logged.Load()+bytes); err != nil {
+		if err := s.disk.shares.admitTo(total, reserveOf(total, 0), free-current, lead.logged.Load()+bytes); err != nil {
 			return err
 		}
 		admit := func() error {

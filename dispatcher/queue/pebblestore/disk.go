@@ -149,6 +149,7 @@ func (d *disk) divide(usage vfs.DiskUsage, unflushed int64) {
 	o := &d.s.o
 	total, used := int64(usage.UsedBytes+usage.AvailBytes), int64(usage.UsedBytes)
 	usable := min(int64(o.HighWater*float64(total)), total-o.MinFreeBytes)
+	d.shares.buffers.Store(reserveBuffers * 8 * d.trimBytes) // trimBytes is an eighth of a buffer.
 	d.shares.free.Store(usable - used - unflushed)
 	d.shares.space.Store(max(usable-max(used-d.used.Load(), 0), 1))
 }

@@ -19,6 +19,9 @@ import (
 const (
 	// reserveDivisor is the divisor of the space that gives the reserve, and the least share.
 	reserveDivisor = 10
+	// reserveBuffers is the number of write buffers in the least reserve of a disk: a flush, and the logs that are kept
+	// meanwhile, change the free space by several of them.
+	reserveBuffers = 6
 	// calledFor is how long a namespace without messages counts after its last call.
 	calledFor = 10 * time.Minute
 )
@@ -29,6 +32,8 @@ type shares struct {
 	// space is what the store can use below the mark, and free what is left of it, without the bytes that are
 	// written since.
 	space, free atomic.Int64
+	// buffers is the size of reserveBuffers.
+	buffers atomic.Int64
 
 	mu     sync.Mutex
 	of     map[string]*share
@@ -102,19 +107,21 @@ func (s *shares) count(now time.Time, inLog int64) {
 func (s *shares) size() int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return shareOf(s.space.Load(), s.active)
+	space := s.space.Load()
+	return shareOf(space, reserveOf(space, s.buffers.Load()), s.active)
 }
 
+// reserveOf returns the reserve of a space.
+func reserveOf(space, least int64) int64 { return min(max(space/reserveDivisor, least), space/2) }
+
 // shareOf returns the share of one of several namespaces.
-func shareOf(space int64, namespaces int) int64 {
-	reserve := space / reserveDivisor
-	return max((space-reserve)/int64(max(namespaces, 1)), reserve)
+func shareOf(space, reserve int64, namespaces int) int64 {
+	return max((space-reserve)/int64(max(namespaces, 1)), space/reserveDivisor)
 }
 
 // mayUse returns how many bytes a namespace may use while free bytes are left: any number while more than the
 // reserve is free.
-func mayUse(space, share, free int64) (bytes int64, bounded bool) {
-	reserve := space / reserveDivisor
+func mayUse(reserve, share, free int64) (bytes int64, bounded bool) {
 	if free > reserve {
 		return 0, false
 	}
@@ -125,18 +132,19 @@ func mayUse(space, share, free int64) (bytes int64, bounded bool) {
 // admit returns why a namespace may not use that many bytes of the disk; nil if it may. written are the bytes that
 // are written since the space was read.
 func (s *shares) admit(use, written int64) error {
-	return s.admitTo(s.space.Load(), s.free.Load()-written, use)
+	space := s.space.Load()
+	return s.admitTo(space, reserveOf(space, s.buffers.Load()), s.free.Load()-written, use)
 }
 
 // admitTo is admit for a space of which some bytes are free; nothing is divided if it is 0.
-func (s *shares) admitTo(space, free, use int64) error {
+func (s *shares) admitTo(space, reserve, free, use int64) error {
 	if space == 0 {
 		return nil
 	}
 	s.mu.Lock()
-	share := shareOf(space, s.active)
+	share := shareOf(space, reserve, s.active)
 	s.mu.Unlock()
-	most, bounded := mayUse(space, share, free)
+	most, bounded := mayUse(reserve, share, free)
 	switch {
 	case !bounded || use <= most:
 		return nil

@@ -14,12 +14,12 @@ import (
 
 func TestShareOf(t *testing.T) {
 	for namespaces, want := range map[int]int64{0: 900, 1: 900, 2: 450, 3: 300, 9: 100, 10: 100, 1000: 100} {
-		if got := shareOf(1000, namespaces); got != want {
+		if got := shareOf(1000, 100, namespaces); got != want {
 			t.Errorf("share of one of %d namespaces: got %d of 1000, want %d", namespaces, got, want)
 		}
 	}
 	for _, c := range []struct{ free, want int64 }{{1000, -1}, {101, -1}, {100, 450}, {50, 112}, {10, 4}, {0, 0}, {-5, 0}} {
-		got, bounded := mayUse(1000, 450, c.free)
+		got, bounded := mayUse(100, 450, c.free)
 		if !bounded {
 			got = -1
 		}
@@ -91,7 +91,7 @@ func TestNamespacesShareTheDisk(t *testing.T) {
 	if least, most := int64(space*8/10), int64(space*9/10); used < least || used > most {
 		t.Errorf("use of a namespace alone: got %d, want %d to %d", used, least, most)
 	}
-	if want := shareOf(space, 1); share < want-1<<10 || share > want {
+	if want := shareOf(space, reserveOf(space, 0), 1); share < want-1<<10 || share > want {
 		t.Errorf("share of a namespace alone: got %d, want %d", share, want)
 	}
 	if other, _ := d.Share("evil/e1"); other != used {
@@ -104,8 +104,8 @@ func TestNamespacesShareTheDisk(t *testing.T) {
 	if n < 20 {
 		t.Errorf("messages of a second namespace: got %d, want at least 20", n)
 	}
-	if _, share = d.Share("shop/web"); share > shareOf(space, 2) {
-		t.Errorf("share of two namespaces: got %d, want %d", share, shareOf(space, 2))
+	if _, share = d.Share("shop/web"); share > shareOf(space, reserveOf(space, 0), 2) {
+		t.Errorf("share of two namespaces: got %d, want %d", share, shareOf(space, reserveOf(space, 0), 2))
 	}
 	if n, err := d.fill("bank/app"); n < 2 {
 		t.Errorf("messages of a third namespace: got %d and error %v, want at least 2", n, err)
@@ -169,8 +169,8 @@ func TestActiveNamespaces(t *testing.T) {
 	}
 	want := func(active int, after string) {
 		t.Helper()
-		if got := s.size(); got != shareOf(1000, active) {
-			t.Errorf("share after %s: got %d, want %d", after, got, shareOf(1000, active))
+		if got := s.size(); got != shareOf(1000, 100, active) {
+			t.Errorf("share after %s: got %d, want %d", after, got, shareOf(1000, 100, active))
 		}
 	}
 	s.call(a, now)
