@@ -152,7 +152,7 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		}
 		s := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: dir, Store: pebblestore.Options{Logger: a.logger}}
 		adopted, err = s.Adopt(ctx, remote.Rename, a.data != "")
-		if errors.Is(err, slots.ErrIncomplete) {
+		if errors.Is(err, slots.ErrIncomplete) && a.data == "" { // s.Dir is a temporary folder.
 			adopted, missing, err = a.pass(ctx, s, remote)
 		}
 		return err
@@ -187,8 +187,12 @@ func (a adopter) pass(ctx context.Context, s slots.Slot, remote slots.Remote) (a
 	if missing, err = s.Salvage(ctx); err != nil {
 		return adopted, missing, err
 	}
-	if _, err := repair.Run(s.Dir, true, pebblestore.Verify); err != nil {
+	r, err := repair.Run(s.Dir, true, pebblestore.Verify)
+	if err != nil {
 		return adopted, missing, fmt.Errorf("repair the store without the missing batches: %w", err)
+	}
+	for _, lost := range r.Lost {
+		fmt.Fprintf(a.out, "lost: %s\n", lost)
 	}
 	if err := pebblestore.Attach(s.Dir, s.Store); err != nil {
 		return adopted, missing, err
