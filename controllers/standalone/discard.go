@@ -80,10 +80,11 @@ func (c *Control) discard(namespace, name string, dryRun bool) (found []string) 
 	c.store.parked = c.store.parkedProblems(time.Now())
 	c.mu.Unlock()
 	sent, known := c.sent[namespace]
-	if !known { // The whole namespace is missing.
+	if !known { // The whole namespace is missing. Since: the other objects remain parked.
+		number := c.dispatcher.Config(namespace).Number
 		sent.history = compile.HistoryOf(liveconfig.Revisioned{
 			Config: liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace},
-			Head:   liveconfig.Head{Number: c.dispatcher.Config(namespace).Number},
+			Head:   liveconfig.Head{Number: number, Since: number + 1},
 		})
 		sent.history.Verified = true
 	}
