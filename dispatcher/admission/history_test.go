@@ -257,3 +257,26 @@ func TestListedKeys(t *testing.T) {
 		}
 	}
 }
+
+// A write key that a Source lacks after a gap in the history is lost, not removed: calls with it are refused for a
+// while, for 7 days.
+func TestLostWriteKey(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		control := newControl(t, &mapMeta{values: map[string][]byte{}})
+		control.numbered(5, keysConfig("shop", "old"))
+		control.Synced()
+		control.head(liveconfig.Head{Number: 6, Since: 6}, keysConfig("shop", "new"))
+		for _, after := range []time.Duration{0, liveconfig.ParkingTime - time.Second} {
+			time.Sleep(after)
+			control.head(liveconfig.Head{Number: 7 + int64(after), Since: 6}, keysConfig("shop", "new"))
+			control.is("old", "parked")
+			control.is("new", "known")
+			if !control.HasUnlistedKeys() {
+				t.Errorf("unlisted keys after %v: got none, want the lost one", after)
+			}
+		}
+		time.Sleep(time.Second)
+		control.head(liveconfig.Head{Number: 8 + int64(liveconfig.ParkingTime), Since: 6}, keysConfig("shop", "new"))
+		control.is("old", "removed")
+	})
+}
