@@ -19,20 +19,12 @@ import (
 // pod "caller" that sends calls.
 type namespace struct {
 	name, key string
-	// previousAPI is true if its objects have the format of release 0.2.0.
-	previousAPI bool
 }
 
 // newNamespace creates a namespace, and deletes it after the spec.
 func newNamespace(name string) namespace {
 	GinkgoHelper()
-	return namespace{name: name, key: "key-of-" + name}.created()
-}
-
-// created creates the namespace, and deletes it after the spec.
-func (t namespace) created() namespace {
-	GinkgoHelper()
-	name := t.name
+	t := namespace{name: name, key: "key-of-" + name}
 	t.create()
 	DeferCleanup(func() {
 		if !CurrentSpecReport().Failed() { // After a failure the objects are kept for inspection.
@@ -92,15 +84,11 @@ func (t namespace) secret(name string, pairs ...string) {
 // source applies a Source whose write key is in the Secret NAME-key.
 func (t namespace) source(name string) {
 	GinkgoHelper()
-	spec := "writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]"
-	if t.previousAPI {
-		spec = "writeKeySecretRef: {name: %[1]s-key, key: writeKey}"
-	}
 	t.apply(fmt.Sprintf(`
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: %[1]s}
-spec: {`+spec+`}
+spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
 `, name))
 }
 
@@ -108,23 +96,16 @@ spec: {`+spec+`}
 // the same name; more is the rest of its spec.
 func (t namespace) destination(name, url, more string) {
 	GinkgoHelper()
-	spec := `
-  sourceRefs: [{name: web}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
-  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}`
-	if t.previousAPI {
-		spec = `
-  sources: {names: [web]}
-  signing: {secretRef: {name: %[1]s, key: secret}}
-  delivery: {minBackoff: 1s, maxBackoff: 3s}`
-	}
 	t.apply(fmt.Sprintf(`
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: %[1]s}
 spec:
   endpoints:
-  - {name: primary, url: %[2]q}`+spec+`
+  - {name: primary, url: %[2]q}
+  sourceRefs: [{name: web}]
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
+  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
 %[3]s`, name, url, more))
 }
 

@@ -56,27 +56,21 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(pods("operator")).To(Equal(before), "pods and restarts of the operator")
 	})
 
-	It("is upgraded from the previous release with a backlog, and rolled back, pod by pod, under load", Label(cleanStart), func() {
+	It("is upgraded from the previous commit with a backlog, and rolled back, pod by pod, under load", Label(cleanStart), func() {
 		if os.Getenv("E2E_NO_PREVIOUS") != "" {
-			Skip("the git history lacks the previous release")
+			Skip("the git history lacks the previous commit")
 		}
 		uninstall()
 		removeCRDs()
 		removeVolumes()
 		const three = "dispatcher.replicas=3"
-		previousCRDs := filepath.Join(env("E2E_PREVIOUS_CHART"), "files", "crds")
 		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"), "--set", three)
 		previous, current := env("E2E_PREVIOUS_TAG"), env("E2E_TAG")
 
-		t, s := namespace{name: "upgraded", key: "key-of-upgraded", previousAPI: true}.created().running()
+		t, s := running("upgraded")
 		load := t.load(40)
-		// why explains a destination with the plugin of the operator's release.
-		why := func(args ...string) (string, error) {
-			if t.previousAPI {
-				return command("", env("E2E_PREVIOUS_POSTHORN"), append([]string{"kubectl", "why"}, args...)...)
-			}
-			return command("", "kubectl", append([]string{"posthorn", "why"}, args...)...)
-		}
+		// posthorn is the program of the operator's release.
+		posthorn := env("E2E_PREVIOUS_POSTHORN")
 		// works edits a destination beside dispatchers of these releases, and sends a call to each of
 		// them: every call must be delivered as the edit requires.
 		works := func(step string, tags ...string) {
@@ -97,7 +91,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 				return slices.Compact(paths)
 			}).Should(ConsistOf(fmt.Sprintf("%[1]s at 0: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 1: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 2: /in/%[1]s ok", step)))
 			Eventually(func() error {
-				out, err := why("crm", "-n", t.name)
+				out, err := command("", posthorn, "kubectl", "why", "crm", "-n", t.name)
 				if err != nil {
 					err = fmt.Errorf("%w: %s", err, out)
 				}
@@ -110,93 +104,43 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			kubectl("-n", system, "patch", dispatcher, "--type=merge", "-p", fmt.Sprintf(`{"spec":{"updateStrategy":{"rollingUpdate":{"partition":%d}}}}`, first))
 		}
 		late := sink{t, "late"}
-		// move takes the namespace to another release, in the order of docs/upgrading.md.
-		// While the operator is stopped, the dispatchers continue with their live configs.
-		move := func(crds string, declare, release func()) {
-			GinkgoHelper()
-			kubectl("-n", system, "scale", operator, "--replicas=0")
-			kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=3m")
-			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", crds)
-			declare()
-			release()
-			ready(dispatcher)
-		}
 		works("before", previous, previous, previous)
 
 		By("collecting a backlog for a receiver that does not exist yet")
 		t.secret("late", "secret", "s3cret")
 		t.destination("late", late.url(), "")
 		t.waitReady("whd/late")
-		t.send("From the previous release")
+		t.send("From the previous commit")
 		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }).ShouldNot(Or(BeEmpty(), Equal("0")))
 
 		By("upgrading the operator and one of three dispatchers")
-		old := t.kubectl("get", "psrc,whd", "-o", "yaml")
 		keep(2)
-		move(file("charts/posthorn/files/crds"), func() {
-			t.previousAPI = false
-			migrated, err := command(old, "posthorn", "migrate", "-f", "-")
-			Expect(err).NotTo(HaveOccurred())
-			t.apply(migrated)
-		}, func() { install("--set", three) })
+		install("--set", three)
+		ready(dispatcher)
+		posthorn = "posthorn"
 		works("first-upgraded", previous, previous, current)
-
-		By("using a field that the old dispatchers do not know: they keep the previous config of its namespace")
-		newer, ns := running("newer")
-		newer.secret("second-key", "writeKey", "second-of-newer")
-		newer.apply(`
-apiVersion: posthorn.dev/v1alpha1
-kind: Source
-metadata: {name: web}
-spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}, {secretKeyRef: {name: second-key, key: writeKey}}]}
-`)
-		newer.eventually("psrc/web", "Programmed", "False/ConfigRefused")
-		newer.eventually("psrc/web", "Ready", "False/ConfigRefused")
-		out, err := why("source/web", "-n", newer.name)
-		Expect(err).To(HaveOccurred(), "exit code of why")
-		Expect(out).To(ContainSubstring("a dispatcher rejected the config and keeps the previous one"))
-		for n := range 3 {
-			Expect(sendTo(newer, n, fmt.Sprint("First key at ", n))).To(Succeed())
-			ns.eventually(fmt.Sprint("First key at ", n))
-		}
-		Expect(sendTo(newer, 2, "Second key at 2", "--write-key=second-of-newer")).To(Succeed())
-		ns.eventually("Second key at 2")
-		Expect(sendTo(newer, 0, "No", "--write-key=second-of-newer")).To(MatchError(ContainSubstring("unknown_write_key")))
 
 		By("upgrading the second dispatcher")
 		keep(1)
 		ready(dispatcher)
 		works("second-upgraded", previous, current, current)
-		Expect(newer.condition("psrc/web", "Programmed")).To(Equal("False/ConfigRefused"))
 
 		By("upgrading the last dispatcher")
 		keep(0)
 		ready(dispatcher)
 		works("upgraded", current, current, current)
-		newer.waitReady("psrc/web", "whd/crm")
-		Expect(sendTo(newer, 0, "Second key at 0", "--write-key=second-of-newer")).To(Succeed())
-		ns.eventually("Second key at 0")
 		late.start("s3cret")
-		late.eventually("From the previous release")
+		late.eventually("From the previous commit")
 		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }, "3m").Should(Equal("0"))
 		Expect(t.field("whd/late", "{.status.delivery.discarded}")).To(Or(BeEmpty(), Equal("0")))
 
 		By("rolling back the operator and one of three dispatchers")
 		installed = false
 		keep(2)
-		move(previousCRDs, func() {
-			t.previousAPI, newer.previousAPI = true, true
-			t.destination("late", late.url(), "")
-			for _, n := range []struct {
-				namespace
-				url string
-			}{{t, s.url()}, {newer, ns.url()}} {
-				n.source("web")
-				n.destination("crm", n.url, "")
-			}
-		}, func() { helm("rollback", release, "-n", system, "--wait", "--timeout", "3m") })
+		helm("rollback", release, "-n", system, "--wait", "--timeout", "3m")
+		ready(dispatcher)
+		posthorn = env("E2E_PREVIOUS_POSTHORN")
 		works("first-back", current, current, previous)
-		newer.waitReady("psrc/web", "whd/crm")
 		keep(1)
 		ready(dispatcher)
 		works("second-back", current, previous, previous)
@@ -208,7 +152,7 @@ spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}, {secretKeyRef
 		Eventually(func() error { return t.balanced(s, late) }, "2m", time.Second).Should(Succeed())
 		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+True\s+0\s+0\s`), MatchRegexp(`(?m)^late\s+True\s+True\s+0\s+0\s`)))
 		uninstall()
-		removeVolumes() // They have the stores of the previous release.
+		removeVolumes() // They have the stores of the previous commit.
 	})
 
 	It("has documented commands that work in their order", Label(cleanStart), func() {
