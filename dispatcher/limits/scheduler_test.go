@@ -111,7 +111,7 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 		}()
 		for waiting := 0; waiting == 0; time.Sleep(100 * time.Microsecond) {
 			s.mu.Lock()
-			waiting = len(flood.waiting)
+			waiting = len(s.queues)
 			s.mu.Unlock()
 		}
 		var other Turn
