@@ -87,7 +87,7 @@ type Options struct {
 	// backlogInterval is how often the backlogs of the pods are recorded, and servedInterval how often the
 	// CustomResourceDefinitions are read.
 	backlogInterval, servedInterval time.Duration
-	// downAfter is the time without a ready pod after which the status says so. Default 2 min.
+	// downAfter is the time without a ready pod after which the status reports it. Default 2 min.
 	downAfter time.Duration
 	// confirmGrace is the time that the pods have to confirm a change before the status
 	// shows it as pending, so that a change causes one write instead of one for each pod.

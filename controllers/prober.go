@@ -31,7 +31,7 @@ const (
 	// outdatedAfter is the time for which the last report of a pod that is not ready or does
 	// not answer determines conditions; afterwards only its counters are used.
 	outdatedAfter = 5 * time.Minute
-	// downAfter is the time without a ready pod after which the conditions of all objects say so. A rolling
+	// downAfter is the time without a ready pod after which the conditions of all objects report it. A rolling
 	// update of one pod takes less.
 	downAfter = 2 * time.Minute
 	// unownedAfter is the time after the last report of a store of a replicated log after which the store

@@ -89,7 +89,7 @@ func TestSilentPod(t *testing.T) {
 	})
 }
 
-// After downAfter without a ready pod, and not before, the reports say so, until a pod is ready.
+// After downAfter without a ready pod, and not before, the reports contain it, until a pod is ready.
 func TestNoReadyPod(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

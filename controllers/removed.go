@@ -173,8 +173,8 @@ func (k *backlogKeeper) ledgersOf(ctx context.Context, name string, last lastRep
 	return &ledgers{stranded: adminapi.NewIndex(report), drained: adminapi.NewIndex(drainedReport(report))}, nil
 }
 
-// stoppedReport returns the ledgers in the last report of a pod that has stopped. What it could deliver while it
-// stopped counts as delivered.
+// stoppedReport returns the ledgers in the last report of a pod that has stopped. Messages that it could deliver while it
+// stopped count as delivered.
 func stoppedReport(last lastReport) (r adminapi.Report) {
 	r.Pod = last.report.Pod
 	for name, namespace := range last.report.Namespaces() {

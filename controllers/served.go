@@ -27,7 +27,7 @@ import (
 // server deletes all of its objects, which is no deletion by their owners.
 //
 // The deletion timestamp of the definition is set before the first object is deleted, so a read of the
-// definition after the deletion of an object tells the reason.
+// definition after the deletion of an object shows the reason.
 type servedKinds struct {
 	direct   client.Reader
 	kinds    kinds.Table

@@ -148,7 +148,7 @@ type CallCounts struct {
 	// +required
 	Accepted int64 `json:"accepted"`
 	// Calls that were rejected (invalid, too large, over the rate limit, storage full). The calls of a
-	// batch that was not read to its end are estimated by its size; the message of Receiving says so.
+	// batch that was not read to its end are estimated by its size, which the message of Receiving shows.
 	// +required
 	Rejected int64 `json:"rejected"`
 	// Calls with the messageId of an earlier call; they were acknowledged and not stored again.

@@ -20,8 +20,8 @@ var (
 	AllExpressions       = expression.Size{Instructions: 1_000_000, Nodes: 200_000}
 )
 
-// limitExpressions refuses the expressions above a budget. What was accepted in its present generation is never taken
-// back; the others are accepted in the order of their age.
+// limitExpressions refuses the expressions above a budget. An object that was accepted in its present generation remains
+// accepted; the others are accepted in the order of their age.
 func (s Snapshot) limitExpressions(objects []*v1alpha1.WebhookDestination, results map[string]destinationMemo) {
 	order := slices.SortedStableFunc(slices.Values(byAge(objects)), func(a, b *v1alpha1.WebhookDestination) int {
 		return cmp.Compare(rank(a), rank(b))

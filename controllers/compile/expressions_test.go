@@ -56,7 +56,7 @@ func refused(t *testing.T, foreign expression.Size, objects ...*v1alpha1.Webhook
 	return names
 }
 
-// The youngest expressions above a budget are refused; what was accepted is not taken back.
+// The youngest expressions above a budget are refused; accepted objects remain accepted.
 func TestExpressionsAboveTheBudgetAreRefused(t *testing.T) {
 	var many []*v1alpha1.WebhookDestination
 	for i := range 100 {

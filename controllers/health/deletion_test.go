@@ -127,7 +127,7 @@ func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
 	return strings.Join(are, " ") + ": " + meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionReady).Reason
 }
 
-// The message of a completed request says how many were notified, or why nobody was.
+// The message of a completed request has the number of notifications, or the reason why there are none.
 func TestMessageOfACompletedDeletionRequest(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	delivered := []adminapi.NotificationReport{{State: adminapi.NotificationDelivered}, {State: adminapi.NotificationDelivered}}

@@ -358,7 +358,7 @@ func TestPodsComeAndGo(t *testing.T) {
 }
 
 // The defaults of the CRD and the conditions of other controllers do not change a status.
-// Without a ready pod for minutes every object says so, without Events, until its revision is confirmed again.
+// Without a ready pod for minutes every object reports it, without Events, until its revision is confirmed again.
 func TestNoneReady(t *testing.T) {
 	down := []Pod{{Report: &adminapi.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true}}
 	last := runs("p0", healthy("a"))

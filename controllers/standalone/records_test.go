@@ -201,7 +201,7 @@ func (p *standby) parkedObjects() map[string]string {
 	return found
 }
 
-// What the log has and the folder of the next owner lacks, or has in an older version, is parked for any time: its
+// An object that the log has and the folder of the next owner lacks, or has in an older version, is parked for any time: its
 // record is kept, and it is the same object when its manifest is back. A later deletion deletes it.
 func TestRecordsOfWhatAFolderLacks(t *testing.T) {
 	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "crm.yaml": webDestination, "forget.yaml": forget}
@@ -243,7 +243,7 @@ func TestRecordsOfWhatAFolderLacks(t *testing.T) {
 	check.Equal(t, "the namespace lacks a run", next.lacksRun("default"), true)
 	check.Equal(t, "another namespace lacks a run", next.lacksRun("other"), false)
 
-	// The first owner comes back, after a restart.
+	// The first owner owns the slot again, after a restart.
 	path := t.TempDir() + "/manifests.json"
 	check.NoError(t, "save the state", first.save(path))
 	again := &standby{t, first.dir, newStore()}

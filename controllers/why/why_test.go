@@ -275,7 +275,7 @@ func TestExplain(t *testing.T) {
 		}, "", "", "", "NOTICE DeadLetters 2 dead letters stored; 8 messages became dead letters so far\n"},
 		{"a requested wait", waiting(), "", "", "", "the next attempt is in 40m0s: messages wait until " + now.Add(40*time.Minute).Format(time.RFC3339) + ` because "primary" answered 503 with Retry-After: 86400 20m0s ago; a success or an edit of the destination ends the wait earlier; 120 messages`},
 		{"a requested wait that a success ended", waiting(adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
-		{"a requested wait that is over", waiting(adminapi.Attempt{Time: now.Add(-time.Hour), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: time.Minute}, adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
+		{"a requested wait that has ended", waiting(adminapi.Attempt{Time: now.Add(-time.Hour), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: time.Minute}, adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
 		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
 		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
 	} {

@@ -242,7 +242,7 @@ type liveEndpoint struct {
 	// lanes that send to the endpoint, in turns; turn is the index of the next.
 	lanes []*lane
 	turn  int
-	// waitsRequested counts the responses that requested a wait. The first waitsEnded of these waits are over,
+	// waitsRequested counts the responses that requested a wait. The first waitsEnded of these waits have ended,
 	// because a later request succeeded.
 	waitsRequested, waitsEnded int
 	// timer fires at timerAt, when a probe is due or the rate limit permits a request.

@@ -107,7 +107,7 @@ func TestEarlierAttemptEndsNoWait(t *testing.T) {
 	})
 }
 
-// After a short outage the messages come back in the order of their acceptance, through the endpoint's window.
+// After a short outage the messages are sent in the order of their acceptance, through the endpoint's window.
 func TestWaitsEndInOrder(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))

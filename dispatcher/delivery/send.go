@@ -319,7 +319,7 @@ func (e *Engine) send(w *worker) {
 	}
 }
 
-// waitsOver returns the lanes with waits to end, and the time of the last response whose wait is over: a success ends
+// waitsOver returns the lanes with waits to end, and the time of the last response whose wait has ended: a success ends
 // the waits of all responses before its request. The lock is held.
 func (p *post) waitsOver(r *ended, s outcome, started time.Time) (lanes []*lane, until time.Time) {
 	ep := p.target.liveEndpoint

@@ -42,8 +42,8 @@ func (k *knownKeys) ask(header http.Header, key string) {
 	}
 }
 
-// tell answers a question for the namespace of a key, and removes it from the request.
-func (h Handlers) tell(answer, request http.Header) {
+// reply answers a question for the namespace of a key, and removes it from the request.
+func (h Handlers) reply(answer, request http.Header) {
 	text := request.Get(keyHeader)
 	if text == "" {
 		return

@@ -302,7 +302,7 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request) {
 	r.Header.Del(tokenHeader)
 	r.Header.Del(clientHeader)
 	r.Header.Del(adminHeader)
-	h.to.tell(w.Header(), r.Header)
+	h.to.reply(w.Header(), r.Header)
 	if !admin {
 		h.to.Calls.ServeHTTP(w, r)
 		return

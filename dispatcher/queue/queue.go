@@ -104,7 +104,7 @@ type Delivery struct {
 	LongNumbers                  bool
 	Body                         []byte
 	AcceptedAt                   time.Time
-	// FilterError says why the destination's filter could not decide about the message; empty if it did. The
+	// FilterError is the reason why the destination's filter could not decide about the message; empty if it did. The
 	// message must not be sent: it becomes a dead letter with ReasonFilterFailed.
 	FilterError string
 	// Attempt is the number of failed attempts before this lease; 0 for the first attempt.

@@ -59,7 +59,7 @@ type Book struct {
 // NewBook makes a Book of stored entries. grace is how long a key remains removed.
 func NewBook(grace time.Duration, entries map[Hash]Entry) Book { return Book{grace, entries} }
 
-// Presence is what is known of the Source of a key that no config has.
+// Presence is the state of the Source of a key that no config has.
 type Presence int
 
 // Values of Presence.

@@ -96,7 +96,7 @@ func TestWait(t *testing.T) {
 	}
 }
 
-// A wait as long as a short window leaves several attempts in it, and the wait is told apart from the backoff.
+// A wait as long as a short window leaves several attempts in it, and the wait differs from the backoff.
 func TestRetryAfterInAShortWindow(t *testing.T) {
 	p := policy
 	p.Window = 5 * time.Minute

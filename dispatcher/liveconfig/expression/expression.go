@@ -242,7 +242,7 @@ func Parse(body []byte) (*Call, error) {
 // Result is the result of an expression for a call.
 type Result struct {
 	Matches bool
-	// Failure says why it is not known whether the call matches; empty if it is. It contains no data of the call.
+	// Failure is the reason why the expression did not decide about the call; empty if it did. It contains no data of the call.
 	Failure string
 }
 

@@ -12,7 +12,7 @@ import (
 // The space below the high-water mark, without a reserve of a tenth, is divided among the namespaces with messages
 // or recent calls. Each of them has an equal share, at least a tenth of the space. While more than the reserve is
 // free, unused parts are lent. Within the reserve, the part of the share that a namespace may use falls with the
-// square of what is left: those above their shares are refused first, and a namespace without messages almost never.
+// square of the free part: those above their shares are refused first, and a namespace without messages almost never.
 //
 // The space of a replicated log for calls, which a snapshot frees, is divided in the same way.
 
@@ -29,7 +29,7 @@ const (
 // shares has the uses of the namespaces. space is 0 while nothing is divided: the file system does not report its
 // usage, or Options.MaxBytesPerSource is set.
 type shares struct {
-	// space is what the store can use below the mark, and free what is left of it, without the bytes that are
+	// space is what the store can use below the mark, and free is the unused part of it, without the bytes that are
 	// written since.
 	space, free atomic.Int64
 	// buffers is the size of reserveBuffers.

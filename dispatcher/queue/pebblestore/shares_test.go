@@ -71,7 +71,7 @@ func (d *sharedDisk) fill(sources ...string) (int, error) {
 	return 1000, nil
 }
 
-// All Sources of a namespace together leave space to other namespaces. Who is above the share is refused first.
+// All Sources of a namespace together leave space to other namespaces. A namespace above its share is refused first.
 func TestNamespacesShareTheDisk(t *testing.T) {
 	const space = 64 << 20
 	d := &sharedDisk{fs: &usageFS{FS: vfs.NewMem()}, base: 1<<30*85/100 - space}

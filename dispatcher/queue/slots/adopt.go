@@ -48,7 +48,7 @@ var ErrInUse = errors.New("a process uses the slot; stop all processes with this
 // The stream then has another ID: processes whose files have records of its former content, which the
 // new one lacks, remove these files without an error.
 //
-// Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has what it has
+// Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has all that it has
 // acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than those of the owner is
 // ErrInUse. Without useFiles, a stream that lacks batches behind the newest snapshot is ErrIncomplete: Salvage passes
 // the gap.

@@ -93,7 +93,7 @@ func (o *Objects) Put(ctx context.Context, name string, data io.Reader) error {
 	return nil
 }
 
-// remember keeps what is known about an object; nil for one that was deleted.
+// remember keeps the description of an object; nil for one that was deleted.
 func (o *Objects) remember(name string, info *jetstream.ObjectInfo) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -104,7 +104,7 @@ func (o *Objects) remember(name string, info *jetstream.ObjectInfo) {
 	o.known[name] = info
 }
 
-// describe returns what is known about an object; jetstream.ErrObjectNotFound if it is not complete.
+// describe returns the description of an object; jetstream.ErrObjectNotFound if it is not complete.
 func (o *Objects) describe(ctx context.Context, name string) (*jetstream.ObjectInfo, error) {
 	o.mu.Lock()
 	info := o.known[name]
