@@ -1,6 +1,7 @@
 package event
 
 import (
+	"math"
 	"strconv"
 	"time"
 )
@@ -132,8 +133,10 @@ func epoch(number string) (ms int64, ok bool) {
 	case f < 1e14:
 	case f < 1e17:
 		f /= 1000
-	default:
+	case f <= math.MaxInt64: // of nanoseconds, in the year 2262
 		f /= 1e6
+	default:
+		return 0, false
 	}
 	return int64(min(f, maxMillis+1)), f <= maxMillis
 }
