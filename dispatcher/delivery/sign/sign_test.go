@@ -163,7 +163,7 @@ func TestRedact(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		headers := s.Headers([]egress.Header{{Name: "Idempotency-Key", Value: "message-1"}}, "message-1", time.Unix(99, 0), []byte(body))
+		headers := s.Headers([]egress.Header{{Name: "Idempotency-Key", Value: "message-1"}}, "id-1", time.Unix(99, 0), []byte(body))
 		answer := "bad: message-1"
 		for _, text := range []string{
 			"current-s3cr3t", "previous-s3cr3t", "CURRENT-S3CR3T", "Y3VycmVudC1zM2NyM3Q=", "cHJldmlvdXMtczNjcjN0", "63757272656e742d733363723374",
