@@ -291,7 +291,7 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	return c
 }
 
-const noneReady = "no dispatcher has been ready for minutes: calls are refused, and nothing is sent; check the dispatcher pods and their logs"
+const noneReady = "no dispatcher has been ready for minutes: calls are refused, and nothing is sent; check the logs of the dispatchers"
 
 // keepsProgrammed reports whether Programmed keeps its value for an object that did not
 // change: nothing is known about any pod that has not confirmed the object, or no pod is

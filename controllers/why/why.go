@@ -174,7 +174,7 @@ func OperatorAway(renewed, now time.Time) *Finding {
 	}
 	return &Finding{Level: Problem, About: "Operator",
 		Text: fmt.Sprintf("the operator does not run: it was last active %s, and no status was written since; dispatchers continue with their last configs", ago(now, renewed)),
-		Fix:  "ask an administrator to check the pods of the operator"}
+		Fix:  "ask an administrator to check the operator's log"}
 }
 
 // operator adds that the operator does not run, and otherwise that the status of the destination is older than
@@ -189,7 +189,7 @@ func (e *explainer) operator() {
 	}
 	observed, due := e.d.Status.ObservedTime.Time, e.d.Status.Delivery.NextAttemptTime
 	if due != nil && e.Now.Sub(due.Time) > statusPromise && e.Now.Sub(observed) > statusPromise {
-		e.add(Problem, "Operator", "ask an administrator to check the pods of the operator", "the operator has not written this status for %s, although a retry was due %s", e.Now.Sub(observed).Round(time.Second), ago(e.Now, due.Time))
+		e.add(Problem, "Operator", "ask an administrator to check the operator's log", "the operator has not written this status for %s, although a retry was due %s", e.Now.Sub(observed).Round(time.Second), ago(e.Now, due.Time))
 	}
 }
 
