@@ -18,8 +18,6 @@ ASSETS = $${KUBEBUILDER_ASSETS:-$$(hack/envtest-assets)}
 # work is every package of the modules in go.work.
 PKG ?= work
 RUN ?=
-# With it, a test that cannot run on this machine fails instead of being skipped (test/need).
-POSTHORN_TEST_ALL ?= 1
 # One set of flags for every build, here and in the tests' own builds, so that the Go
 # build cache serves them all. Only the race detector compiles everything again.
 export CGO_ENABLED := 0
@@ -77,23 +75,21 @@ run: ## Show the main job on this machine: no cluster needed, nothing left behin
 ##@ Test
 
 .PHONY: test
-test: ## Run all tests against a real kube-apiserver and etcd.
-	@$(call tool,gotestsum,gotest.tools/gotestsum)
-	@# Compiled once: packages that run in parallel and miss it would compile it once each.
-	@if [[ '$(PKG)$(RUN)' == work ]]; then go build -o /dev/null ./cmd/posthorn; fi
-	@export KUBEBUILDER_ASSETS=$(ASSETS) POSTHORN_TEST_ALL=$(POSTHORN_TEST_ALL); \
+test: ## Install what tests start (root on Debian), and run all tests against a real kube-apiserver and etcd.
+	@# The program is compiled once: packages that run in parallel would compile it once each.
+	@# With POSTHORN_TEST_ALL a test that cannot run here fails instead of being skipped (test/need).
+	@export PATH=$$PATH:/usr/sbin; all=$$(hack/test-programs); export POSTHORN_TEST_ALL=$$all; \
+	$(call tool,gotestsum,gotest.tools/gotestsum); \
+	if [[ '$(PKG)$(RUN)' == work ]]; then go build -o /dev/null ./cmd/posthorn; fi; \
+	assets=$(ASSETS); export KUBEBUILDER_ASSETS=$$assets; \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
-	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == work ]]; then cd test/monitoring && $(ALONE) go test -count=1 ./...; fi
-	@# How Flux, Helm and Argo CD read the conditions, by their own code, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == work ]]; then cd test/kstatus && $(ALONE) go test -count=1 ./...; fi
 
 # Packages that test what depends on the version of Kubernetes: CEL rules, schemas, manifests,
 # what the operator reads and writes.
 VERSIONED := ./test/cel ./test/crds ./test/manifests ./test/helm ./controllers
 .PHONY: test-oldest
 test-oldest: ## Run the tests of CEL rules, manifests and controllers on the oldest supported Kubernetes.
-	@assets=$$(hack/envtest-assets oldest) && export KUBEBUILDER_ASSETS=$$assets POSTHORN_TEST_ALL=$(POSTHORN_TEST_ALL) && \
+	@assets=$$(hack/envtest-assets oldest) && export KUBEBUILDER_ASSETS=$$assets POSTHORN_TEST_ALL=$${POSTHORN_TEST_ALL-1} && \
 	go test -count=1 $(VERSIONED)
 
 # Packages whose tests start no built program; with -short they start no API server either.

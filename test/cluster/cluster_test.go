@@ -288,6 +288,7 @@ func TestFromApplyToStatus(t *testing.T) {
 // The page's Secret web-key replaces that of the test.
 func rotation(t *testing.T, server *env.Env) (steps []func()) {
 	t.Helper()
+	need.Program(t, "openssl")
 	blocks, err := docs.Blocks("../..", "docs/source.md")
 	if err != nil {
 		t.Fatal(err)

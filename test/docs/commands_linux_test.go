@@ -103,6 +103,7 @@ exit 1
 // runBlock runs the commands of a block in an empty directory and in a separate network
 // namespace, where all ports are free, and returns their output.
 func runBlock(t *testing.T, b Block) string {
+	need.Program(t, "curl")
 	dir := t.TempDir()
 	top, err := filepath.Abs(root)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/need"
 )
 
 // receivers has programs for the snippets of docs/receiving.md. Each reads lines
@@ -115,8 +116,8 @@ func TestReceivers(t *testing.T) {
 			if snippets[r.language] == "" {
 				t.Fatal("the page has no snippet in this language")
 			}
-			if _, err := exec.LookPath(r.command[0]); err != nil {
-				t.Skip(err)
+			if r.language != "go" {
+				need.Program(t, r.command[0])
 			}
 			file := filepath.Join(t.TempDir(), r.file)
 			if err := os.WriteFile(file, []byte(strings.Replace(r.program, "SNIPPET", snippets[r.language], 1)), 0o600); err != nil {

@@ -18,6 +18,7 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/need"
 )
 
 // file is an entry of a tar archive.
@@ -48,6 +49,7 @@ func unpack(t *testing.T, archive []byte) map[string]file {
 // TestImage checks the image of this architecture, and of another one with a small program in the
 // place of posthorn. With POSTHORN_LONG=1 it builds posthorn for both, which takes minutes.
 func TestImage(t *testing.T) {
+	need.Program(t, "python3")
 	root, err := env.Root()
 	if err != nil {
 		t.Fatal(err)
@@ -154,6 +156,7 @@ func TestImage(t *testing.T) {
 }
 
 func TestOnlyLinuxBinaries(t *testing.T) {
+	need.Program(t, "python3")
 	root, err := env.Root()
 	if err != nil {
 		t.Fatal(err)
