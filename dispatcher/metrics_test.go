@@ -56,7 +56,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	}
 	post(http.MethodPost, "/v1/track", testKey, `{"userId":"user-1"}`, http.StatusBadRequest)
 	post(http.MethodPost, "/v1/track", testKey, `{`, http.StatusBadRequest)
-	post(http.MethodPost, "/v1/track", testKey, `{"userId":"u","event":"E","properties":{"id":12345678901234567890}}`, http.StatusOK)
+	post(http.MethodPost, "/v1/track", testKey, `{"userId":"u","event":"E","timestamp":"yesterday","properties":{"id":12345678901234567890}}`, http.StatusOK)
 	post(http.MethodPost, "/v1/track", "unknown-key", `{}`, http.StatusServiceUnavailable) // "broken" may have it.
 	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":"user-1"}`, http.StatusOK)
 	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":`, http.StatusBadRequest)
@@ -80,6 +80,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		`posthorn_destination_messages_total{namespace="shop",destination="rejects",outcome="dead_lettered"} 4`,
 		`posthorn_ingest_calls_total{namespace="shop",result="duplicate",source="web"} 1`,
 		`posthorn_audience_syncs_total{audience="shoppers",namespace="shop",result="done"} 1`,
+		`posthorn_ingest_defects_total{defect="timestamp",namespace="shop",source="web"} 1`,
 		`posthorn_config_refused{namespace="broken"} 1`,
 		`posthorn_lane_pending_messages{namespace="shop",destination="fails",source="web",endpoint=""} 4`,
 	} {

@@ -13,7 +13,6 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/test/need"
 )
 
 // receivers has programs for the snippets of docs/receiving.md. Each reads lines
@@ -116,8 +115,8 @@ func TestReceivers(t *testing.T) {
 			if snippets[r.language] == "" {
 				t.Fatal("the page has no snippet in this language")
 			}
-			if r.language != "go" {
-				need.Program(t, r.command[0])
+			if _, err := exec.LookPath(r.command[0]); err != nil {
+				t.Skip(err)
 			}
 			file := filepath.Join(t.TempDir(), r.file)
 			if err := os.WriteFile(file, []byte(strings.Replace(r.program, "SNIPPET", snippets[r.language], 1)), 0o600); err != nil {
