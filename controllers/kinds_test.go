@@ -134,6 +134,7 @@ kind: ClusterRole
 metadata: {name: test-suppressions}
 rules:
 - {apiGroups: [posthorn.dev], resources: [suppressions, suppressions/status], verbs: [list, watch, delete, patch, update]}
+- {apiGroups: [apiextensions.k8s.io], resources: [customresourcedefinitions], resourceNames: [suppressions.posthorn.dev], verbs: [get]}
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
@@ -150,6 +151,7 @@ var _ = Describe("A sixth kind", func() {
 		DeferCleanup(func() {
 			_, err := server.Kubectl(suppressionCRD, "delete", "-f", "-")
 			Expect(err).NotTo(HaveOccurred())
+			kindServed.DeleteLabelValues("Suppression")
 			statusWrites.DeleteLabelValues("Suppression") // Another spec compares the label values with the docs.
 		})
 		_, err = server.Kubectl("", "wait", "--for=condition=Established", "crd/suppressions.posthorn.dev")
