@@ -1,7 +1,6 @@
 package audience
 
 import (
-	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -55,9 +54,6 @@ type stored struct {
 	// then some identify calls are appended again.
 	Sent int64 `json:"sent,omitempty"`
 }
-
-// last is the newest sync; nil before the first one.
-func (r stored) last() *state { return cmp.Or(r.Pending, r.Done) }
 
 // files are the names of the files that the state needs.
 func (r stored) files() map[string]bool {

@@ -327,7 +327,7 @@ func TestUnaskedAnswerOverTLS(t *testing.T) {
 		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 			t.Fatalf("unexpected result %+v", r)
 		}
-		time.Sleep(time.Millisecond) // The second response is in transit.
+		time.Sleep(20 * time.Millisecond) // The second response is in transit.
 	}
 	if posts.Load() != 20 {
 		t.Errorf("%d requests, want 20", posts.Load())

@@ -58,8 +58,8 @@ var faults = []struct {
 }
 
 // scanAll passes data to a framing in pieces of random size and returns the events.
-func scanAll(data []byte, piece func() int) (f framing, ended int, passed []byte, fault error) {
-	f.http2 = true
+func scanAll(data []byte, piece func() int) (f *framing, ended int, passed []byte, fault error) {
+	f = &framing{http2: true}
 	for len(data) > 0 && fault == nil {
 		n := min(piece(), len(data))
 		var sound int

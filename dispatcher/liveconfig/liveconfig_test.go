@@ -274,19 +274,6 @@ func TestSuppressed(t *testing.T) {
 	}
 }
 
-func compressed(t *testing.T, plain string) []byte {
-	t.Helper()
-	var packed bytes.Buffer
-	zip := gzip.NewWriter(&packed)
-	if _, err := zip.Write([]byte(plain)); err != nil {
-		t.Fatal(err)
-	}
-	if err := zip.Close(); err != nil {
-		t.Fatal(err)
-	}
-	return packed.Bytes()
-}
-
 // FuzzDecode checks that decoding, encoding and decoding again gives the same config, and
 // that no input causes a panic.
 func FuzzDecode(f *testing.F) {

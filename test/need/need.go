@@ -54,7 +54,7 @@ func Program(t testing.TB, name string) string {
 	}
 	if err != nil {
 		debian, _, _ := strings.Cut(after, "\n")
-		Skip(t, fmt.Errorf("Debian's package %s is required: %w", debian, err))
+		Skip(t, fmt.Errorf("the Debian package %s is required: %w", debian, err))
 	}
 	return path
 }

@@ -59,7 +59,7 @@ func repaired(text string, lose func(*cluster)) func(*cluster, *pod) func() {
 			out, err := exec.Command(binary, "slots", "--admin", owner.Admin).CombinedOutput()
 			seen = seen || err != nil && strings.Contains(string(out), text)
 			if !seen || err != nil {
-				return fmt.Errorf("got error %v and\n%s", err, out)
+				return fmt.Errorf("got error %w and\n%s", err, out)
 			}
 			return nil
 		}); err != nil {

@@ -6,8 +6,8 @@ import (
 	"strings"
 
 	"cel.dev/cel-go/cel"
-	"cel.dev/cel-go/checker"
 	"cel.dev/cel-go/common/ast"
+	"cel.dev/cel-go/common/cost"
 	"cel.dev/cel-go/common/functions"
 	"cel.dev/cel-go/common/operators"
 	"cel.dev/cel-go/common/overloads"
@@ -156,18 +156,18 @@ func matcher(call interpreter.InterpretableCall, pattern string) (interpreter.In
 // sizes are the assumptions of the estimate about a call, whose fields have no declared types.
 type sizes struct{}
 
-// EstimateSize implements checker.CostEstimator.
-func (sizes) EstimateSize(element checker.AstNode) *checker.SizeEstimate {
+// EstimateSize implements cost.Estimator.
+func (sizes) EstimateSize(element cost.AstNode) *cost.SizeEstimate {
 	for _, part := range element.Path() {
 		if strings.HasPrefix(part, "@") { // The element is within a list or object.
-			return &checker.SizeEstimate{Max: assumedInner}
+			return &cost.SizeEstimate{Max: assumedInner}
 		}
 	}
-	return &checker.SizeEstimate{Max: assumedSize}
+	return &cost.SizeEstimate{Max: assumedSize}
 }
 
-// EstimateCallCost implements checker.CostEstimator.
-func (sizes) EstimateCallCost(string, string, *checker.AstNode, []checker.AstNode) *checker.CallEstimate {
+// EstimateCallCost implements cost.Estimator.
+func (sizes) EstimateCallCost(string, string, *cost.AstNode, []cost.AstNode) *cost.CallEstimate {
 	return nil
 }
 

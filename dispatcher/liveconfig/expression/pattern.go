@@ -7,9 +7,11 @@ import (
 )
 
 const (
-	// MaxPatternInstructions and MaxInstructions bound the compiled size of a pattern, and of all patterns of an
-	// expression. The time to match grows with it, and so does the memory.
-	MaxPatternInstructions, MaxInstructions = 200, 2_000
+	// MaxPatternInstructions bounds the compiled size of a pattern. The time to match grows with it, and so does
+	// the memory.
+	MaxPatternInstructions = 200
+	// MaxInstructions bounds the compiled size of all patterns of an expression.
+	MaxInstructions = 2_000
 	// rangesPerInstruction is the number of a class's character ranges that need the memory of an instruction.
 	rangesPerInstruction = 8
 )
