@@ -223,10 +223,11 @@ func TestDrainFollowsCeiling(t *testing.T) {
 // The flags of several slots are checked against each other.
 func TestLogSlots(t *testing.T) {
 	for args, want := range map[string]string{
-		"--log-slots=3":       "--log-slots needs --log",
-		"--log=nats://a:4222": "--log: the identity of the installation is missing; set --log-installation",
-		"--log=nats://a:4222 --log-installation=a --log-slots=0":                                                      "--log-slots 0: use 1 to 1024",
-		"--log=nats://a:4222 --log-installation=a --log-slots=3":                                                      "--log-slots needs --peer-listen",
+		"--log-slots=3":                                          "--log-slots needs --log",
+		"--log=nats://a:4222":                                    "",
+		"--log=nats://a:4222 --log-installation=":                "--log: the identity of the installation is missing; set --log-installation",
+		"--log=nats://a:4222 --log-installation=a --log-slots=0": "--log-slots 0: use 1 to 1024",
+		"--log=nats://a:4222 --log-installation=a --log-slots=3": "--log-slots needs --peer-listen",
 		"--log=nats://a:4222 --log-installation=a --log-slots=3 --peer-listen=127.0.0.1:8444 --log-standbys=5":        "--log-standbys 5: use 0 to 4",
 		"--log=nats://a:4222 --log-installation=a --log-slots=3 --peer-listen=127.0.0.1:8444 --log-pin=shop=3":        "--log-pin shop=3: use a slot from 0 to 2",
 		"--log=nats://a:4222 --log-installation=a --log-pin=shop=0":                                                   "--log-pin needs --log-slots",

@@ -35,12 +35,15 @@ func (l *logFlags) registerSlots(cmd *cobra.Command) {
 	f.StringToIntVar(&l.pins, "log-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
 }
 
+// unnamed is the identity of an installation without --log-installation: all of these look the same.
+const unnamed = "unnamed"
+
 func (l *logFlags) register(cmd *cobra.Command) {
 	l.slots = 1
 	f := cmd.Flags()
 	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
 	f.StringVar(&l.config.Name, "log-name", "posthorn", "name of this installation in the NATS servers")
-	f.StringVar(&l.config.Installation, "log-installation", "", "identity of this installation, required with --log: the same in all of its processes, and another one in each other installation. It is recorded in the streams, and a process with another one does not use them")
+	f.StringVar(&l.config.Installation, "log-installation", unnamed, "identity of this installation: the same in all of its processes, and another one in each other installation. It is recorded in the streams, and a process with another one does not use them")
 	f.IntVar(&l.config.Replicas, "log-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
 	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
 	f.StringVar(&l.config.Credentials, "log-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")
@@ -104,6 +107,9 @@ type service struct {
 
 // serve makes the dispatcher and runs the service with it.
 func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) error {
+	if d.isReplicated() && d.log.config.Installation == unnamed {
+		log.Warn("--log-installation is not set; each other process without it that uses this log takes over its messages")
+	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, other := range s.others {
 		group.Go(func() error { return other(ctx) })
