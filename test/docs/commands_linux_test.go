@@ -83,6 +83,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 // running starts Posthorn with the demo's manifests and those of the page.
 const running = `
 posthorn sink --secret demo-shared-secret > sink.log &
+posthorn sink --listen 127.0.0.1:9001 --secret demo-shared-secret > warehouse.log &
 posthorn run --manifests webhooks --data data --egress-allow 127.0.0.0/8 --log-level error &
 for i in $(seq 3000); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && break; sleep 0.1; done
 `

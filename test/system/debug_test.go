@@ -64,7 +64,7 @@ spec: {userId: hush-user, suppress: true}
 	})
 
 	config := debug("config")
-	for _, word := range []string{`"namespace":"default"`, `"name":"fine"`, `"name":"Authorization","value":"[redacted]"`, `"url":"[redacted]"`, `"writeKeySHA256":"`, `"suppress":true`, `"timeoutMS":5000`} {
+	for _, word := range []string{`"namespace":"default"`, `"name":"fine"`, `"name":"Authorization","value":"[redacted]"`, `"url":"[redacted]"`, `"writeKeySHA256":["`, `"suppress":true`, `"timeoutMS":5000`} {
 		if !strings.Contains(config, word) {
 			t.Errorf("config: got %s, want one with %s", config, word)
 		}
