@@ -11,7 +11,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 )
 
-// recorder keeps how a test ended first; unlike a real one, the test goes on.
+// recorder keeps how a test ended first; unlike a real one, the test continues.
 type recorder struct {
 	testing.TB
 	end string
