@@ -105,7 +105,9 @@ func TestVerdicts(t *testing.T) {
 	for name, v := range verdicts["audiences"] {
 		check("Audience/"+name, "Audience", v)
 	}
-	check("too large", "WebhookDestination", compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "m", State: liveconfig.Paused, Revision: "r"})
+	for _, reason := range []string{v1alpha1.ReasonConfigTooLarge, v1alpha1.ReasonExpressionBudget} {
+		check(reason, "WebhookDestination", compile.Verdict{Reason: reason, Message: "m", State: liveconfig.Paused, Revision: "r"})
+	}
 	for reason := range byReason {
 		if !seen[reason] {
 			t.Errorf("no object has the reason %s", reason)
