@@ -146,14 +146,6 @@ func (r Routing) SkipAllBut(namespace, source string, only func(key string) bool
 	return skip
 }
 
-// Append is Begin, Routing.Append and End, for messages whose receiver is known (queue.Message.Only):
-// redeliveries.
-func (g *Gate) Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error) {
-	routing := g.Begin()
-	defer routing.End()
-	return routing.Append(ctx, msgs)
-}
-
 // Append makes messages durable and reports which are duplicates. Its errors are those of the
 // queue: queue.ErrFull, queue.ErrOverShare, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
 func (r Routing) Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error) {

@@ -128,7 +128,7 @@ func (r *rig) send(first, last int) {
 	r.Helper()
 	for i := first; i <= last; i++ {
 		id := fmt.Sprint("m", i)
-		_, err := r.gate.Append(r.Context(), []queue.Message{{
+		_, err := appendTo(r.Context(), r.gate, []queue.Message{{
 			Source: "shop/web", ID: id, Type: "track", Event: "Order", AcceptedAt: time.Now(),
 			Body: fmt.Appendf(nil, `{"type":"track","messageId":%q,"properties":{"name":"<b>"}}`, id),
 		}})
@@ -471,11 +471,17 @@ func TestFieldOfAClient(t *testing.T) {
 	run(t, pair, func(r *rig) {
 		r.wait(2 * time.Second)
 		r.answer("crm", 422)
-		_, err := r.gate.Append(r.Context(), []queue.Message{{Source: "shop/web", ID: "m", Type: "track", AcceptedAt: time.Now(), Body: []byte(`{"deadLetter":{"destination":"forged"},"messageId":"m","n":1.5,"t":"<"}`)}})
+		_, err := appendTo(r.Context(), r.gate, []queue.Message{{Source: "shop/web", ID: "m", Type: "track", AcceptedAt: time.Now(), Body: []byte(`{"deadLetter":{"destination":"forged"},"messageId":"m","n":1.5,"t":"<"}`)}})
 		check.NoError(r.T, "append", err)
 		r.wait(5 * time.Second)
 		body := r.accepted("ops")["m"][0].body
 		check.Equal(r.T, "start of the body", body[:min(len(body), 73)], `{"messageId":"m","n":1.5,"t":"<","deadLetter":{"destination":"crm","sourc`)
 		check.Equal(r.T, "fields with the details", strings.Count(body, `"deadLetter"`), 1)
 	})
+}
+
+func appendTo(ctx context.Context, gate *admission.Gate, msgs []queue.Message) (duplicates []bool, err error) {
+	routing := gate.Begin()
+	defer routing.End()
+	return routing.Append(ctx, msgs)
 }
