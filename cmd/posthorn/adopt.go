@@ -41,7 +41,7 @@ func newAdopt() *cobra.Command {
 	var only int
 	var yes bool
 	cmd := &cobra.Command{
-		Use:   "adopt --log nats://HOST:PORT --log-name NAME --log-installation ID [--data DIR]",
+		Use:   "adopt --log nats://HOST:PORT --log-name NAME [--log-installation ID] [--data DIR]",
 		Short: "Continue with a replicated log that was restored from a backup, or lost",
 		Long: `A process is not ready when the log lacks records that it had: its streams were
 restored from a backup, deleted, or created again. This command decides what the

@@ -33,7 +33,7 @@ func newLogImport() *cobra.Command {
 		}
 		return m.store(ctx)
 	}, &cobra.Command{
-		Use:   "import --data DIR --log nats://HOST:PORT --log-name NAME --log-installation ID",
+		Use:   "import --data DIR --log nats://HOST:PORT --log-name NAME [--log-installation ID]",
 		Short: "Move the data directory of a stopped dispatcher to a replicated log",
 		Long: `Makes the data directory of a dispatcher without a replicated log the content of a
 slot: waiting messages, retries, dead letters, ledgers, circuits, duplicate
@@ -62,7 +62,7 @@ delivered twice. Until it has ended, the directory starts no dispatcher.`,
 
 func newLogExport() *cobra.Command {
 	return newMove(mover.load, &cobra.Command{
-		Use:   "export --data DIR --log nats://HOST:PORT --log-name NAME --log-installation ID",
+		Use:   "export --data DIR --log nats://HOST:PORT --log-name NAME [--log-installation ID]",
 		Short: "Write a slot of a replicated log to a data directory without a log",
 		Long: `Writes the content of a slot to a data directory without a store, and reads all files
 to check them. A dispatcher without --log continues with it: waiting messages,
