@@ -293,6 +293,35 @@ func TestSendingCommands(t *testing.T) {
 	}
 }
 
+// A property that is JSON keeps its digits; anything else is a string.
+func TestSendProperties(t *testing.T) {
+	var body string
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		body = string(text)
+	}))
+	t.Cleanup(server.Close)
+	args := []string{"send", "track", "--write-key", "k", "--endpoint", server.URL}
+	want := []string{}
+	add := func(quote string, values ...string) {
+		for _, value := range values {
+			name := fmt.Sprintf("p%02d", len(want))
+			args, want = append(args, "-p", name+"="+value), append(want, fmt.Sprintf("%q:%s%s%[2]s", name, quote, value))
+		}
+	}
+	add("", "9007199254740993", "12345678901234567890", "0.1000000000000000055511151231257827", "100.00", "1e400", "-0", `{"ids":[9007199254740993]}`, "true", "null", `"5"`)
+	add(`"`, "007", "5 apples", "", "NaN")
+	var out bytes.Buffer
+	if code := execute(args, nil, &out, &out); code != command.ExitOK {
+		t.Fatalf("exit %d: %s", code, out.String())
+	}
+	_, got, _ := strings.Cut(body, `"properties":`)
+	got, _, _ = strings.Cut(got, `,"timestamp"`)
+	if diff := cmp.Diff("{"+strings.Join(want, ",")+"}", got); diff != "" {
+		t.Error(diff)
+	}
+}
+
 // An error names the fix.
 func TestSendExplains(t *testing.T) {
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(`{"success":true}`)) }))

@@ -125,11 +125,10 @@ func newCall(fields map[string]*string, key string, properties []string) ([]byte
 		if !ok || key == "" {
 			return nil, command.Usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
 		}
-		var value any
-		if json.Unmarshal([]byte(text), &value) != nil {
-			value = text
+		values[name] = text
+		if json.Valid([]byte(text)) {
+			values[name] = json.RawMessage(text) // A decoded number would lose digits.
 		}
-		values[name] = value
 	}
 	if len(values) > 0 {
 		call[key] = values
