@@ -6,7 +6,7 @@ SHELL := bash
 # go.work joins the product and the Go client. The other modules, whose dependencies the
 # product must not get, are used alone.
 ALONE := GOWORK=off
-MODULES := analytics hack/bench/client hack/bench/http hack/bench/json hack/licenses hack/release test/compat/goclient test/e2e/adapter test/kstatus test/monitoring
+MODULES := analytics hack/licenses hack/release test/compat/goclient test/e2e/adapter test/kstatus test/monitoring
 # Tools are pinned in a module of their own and built into bin/ once per version.
 TOOLS := hack/tools
 BIN := $(CURDIR)/bin
@@ -110,13 +110,10 @@ e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind 
 	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),--focus='$(RUN)')
 
 .PHONY: bench
-bench: ## Print speed: delivery, syncs of audiences, a cluster, HTTP clients, reading calls, the client library.
+bench: ## Print speed: delivery, syncs of audiences, a cluster.
 	go run ./hack/bench
 	go run ./hack/bench/audience
 	KUBEBUILDER_ASSETS=$(ASSETS) go run ./hack/bench/cluster
-	cd hack/bench/http && $(ALONE) go run .
-	cd hack/bench/json && $(ALONE) go run .
-	cd hack/bench/client && $(ALONE) go run .
 
 ##@ Check
 
