@@ -127,7 +127,7 @@ spec:
 		forget("u1", "userId: u1, suppress: true", "Failed")
 		Expect(t.condition("pdel/u1", "Failed")).To(Equal("True/NotDelivered"))
 		Expect(strings.Fields(t.field("pdel/u1", `{range .status.notifications[*]}{.source}/{.destination}/{.state}/{.reason}{"\n"}{end}`))).To(ConsistOf(
-			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/Filtered/"))
+			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/DeadLettered/Rejected"), "a filter does not apply to notifications")
 		Expect(t.field("pdel/u1", "{.status.total} {.status.delivered}")).To(Equal("4 2"))
 		out, err := t.call("u1", "Late")
 		Expect(err).To(HaveOccurred())
