@@ -43,7 +43,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 			// The release is already installed.
 			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
 			// The exit code is 1 if there is a problem.
-			commands = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
+			commands = regexp.MustCompile(`(?m)^(kubectl posthorn (?:why|status) [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
 			return command("", "bash", "-c", "set -euo pipefail\ncd "+dir+"\nexport KUBECONFIG="+kubeconfig+"\n"+commands)
 		}
 		pages, err := docs.Pages(root)
