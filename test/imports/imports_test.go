@@ -38,6 +38,7 @@ var rules = []struct {
 	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/changes", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},
 	{"dispatcher/changes", []string{"dispatcher/adminapi", "dispatcher/liveconfig"}, []string{"golang.org/x/time"}},
 	{"dispatcher/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
+	{"test/witness", []string{}, []string{}},
 }
 
 // pure has the packages without I/O, goroutines, locks and clocks, and all that they import.

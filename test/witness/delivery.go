@@ -1,0 +1,395 @@
+package witness
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"time"
+)
+
+func judgeOutcome(h *History, f *finding) {
+	for _, m := range h.sorted() {
+		if m.acknowledged == nil {
+			continue
+		}
+		for _, name := range m.Due {
+			d := h.destination(name)
+			f.judged++
+			done, letter := d.done(m.ID), d.letters[m.ID]
+			switch {
+			case len(done) > 0 && letter != nil && len(m.redeliver) == 0 && !h.repeated(done[0]):
+				f.violated([]*Line{m.acknowledged, done[0].Line, letter}, "message %s is delivered to %s, and a dead letter", m.ID, name)
+			case len(done) > 0 || letter != nil || d.removed != nil:
+			case d.pending():
+				f.unclear("%s may still have message %s: no ledger with 0 pending messages at its end", name, m.ID)
+			case d.letters == nil && d.final.Ledger.DeadLettered > 0:
+				f.unclear("message %s may be a dead letter of %s, which are not listed", m.ID, name)
+			default:
+				f.violated(append(lines(d.got[m.ID], m.acknowledged), d.final), "message %s was acknowledged, and is neither delivered to %s nor a dead letter", m.ID, name)
+			}
+		}
+	}
+}
+
+// repeated reports whether the result of a request may not have been recorded, because of a fault.
+func (h *History) repeated(r *receipt) bool {
+	return slices.ContainsFunc(h.spans, func(s *span) bool { return h.unrecorded(s, r) })
+}
+
+func judgeAccepted(h *History, f *finding) {
+	for _, r := range h.got {
+		m := h.sent[r.body.MessageID]
+		if r.body.MessageID == "" || m == nil && h.demanded(r) != "" {
+			continue // It is of a deletion or an audience, which judgeOnce counts.
+		}
+		f.judged++
+		switch {
+		case m == nil:
+			f.violated([]*Line{r.Line}, "nobody sent message %s", r.id)
+		case !m.open:
+			f.violated([]*Line{m.first, r.Line}, "message %s was rejected, and delivered", r.id)
+		case r.to != nil && !slices.Contains(m.Due, r.to.name) && !slices.Contains(m.May, r.to.name):
+			f.violated([]*Line{m.first, r.Line}, "message %s is not due at %s", r.id, r.to.name)
+		}
+	}
+}
+
+func judgeRefusal(h *History, f *finding) {
+	for _, l := range h.calls {
+		if !l.Call.Valid {
+			continue
+		}
+		if f.judged++; !undecided(l.Call.Status) {
+			f.violated([]*Line{l}, "a valid call to %s was answered %d", l.Call.Process, l.Call.Status)
+		}
+	}
+}
+
+// unrecorded reports whether the result of a request may be unknown after a fault: the request was in flight at its
+// begin or during it, or the result was not yet recorded.
+func (h *History) unrecorded(s *span, r *receipt) bool {
+	if s.Repeats == "" || s.Namespace != "" && (r.to == nil || s.Namespace != r.to.namespace) {
+		return false
+	}
+	since := s.begin
+	if s.Repeats == Unrecorded {
+		since = h.lastBefore(s.begin) - h.plan.Unrecorded
+	}
+	_, timeout, _ := r.to.largest()
+	return r.At >= since-timeout && r.Begin <= s.end+timeout
+}
+
+// lastBefore is the begin of the last request before a moment: an owner without requests records nothing.
+func (h *History) lastBefore(at time.Duration) (last time.Duration) {
+	for _, r := range h.got { // They are sorted by their answers.
+		if r.Begin <= at {
+			last = max(last, r.Begin)
+		}
+	}
+	return last
+}
+
+func judgeRepeats(h *History, f *finding) {
+	type place struct {
+		span *span
+		url  string
+	}
+	count := map[place][]*receipt{}
+	for _, d := range h.sortedDestinations() {
+		for _, id := range slices.Sorted(maps.Keys(d.got)) {
+			first := map[string]*receipt{}
+			for _, r := range d.done(id) {
+				f.judged++
+				before := first[r.Receipt.URL]
+				if first[r.Receipt.URL] = r; before == nil {
+					continue
+				}
+				between := func(l *Line) bool { return l.Begin > before.Begin && l.Begin <= r.Begin }
+				if m := h.sent[id]; m != nil && slices.ContainsFunc(m.redeliver, between) {
+					continue
+				}
+				i := slices.IndexFunc(h.spans, func(s *span) bool { return s.begin <= r.At && h.unrecorded(s, before) })
+				if i < 0 {
+					f.violated([]*Line{before.Line, r.Line}, "message %s is delivered twice to %s without a fault that repeats it", id, r.Receipt.URL)
+					continue
+				}
+				at := place{h.spans[i], r.Receipt.URL}
+				count[at] = append(count[at], before, r)
+			}
+		}
+	}
+	for at, pairs := range count {
+		most, _, _ := h.byURL[at.url].largest()
+		if at.span.Repeats == Unrecorded {
+			since := h.lastBefore(at.span.begin) - h.plan.Unrecorded
+			for _, r := range h.got {
+				if r.Receipt.URL == at.url && r.At >= since && r.Begin <= at.span.begin {
+					most++
+				}
+			}
+		}
+		if got := len(pairs) / 2; got > most {
+			f.violated(lines(pairs[:4], at.span.lines...), "the fault %q repeats %d messages at %s, at most %d were in flight or not recorded", at.span.Name, got, at.url, most)
+		}
+	}
+}
+
+// inEffect returns why a revision was not in effect when an attempt began, and the line that proves it.
+func (d *destination) inEffect(r *revision, at *receipt) (string, *Line) {
+	_, timeout, _ := d.largest()
+	if r.applied.At > at.At {
+		return "before it was applied", r.applied
+	}
+	for _, next := range d.revisions {
+		if next.number > r.number && next.confirmed != nil && next.confirmed.At < at.Begin-timeout {
+			return "after its successor was confirmed", next.confirmed
+		}
+	}
+	if d.removed != nil && d.removed.At < at.Begin-timeout {
+		return "after it was removed", d.removed
+	}
+	return "", nil
+}
+
+func judgeConfig(h *History, f *finding) {
+	for _, r := range h.got {
+		if f.judged++; r.to == nil {
+			f.violated([]*Line{r.Line}, "no destination has the URL %s", r.Receipt.URL)
+			continue
+		}
+		why, proof, matches := "", []*Line{r.Line}, false
+		for _, revision := range r.to.revisions {
+			bad := revision.differs(r.Receipt)
+			line := revision.applied
+			if bad == "" {
+				bad, line = r.to.inEffect(revision, r)
+			}
+			if bad == "" {
+				matches = true
+				break
+			}
+			why, proof = fmt.Sprintf("revision %d: %s", revision.number, bad), append(proof, line)
+		}
+		if matches || r.to.denied[r.Receipt.URL] {
+			continue
+		}
+		if i := slices.IndexFunc(h.spans, func(s *span) bool { return s.Repeats == Unrecorded && s.overlaps(r.Begin-time.Minute, r.Begin) }); i >= 0 && strings.Contains(why, "successor") && h.frozen(h.spans[i], r) {
+			f.unclear("a request to %s may have begun before the fault %q", r.Receipt.URL, h.spans[i].Name)
+			continue
+		}
+		f.violated(proof, "a request to %s is of no config in effect (%s)", r.Receipt.URL, why)
+	}
+}
+
+// frozen reports whether a request may have begun before a fault that stopped its process, and arrived at its end.
+func (h *History) frozen(s *span, r *receipt) bool {
+	_, timeout, _ := r.to.largest()
+	return strings.Contains(s.Name, "SIGSTOP") && r.Begin >= s.end && r.Begin <= s.end+timeout
+}
+
+// differs returns what a request has that a revision has not.
+func (r *revision) differs(got *Receipt) string {
+	if !slices.Contains(r.URLs, got.URL) {
+		return "it has another URL"
+	}
+	for name, value := range r.Headers {
+		if got.Headers[name] != value {
+			return fmt.Sprintf("the header %s is %q", name, got.Headers[name])
+		}
+	}
+	if a, b := slices.Sorted(slices.Values(r.Keys)), slices.Sorted(slices.Values(got.Signed)); !slices.Equal(a, b) {
+		return fmt.Sprintf("the signatures hold with %q, not with %q", b, a)
+	}
+	return ""
+}
+
+func judgeSigned(h *History, f *finding) {
+	for _, r := range h.got {
+		if r.to == nil || len(r.to.revisions) == 0 || slices.ContainsFunc(r.to.revisions, func(v *revision) bool { return len(v.Keys) == 0 }) {
+			continue
+		}
+		if f.judged++; len(r.Receipt.Signed) == 0 {
+			f.violated([]*Line{r.Line, r.to.revisions[0].applied}, "no signature of a request to %s holds", r.Receipt.URL)
+		}
+	}
+}
+
+func judgeDenied(h *History, f *finding) {
+	for _, d := range h.destinations {
+		f.judged += len(d.denied)
+	}
+	for _, r := range h.got {
+		if r.to != nil && r.to.denied[r.Receipt.URL] {
+			f.violated([]*Line{r.Line}, "the denied address %s got a request", r.Receipt.URL)
+		}
+	}
+}
+
+func judgeBytes(h *History, f *finding) {
+	first := map[string]*receipt{}
+	for _, r := range h.got {
+		f.judged++
+		m := h.sent[r.body.MessageID]
+		if before := first[r.id]; before != nil && before.Receipt.Body != r.Receipt.Body && before.to == r.to {
+			f.violated([]*Line{before.Line, r.Line}, "two requests for message %s have different bodies", r.id)
+		} else if before == nil {
+			first[r.id] = r
+		}
+		if m == nil {
+			continue
+		}
+		if field := missing(m.Content, []byte(r.Receipt.Body)); field != "" {
+			f.violated([]*Line{m.first, r.Line}, "the request for message %s lacks the field %s of the call", r.id, field)
+		}
+	}
+}
+
+// missing returns a field of want that got has not.
+func missing(want, got []byte) string {
+	var wanted, found map[string]any
+	if json.Unmarshal(want, &wanted) != nil {
+		return ""
+	}
+	if json.Unmarshal(got, &found) != nil {
+		return "(no JSON object)"
+	}
+	for _, name := range slices.Sorted(maps.Keys(wanted)) {
+		if !reflect.DeepEqual(wanted[name], found[name]) {
+			return name
+		}
+	}
+	return ""
+}
+
+func judgeURLs(h *History, f *finding) {
+	for _, d := range h.sortedDestinations() {
+		common := d.commonURLs()
+		if len(common) == 0 {
+			continue
+		}
+		for _, id := range slices.Sorted(maps.Keys(d.got)) {
+			done := d.done(id)
+			if len(done) == 0 {
+				continue
+			}
+			for _, url := range common {
+				f.judged++
+				if slices.ContainsFunc(d.got[id], func(r *receipt) bool { return r.Receipt.URL == url }) {
+					continue
+				}
+				if d.pending() || d.letters[id] != nil || slices.ContainsFunc(h.spans, func(s *span) bool { return s.Namespace == d.namespace }) {
+					f.unclear("%s may have been down, or its message %s is pending", url, id)
+					continue
+				}
+				f.violated(append(lines(done[:1]), d.final), "message %s is delivered, and %s never got it", id, url)
+			}
+		}
+	}
+}
+
+// commonURLs are the URLs of all revisions.
+func (d *destination) commonURLs() (urls []string) {
+	for i, r := range d.revisions {
+		if i == 0 {
+			urls = slices.Clone(r.URLs)
+		}
+		urls = slices.DeleteFunc(urls, func(url string) bool { return !slices.Contains(r.URLs, url) })
+	}
+	return urls
+}
+
+func judgeIDs(h *History, f *finding) {
+	byKey, byID := map[string]*receipt{}, map[string]*receipt{}
+	for _, r := range h.got {
+		f.judged++
+		name := r.body.MessageID
+		if name == "" {
+			name = r.body.Type + " of " + r.body.UserID
+		}
+		if before := byKey[r.Receipt.Key]; before != nil && (before.body.MessageID != r.body.MessageID || before.body.UserID != r.body.UserID || before.body.Type != r.body.Type) {
+			f.violated([]*Line{before.Line, r.Line}, "the messages %q and %q have the Idempotency-Key %q", before.id, name, r.Receipt.Key)
+		}
+		byKey[r.Receipt.Key] = r
+		if r.body.MessageID == "" {
+			continue
+		}
+		if before := byID[name]; before != nil && (before.Receipt.Key != r.Receipt.Key || before.body.UserID != r.body.UserID || before.body.Type != r.body.Type) {
+			f.violated([]*Line{before.Line, r.Line}, "two messages have the messageId %q", name)
+		}
+		byID[name] = r
+	}
+}
+
+// demanded returns the content of a request of a deletion or an audience that demands a message without an id.
+func (h *History) demanded(r *receipt) string {
+	for _, l := range h.calls {
+		for i := range l.Call.Messages {
+			if m := &l.Call.Messages[i]; m.ID == "" && missing(m.Content, []byte(r.Receipt.Body)) == "" {
+				return string(m.Content)
+			}
+		}
+	}
+	return ""
+}
+
+func judgeOnce(h *History, f *finding) {
+	type demand struct {
+		to, content string
+	}
+	want, most, line := map[demand]int{}, map[demand]int{}, map[demand]*Line{}
+	for _, l := range h.calls {
+		for i := range l.Call.Messages {
+			m := &l.Call.Messages[i]
+			for _, to := range m.Due {
+				if l.Call.Kind == Redelivery {
+					f.judged++
+					if d := h.destination(to); accepted(l.Call.Status) && len(d.done(m.ID)) == 0 && d.letters[m.ID] == nil && !d.pending() && d.letters != nil {
+						f.violated([]*Line{l, d.final}, "message %s was redelivered to %s, and has no outcome", m.ID, to)
+					}
+				}
+				if m.ID != "" {
+					continue
+				}
+				at := demand{to, string(m.Content)}
+				most[at]++
+				if line[at] = l; accepted(l.Call.Status) {
+					want[at]++
+				}
+			}
+		}
+	}
+	got := map[demand]map[string]*receipt{}
+	for _, r := range h.got {
+		if h.sent[r.body.MessageID] != nil || r.to == nil {
+			continue
+		}
+		at := demand{r.to.name, h.demanded(r)}
+		if got[at] == nil {
+			got[at] = map[string]*receipt{}
+		}
+		if got[at][r.Receipt.Key] = r; most[at] == 0 && (at.content != "" || r.body.Type == "delete") {
+			f.judged++
+			f.violated([]*Line{r.Line}, "%s got a message that nobody demanded there", at.to)
+		}
+	}
+	for at, n := range most {
+		f.judged++
+		keys := slices.Sorted(maps.Keys(got[at]))
+		var proof []*Line
+		for _, key := range keys[:min(len(keys), 3)] {
+			proof = append(proof, got[at][key].Line)
+		}
+		d := h.destination(at.to)
+		switch {
+		case len(keys) > n:
+			f.violated(append(proof, line[at]), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, n)
+		case len(keys) < want[at] && d.pending():
+			f.unclear("%s may still have a message with %s", at.to, at.content)
+		case len(keys) < want[at] && d.removed == nil:
+			f.violated(append(proof, line[at], d.final), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, want[at])
+		}
+	}
+}

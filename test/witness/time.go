@@ -1,0 +1,202 @@
+package witness
+
+import (
+	"maps"
+	"slices"
+	"time"
+)
+
+func judgeWindow(h *History, f *finding) {
+	for _, r := range h.got {
+		m := h.sent[r.body.MessageID]
+		if m == nil || m.acknowledged == nil || r.to == nil || len(m.redeliver) > 0 {
+			continue
+		}
+		f.judged++
+		_, timeout, window := r.to.largest()
+		if late := r.Begin - m.acknowledged.At - window - timeout; window > 0 && late > 0 {
+			f.violated([]*Line{m.acknowledged, r.Line}, "message %s is sent %v after the end of its retry window", r.id, late.Round(time.Millisecond))
+		}
+	}
+}
+
+func judgeWait(h *History, f *finding) {
+	h.judgeDelay(f, false)
+}
+
+func judgeIsolation(h *History, f *finding) {
+	h.judgeDelay(f, true)
+}
+
+// judgeDelay compares the time from the acceptance of each message to its first request with the bound. A fault of all
+// namespaces, or of its own, ends before the time begins. With foreign, only messages during the fault of another
+// namespace alone are judged.
+func (h *History) judgeDelay(f *finding, foreign bool) {
+	for _, m := range h.sorted() {
+		if m.acknowledged == nil {
+			continue
+		}
+		for _, name := range m.Due {
+			d := h.destination(name)
+			got := d.got[m.ID]
+			if len(got) == 0 {
+				continue // judgeOutcome finds it.
+			}
+			first := slices.MinFunc(got, func(a, b *receipt) int { return int(a.Begin - b.Begin) })
+			since, other := m.acknowledged.At, false
+			proof := []*Line{m.acknowledged, first.Line}
+			for _, s := range h.spans {
+				switch {
+				case !s.overlaps(m.first.Begin, first.Begin):
+				case s.Namespace != "" && s.Namespace != d.namespace:
+					other, proof = true, append(proof, s.lines...)
+				default:
+					since = max(since, min(s.end, first.Begin))
+				}
+			}
+			if foreign && !other {
+				continue
+			}
+			f.judged++
+			if wait := first.Begin - since; wait > h.plan.Wait {
+				f.violated(proof, "message %s waited %v for %s, at most %v are stated", m.ID, wait.Round(time.Millisecond), first.Receipt.URL, h.plan.Wait)
+			}
+		}
+	}
+}
+
+func judgeLedger(h *History, f *finding) {
+	for _, l := range h.ledgers {
+		g := l.Ledger
+		f.judged++
+		if g.Accepted != g.Delivered+g.Filtered+g.DeadLettered+g.Discarded+g.Pending {
+			f.violated([]*Line{l}, "%s: accepted is not the sum of the outcomes", g.Name)
+		}
+	}
+	for _, d := range h.sortedDestinations() {
+		if d.final == nil {
+			continue
+		}
+		due, done := 0, 0
+		var last *Line
+		for _, m := range h.sent {
+			if m.acknowledged != nil && slices.Contains(m.Due, d.name) {
+				due, last = due+1, m.acknowledged
+			}
+		}
+		for id := range d.got {
+			done += len(d.done(id))
+		}
+		f.judged++
+		if g := d.final.Ledger; g.Accepted < due {
+			f.violated([]*Line{d.final, last}, "%s: %d messages were acknowledged, and %d accepted", d.name, due, g.Accepted)
+		} else if g.Delivered > done {
+			f.violated([]*Line{d.final}, "%s: its receivers acknowledged %d requests, and %d messages count as delivered", d.name, done, g.Delivered)
+		}
+	}
+}
+
+func judgeFall(h *History, f *finding) {
+	before := map[string]*Line{}
+	for _, l := range h.ledgers {
+		g := l.Ledger
+		key := g.Name
+		if g.Status {
+			continue // A status has its delay.
+		}
+		last := before[key]
+		if before[key] = l; last == nil {
+			continue
+		}
+		f.judged++
+		was := last.Ledger
+		fell := max(was.Delivered-g.Delivered, was.Filtered-g.Filtered, was.DeadLettered-g.DeadLettered, was.Accepted-g.Accepted)
+		if fell <= 0 {
+			continue
+		}
+		most := 0
+		for _, s := range h.spans {
+			if s.Repeats != Unrecorded || !s.overlaps(last.At, l.At) {
+				continue
+			}
+			since := h.lastBefore(s.begin) - h.plan.Unrecorded
+			for _, d := range h.destinations {
+				if d.name == g.Name || len(d.revisions) > 0 && h.destinations[g.Name] == nil {
+					inFlight, _, _ := d.largest()
+					most += inFlight
+				}
+			}
+			for _, r := range h.got {
+				if r.At >= since && r.Begin <= s.end && (r.to == h.destinations[g.Name] || h.destinations[g.Name] == nil) {
+					most++
+				}
+			}
+		}
+		if fell > most {
+			f.violated([]*Line{last, l}, "%s: a number of the ledger fell by %d, at most %d were in flight or not recorded", g.Name, fell, most)
+		}
+	}
+}
+
+func judgeStatus(h *History, f *finding) {
+	for _, l := range h.ledgers {
+		d := h.destinations[l.Ledger.Name]
+		if !l.Ledger.Status || d == nil {
+			continue
+		}
+		since := l.At - h.plan.Status
+		if slices.ContainsFunc(h.spans, func(s *span) bool { return s.overlaps(since, l.At) }) {
+			continue // The delay begins again after a fault.
+		}
+		least, most := 0, 0
+		var seen *Line
+		for _, id := range slices.Sorted(maps.Keys(d.got)) {
+			done := d.done(id)
+			most += len(done)
+			if len(done) > 0 && done[0].At <= since {
+				least, seen = least+1, done[0].Line
+			}
+		}
+		if f.judged++; l.Ledger.Delivered < least || l.Ledger.Delivered > most {
+			f.violated([]*Line{l, seen}, "%s: the status has %d delivered messages, its receivers got %d before its delay and %d in all", d.name, l.Ledger.Delivered, least, most)
+		}
+	}
+}
+
+// judgeReady judges each time for which all probes of a process report that it is ready.
+func judgeReady(h *History, f *finding) {
+	ready := map[string]*Line{}
+	for _, l := range h.probes {
+		p := l.Probe
+		begin := ready[p.Process]
+		switch {
+		case !p.Ready:
+			delete(ready, p.Process)
+			continue
+		case begin == nil:
+			ready[p.Process] = l
+			continue
+		case l.At-begin.At < h.plan.Ready:
+			continue
+		}
+		delete(ready, p.Process)
+		var refused *Line
+		worked := false
+		for _, c := range h.calls {
+			if c.Call.Process == p.Process && c.Call.Valid && c.At >= begin.At && c.Begin <= l.At {
+				if accepted(c.Call.Status) {
+					worked = true
+					break
+				}
+				refused = c
+			}
+		}
+		switch {
+		case worked:
+			f.judged++
+		case refused != nil:
+			f.judged++
+			f.violated([]*Line{begin, refused, l}, "%s reported for %v that it is ready, and accepted no call", p.Process, (l.At - begin.At).Round(time.Millisecond))
+		}
+	}
+}
