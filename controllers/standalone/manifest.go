@@ -79,6 +79,11 @@ type parsed struct {
 // parse reads the documents of a file. An invalid document does not affect the others.
 func parse(file string, text []byte) parsed {
 	p := parsed{blank: true}
+	// The YAML reader ends each line so; place finds the documents then.
+	text = bytes.ReplaceAll(text, []byte("\r\n"), newline)
+	if !bytes.HasSuffix(text, newline) {
+		text = append(text, '\n')
+	}
 	split := splitYAML
 	if filepath.Ext(file) == ".json" {
 		split = splitJSON

@@ -96,7 +96,7 @@ func TestBadManifests(t *testing.T) {
 		{"JSON documents", "a.json", `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}} {"apiVersion":"v1","kind":"Secret","metadata":{"name":"b"}}`, "", 2, false},
 		{"a text", "a.yaml", "canary", "a.yaml:1: a manifest must be an object", 0, true},
 		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
-		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "a.yaml:2: apiVersion and kind must be set", 0, true},
+		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "a.yaml:1: apiVersion and kind must be set", 0, true},
 		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
 		{"a name that is not a string", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a string; put it in quotes", 0, true},
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
@@ -189,6 +189,8 @@ items:
 
 func TestSyntaxErrorLines(t *testing.T) {
 	for _, tc := range []struct{ name, text, want string }{
+		{"no last line break", "a: b\n---\na:\n\tb: c", "a.yaml:4: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
+		{"line breaks of Windows", "a: b\r\n---\r\na:\r\n\tb: c\r\n", "a.yaml:4: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
 		{"tab", "a: b\n---\na:\n\tb: c\n", "a.yaml:4: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
 		{"tab in a list", "a:\n  - b\n\t- c\n", "a.yaml:3: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
 		{"tab in the first line", "\ta: b\n", "a.yaml:1: not YAML: the line is indented with a tab; tabs are not allowed there, use spaces"},
