@@ -10,8 +10,12 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
+	"unicode/utf16"
+	"unicode/utf8"
 
 	corev1 "k8s.io/api/core/v1"
 	apivalidation "k8s.io/apimachinery/pkg/api/validation"
@@ -22,6 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -80,7 +85,7 @@ type parsed struct {
 func parse(file string, text []byte) parsed {
 	p := parsed{blank: true}
 	// The YAML reader ends each line so; place finds the documents then.
-	text = bytes.ReplaceAll(text, []byte("\r\n"), newline)
+	text = bytes.ReplaceAll(bytes.TrimPrefix(text, []byte("\uFEFF")), []byte("\r\n"), newline)
 	if !bytes.HasSuffix(text, newline) {
 		text = append(text, '\n')
 	}
@@ -128,8 +133,51 @@ func splitJSON(text []byte) (documents [][]byte, err error) {
 	}
 }
 
+// surrogate matches the escape of a half of a character above U+FFFF, which JSON writes as two of them. The YAML
+// parser does not know it, and the JSON parser replaces a half that stands alone.
+var surrogate = regexp.MustCompile(`\\u([dD][89a-fA-F][0-9a-fA-F]{2})`)
+
+// surrogatePair matches two halves that form a character, marked as json does.
+var surrogatePair = regexp.MustCompile(`\x{FDD0}([dD][89aAbB][0-9a-fA-F]{2})\x{FDD0}([dD][c-fC-F][0-9a-fA-F]{2})`)
+
+// json returns the document as JSON. As for kubectl, a document that is JSON is read as JSON also in a YAML file.
+//
+// Escapes of surrogates are marked with U+FDD0, which is no character: as \uFDD0d83d. Where a quoted text has the
+// mark they are escapes, and where \uFDD0 remains the text is not quoted, and has a backslash.
+func (d *document) json() (plain []byte, err error) {
+	text := surrogate.ReplaceAll(d.text, []byte(`\uFDD0$1`))
+	if json.Valid(text) && utf8.Valid(text) && bytes.HasPrefix(bytes.TrimSpace(text), []byte("{")) {
+		var content any
+		strict, err := kjson.UnmarshalStrict(text, &content)
+		if err = errors.Join(append(strict, err)...); err != nil {
+			return nil, err
+		}
+		plain, err = json.Marshal(content)
+		if err != nil {
+			return nil, err
+		}
+	} else if plain, err = yaml.YAMLToJSONStrict(text); err != nil {
+		return nil, err
+	}
+	if !surrogate.Match(d.text) {
+		return plain, nil
+	}
+	plain = surrogatePair.ReplaceAllFunc(plain, func(pair []byte) []byte {
+		m := surrogatePair.FindSubmatch(pair)
+		high, _ := strconv.ParseUint(string(m[1]), 16, 16)
+		low, _ := strconv.ParseUint(string(m[2]), 16, 16)
+		return utf8.AppendRune(nil, utf16.DecodeRune(rune(high), rune(low)))
+	})
+	if _, rest, alone := bytes.Cut(plain, []byte("\uFDD0")); alone {
+		half := []byte(`\u` + string(rest[:4]))
+		before, _, _ := bytes.Cut(d.text, half)
+		return nil, fmt.Errorf("line %d: %s is a half of a character: write both halves, or the character itself", 1+bytes.Count(before, newline), half)
+	}
+	return bytes.ReplaceAll(plain, []byte(`\uFDD0`), []byte(`\u`)), nil
+}
+
 func (p *parsed) document(d *document) {
-	plain, err := yaml.YAMLToJSONStrict(d.text)
+	plain, err := d.json()
 	if err != nil {
 		p.unreadable, p.blank = true, false
 		p.problems = append(p.problems, d.syntaxProblem(err))

@@ -229,6 +229,50 @@ func TestSecretData(t *testing.T) {
 	}
 }
 
+// A document that is JSON is read as kubectl reads it, with all escapes of JSON. YAML also gets characters that are
+// escaped as two halves. Nothing replaces a half that stands alone.
+func TestEscapes(t *testing.T) {
+	const head = `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"},"stringData":`
+	const yamlHead = "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: "
+	const half = " is a half of a character: write both halves, or the character itself"
+	for _, c := range []struct{ name, file, text, value, problem string }{
+		{"JSON", "a.json", head + `{"k":"\ud83d\uDE42 \u00e9"}}`, "🙂 é", ""},
+		{"JSON in a YAML file", "a.yaml", head + `{"k":"\ud83d\ude42"}}`, "🙂", ""},
+		{"JSON between YAML documents", "a.yaml", "# first\n---\n" + head + `{"k":"\ud83d\ude42"}}` + "\n---\n# last\n", "🙂", ""},
+		{"a list", "a.json", `{"apiVersion":"v1","kind":"List","items":[` + head + `{"k":"\ud83d\ude42"}}]}`, "🙂", ""},
+		{"a slash", "a.json", head + `{"k":"a\/b"}}`, "a/b", ""},
+		{"tabs", "a.json", "{\n\t" + head[1:] + "\n\t{\"k\":\t\"v\"}}", "v", ""},
+		{"line separators", "a.json", head + "{\"k\":\"a\u2028b\u0085c\"}}", "a\u2028b\u0085c", ""},
+		{"a byte order mark", "a.json", "\ufeff" + head + `{"k":"v"}}`, "v", ""},
+		{"an escaped backslash", "a.json", head + `{"k":"\\ud83d\\ude42"}}`, `\ud83d\ude42`, ""},
+		{"an escaped backslash before a character", "a.json", head + `{"k":"\\\ud83d\ude42"}}`, `\🙂`, ""},
+		{"quoted in YAML", "a.yaml", yamlHead + `{k: "\ud83d\ude42"}`, "🙂", ""},
+		{"not quoted in YAML", "a.yaml", yamlHead + `{k: \ud83d\ude42, j: "\ud83d\ude42"}`, `\ud83d\ude42`, ""},
+		{"quoted once in YAML", "a.yaml", yamlHead + `{k: '\ud83d\ude42', j: "\ud83d\ude42"}`, `\ud83d\ude42`, ""},
+		{"a block of YAML", "a.yaml", yamlHead + "\n  j: \"\\ud83d\\ude42\"\n  k: |-\n    {\"a\":\"\\ud83d\\ude42\"}\n", `{"a":"\ud83d\ude42"}`, ""},
+		{"a half in JSON", "a.json", "\n{\n" + head[1:] + `{"k":"\ud83d"}}`, "", `a.json:3: not JSON: \ud83d` + half},
+		{"a second half in JSON", "a.json", head + `{"k":"\ude42\ud83d"}}`, "", `a.json:1: not JSON: \ude42` + half},
+		{"a half in a key", "a.json", head + `{"k\ud83d":"v"}}`, "", `a.json:1: not JSON: \ud83d` + half},
+		{"a half in YAML", "a.yaml", yamlHead + `{k: "a\uD83Db"}`, "", `a.yaml:4: not YAML: \uD83D` + half},
+		{"a key twice", "a.json", head + `{"k":"v","k":"w"}}`, "", `a.json:1: not JSON: duplicate field "stringData.k"`},
+		{"a wrong field", "a.json", "{\n\t" + head[1:] + "\n\t{\"k\": \"\\ud83d\\ude42\"},\n\t\"typ\\/e\": \"\"}", "", `a.json:4: Secret default/a: unknown field "typ/e"; did you mean "type"?`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := parse(c.file, []byte(c.text))
+			var value, problem string
+			if len(p.objects) > 0 {
+				value = string(p.objects[0].secret["k"])
+			}
+			if len(p.problems) > 0 {
+				problem = p.problems[0].String()
+			}
+			if value != c.value || problem != c.problem {
+				t.Errorf("got  %q, problem %q\nwant %q, problem %q", value, problem, c.value, c.problem)
+			}
+		})
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add(webSource + "---\n" + webDestination + "---\n" + secret)
 	f.Fuzz(func(t *testing.T, text string) {

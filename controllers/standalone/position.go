@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -65,7 +66,7 @@ func (d *document) problem(path, object string, err error) manifest.Problem {
 // syntaxErrorLine matches the position that the YAML parser puts before its message.
 var syntaxErrorLine = regexp.MustCompile(`(?s)^(?:error converting YAML to JSON: )?(?:yaml: )?(?:unmarshal errors:\s*)?(?:line (\d+): )?(.*)$`)
 
-// syntaxProblem returns the problem of a document that is not YAML.
+// syntaxProblem returns the problem of a document that is neither YAML nor JSON.
 func (d *document) syntaxProblem(err error) manifest.Problem {
 	m := syntaxErrorLine.FindStringSubmatch(err.Error())
 	line, _ := strconv.Atoi(m[1]) // 0 if the parser gives no line.
@@ -74,7 +75,11 @@ func (d *document) syntaxProblem(err error) manifest.Problem {
 	if d.indentedWithTab(line) {
 		message = "the line is indented with a tab; tabs are not allowed there, use spaces"
 	}
-	return manifest.Problem{File: d.file, Line: d.before + line, Document: d.number, Message: "not YAML: " + message}
+	format := "YAML"
+	if filepath.Ext(d.file) == ".json" {
+		format = "JSON"
+	}
+	return manifest.Problem{File: d.file, Line: d.before + line, Document: d.number, Message: "not " + format + ": " + message}
 }
 
 // indentedWithTab reports whether a line of the document, from 1, has a tab in its indentation.
@@ -87,7 +92,9 @@ func (d *document) indentedWithTab(line int) bool {
 func (d *document) line(path string) int {
 	if d.root == nil {
 		d.root = &yamlv3.Node{}
-		_ = yamlv3.Unmarshal(d.text, d.root) // The strict parser has accepted the text; without a node, begin is used.
+		// The strict parser has accepted the text, perhaps as JSON; without a node, begin is used.
+		text := strings.NewReplacer("\t", " ", `\/`, "/").Replace(surrogate.ReplaceAllString(string(d.text), " "))
+		_ = yamlv3.Unmarshal([]byte(text), d.root)
 	}
 	if len(d.root.Content) == 0 {
 		return d.begin()
