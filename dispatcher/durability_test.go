@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,31 +15,34 @@ import (
 // Servers that lack records cause one repair, as soon as the store is open, and each read that finds a gap counts.
 func TestServersThatLackRecordsAreRepaired(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		type read struct {
+			d      slots.Durability
+			err    error
+			isOpen bool
+		}
 		var w durability
-		var d slots.Durability
-		var failed error
-		asked, isOpen := 0, false
-		go w.watch(t.Context(), func(context.Context) (slots.Durability, error) { return d, failed }, func() bool {
+		var next atomic.Pointer[read]
+		next.Store(&read{})
+		asked := 0
+		go w.watch(t.Context(), func(context.Context) (slots.Durability, error) { return next.Load().d, next.Load().err }, func() bool {
 			asked++
-			return isOpen
+			return next.Load().isOpen
 		}, slog.New(slog.DiscardHandler))
 		gap := slots.Durability{Gaps: []string{"server n1 lacks 5 records"}, LacksRecords: true}
 		for i, step := range []struct {
-			d           slots.Durability
-			err         error
-			isOpen      bool
+			read
 			asked, gaps int
 		}{
-			{asked: 0, gaps: 0},
-			{d: gap, asked: 1, gaps: 1},
-			{d: gap, isOpen: true, asked: 2, gaps: 2},
-			{d: gap, isOpen: true, asked: 2, gaps: 3},
-			{d: gap, err: errors.New("no answer"), isOpen: true, asked: 2, gaps: 3},
-			{isOpen: true, asked: 2, gaps: 3},
-			{d: slots.Durability{Gaps: []string{"an object store was deleted"}}, isOpen: true, asked: 2, gaps: 4},
-			{d: gap, isOpen: true, asked: 3, gaps: 5},
+			{read{}, 0, 0},
+			{read{d: gap}, 1, 1},
+			{read{d: gap, isOpen: true}, 2, 2},
+			{read{d: gap, isOpen: true}, 2, 3},
+			{read{d: gap, err: errors.New("no answer"), isOpen: true}, 2, 3},
+			{read{isOpen: true}, 2, 3},
+			{read{d: slots.Durability{Gaps: []string{"an object store was deleted"}}, isOpen: true}, 2, 4},
+			{read{d: gap, isOpen: true}, 3, 5},
 		} {
-			d, failed, isOpen = step.d, step.err, step.isOpen
+			next.Store(&step.read)
 			if i > 0 {
 				time.Sleep(durabilityInterval)
 			}
