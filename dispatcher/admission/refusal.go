@@ -111,7 +111,7 @@ func NotStored(err error) (r *Refusal, full, expected bool) {
 	case errors.Is(err, queue.ErrOverQuota):
 		return Retry(retryAfterFull, CodeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later"), true, true
 	case errors.Is(err, queue.ErrOverShare):
-		return Retry(retryAfterFull, CodeStorageFull, "the undelivered calls of this namespace fill its share of the storage; nothing of this request was stored, send it again later"), true, true
+		return Retry(retryAfterFull, CodeStorageFull, "the stored calls of this namespace fill its share of the storage; nothing of this request was stored, send it again later"), true, true
 	case errors.Is(err, queue.ErrFull):
 		return Retry(retryAfterFull, CodeStorageFull, "storage is full; nothing of this request was stored, send it again later"), true, true
 	case errors.Is(err, queue.ErrUnavailable):

@@ -314,7 +314,7 @@ var (
 	ErrFull = errors.New("storage is full")
 	// ErrOverQuota is the ErrFull of one Source whose undelivered messages reach its quota.
 	ErrOverQuota = fmt.Errorf("the Source's quota is used up: %w", ErrFull)
-	// ErrOverShare is the ErrFull of one namespace whose undelivered messages reach its share.
+	// ErrOverShare is the ErrFull of one of several namespaces whose messages reach its share.
 	ErrOverShare = fmt.Errorf("the namespace's share of the storage is used up: %w", ErrFull)
 	// ErrUnavailable: the log that makes messages durable does not answer. The caller should retry
 	// in a few seconds.

@@ -136,19 +136,21 @@ func (s *shares) admit(use, written int64) error {
 	return s.admitTo(space, reserveOf(space, s.buffers.Load()), s.free.Load()-written, use)
 }
 
-// admitTo is admit for a space of which some bytes are free; nothing is divided if it is 0.
+// admitTo is admit for a space of which some bytes are free; nothing is divided if it is 0. The share of the only
+// namespace is the whole space, so its calls are refused because the storage is full.
 func (s *shares) admitTo(space, reserve, free, use int64) error {
 	if space == 0 {
 		return nil
 	}
 	s.mu.Lock()
-	share := shareOf(space, reserve, s.active)
+	active := s.active
 	s.mu.Unlock()
+	share := shareOf(space, reserve, active)
 	most, bounded := mayUse(reserve, share, free)
 	switch {
 	case !bounded || use <= most:
 		return nil
-	case use > share-share/reserveDivisor: // The space that is free is an estimate.
+	case active > 1 && use > share-share/reserveDivisor: // The space that is free is an estimate.
 		return queue.ErrOverShare
 	}
 	return queue.ErrFull

@@ -85,8 +85,8 @@ func TestNamespacesShareTheDisk(t *testing.T) {
 	}
 	_, err := d.fill("evil/e0", "evil/e1")
 	used, share := d.Share("evil/e0")
-	if !errors.Is(err, queue.ErrOverShare) || !errors.Is(err, queue.ErrFull) {
-		t.Errorf("a namespace alone: got error %v, want %v", err, queue.ErrOverShare)
+	if !errors.Is(err, queue.ErrFull) || errors.Is(err, queue.ErrOverShare) {
+		t.Errorf("a namespace alone: got error %v, want %v", err, queue.ErrFull)
 	}
 	if least, most := int64(space*8/10), int64(space*9/10); used < least || used > most {
 		t.Errorf("use of a namespace alone: got %d, want %d to %d", used, least, most)
@@ -210,11 +210,14 @@ func TestNamespacesShareTheLog(t *testing.T) {
 		return 1000, nil
 	}
 	n, err := fill("evil/e0", "evil/e1")
-	if most := (2 << 20) * 9 / 10 / 10_000; !errors.Is(err, queue.ErrOverShare) || n < most-5 || n > most+1 {
-		t.Errorf("a namespace alone: got %d messages and error %v, want about %d and %v", n, err, most, queue.ErrOverShare)
+	if most := (2 << 20) * 9 / 10 / 10_000; !errors.Is(err, queue.ErrFull) || errors.Is(err, queue.ErrOverShare) || n < most-5 || n > most+1 {
+		t.Errorf("a namespace alone: got %d messages and error %v, want about %d and %v", n, err, most, queue.ErrFull)
 	}
 	if n, err := fill("shop/web"); n < 10 || errors.Is(err, queue.ErrOverShare) {
 		t.Errorf("a second namespace: got %d messages and error %v, want at least 10 and %v", n, err, queue.ErrFull)
+	}
+	if n, err := fill("evil/e0"); n != 0 || !errors.Is(err, queue.ErrOverShare) {
+		t.Errorf("the namespace above its share of the log: got %d messages and error %v, want none and %v", n, err, queue.ErrOverShare)
 	}
 	log.inLog.Store(1 << 20) // A snapshot has freed half.
 	s.maintain(false)
