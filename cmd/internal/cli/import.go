@@ -56,8 +56,9 @@ end with .gz are decompressed.
 
 A line without a messageId gets one that depends on the name of the file, the number
 of the line, and its content. Lines that are not valid calls are reported with their
-number; the others are imported. Answers 429, 500 and higher, and connection errors
-are repeated until Ctrl-C.
+number; the others are imported. After 429, 5xx and connection errors a request is
+retried until Ctrl-C. Other responses that are not Posthorn's, such as the 404 of a
+wrong address, end the import.
 
 FILE.posthorn-import has the last imported line, so the same command continues after
 an interruption; it is removed at the end. At most the batch that was interrupted is
@@ -163,6 +164,7 @@ type importer struct {
 	began   time.Time
 	sent    atomic.Int64 // lines of this run that the server answered, for the progress
 	waiting atomic.Pointer[string]
+	reason  string // why it waits; "" if it does not
 	printed int
 }
 
@@ -406,42 +408,61 @@ func (i *importer) post(ctx context.Context, lines []importLine) (rejected []imp
 		body = append(body, line.text...)
 	}
 	body = append(body, "]}"...)
-	for pause := i.pause; ; pause = min(2*pause, maxImportPause) {
+	for try, pause := 1, i.pause; ; try, pause = try+1, min(2*pause, maxImportPause) {
 		var answer struct {
 			Rejected []importRejection
 			Error    importError
 		}
 		status, after, err := i.try(ctx, body, &answer)
+		_, foreign := errors.AsType[foreignResponse](err)
+		temporary := status == http.StatusTooManyRequests || status == http.StatusRequestTimeout || status >= 500
+		var why string
 		switch {
 		case ctx.Err() != nil:
 			return nil, nil, ctx.Err()
 		case err == nil && status == http.StatusOK:
 			i.waiting.Store(nil)
+			i.reason = ""
 			return answer.Rejected, nil, nil
 		case err == nil && (status == http.StatusBadRequest || status == http.StatusRequestEntityTooLarge):
 			return nil, &answer.Error, nil
-		case err == nil && status != http.StatusTooManyRequests && status != http.StatusRequestTimeout && status < 500:
-			return nil, nil, fmt.Errorf("the server answered %d: %s", status, answer.Error.Message)
+		case foreign:
+			why = err.Error()
+			if !temporary {
+				return nil, nil, fmt.Errorf("%w; set --endpoint to the address of the tracking API, which is --listen of posthorn run, and not --admin-listen", err)
+			}
+		case err != nil:
+			temporary, why = true, i.to.explain(err).Error()
+		default:
+			why = fmt.Sprintf("the server returned %d %s: %s", status, answer.Error.Code, answer.Error.Message)
 		}
-		why := fmt.Sprintf("the server answered %d", status)
-		if err != nil {
-			why = i.to.explain(err).Error()
+		if !temporary {
+			return nil, nil, errors.New(why)
 		}
-		wait := max(pause, after)
-		i.waits(fmt.Sprintf("%s; next request in %s", why, wait.Round(time.Second/10)))
+		i.waits(why, try, max(pause, after))
 		select {
 		case <-ctx.Done():
 			return nil, nil, ctx.Err()
-		case <-time.After(wait):
+		case <-time.After(max(pause, after)):
 		}
 	}
 }
 
-// waits shows why the import waits. It prints it once, for outputs that are not terminals.
-func (i *importer) waits(text string) {
-	if i.waiting.Swap(&text) == nil {
+// waits shows why the import waits. For outputs that are not terminals it prints each reason once.
+func (i *importer) waits(why string, try int, wait time.Duration) {
+	text := fmt.Sprintf("%s; try %d, next in %s", why, try, wait)
+	i.waiting.Store(&text)
+	if why != i.reason {
+		i.reason = why
 		fmt.Fprintln(i.out, text)
 	}
+}
+
+// foreignResponse is a response that is not Posthorn's.
+type foreignResponse struct{ url, status string }
+
+func (r foreignResponse) Error() string {
+	return fmt.Sprintf("%s returned %s, and the response is not Posthorn's", r.url, r.status)
 }
 
 // try sends one request. after is the time of Retry-After.
@@ -460,11 +481,11 @@ func (i *importer) try(ctx context.Context, body []byte, answer any) (status int
 	if err != nil {
 		return 0, 0, err
 	}
-	if err := json.Unmarshal(text, answer); err != nil && resp.StatusCode < 500 {
-		return 0, 0, fmt.Errorf("%s: the answer is not Posthorn's: %w", resp.Status, err)
-	}
 	if seconds, err := strconv.Atoi(resp.Header.Get("Retry-After")); err == nil {
 		after = time.Duration(seconds) * time.Second
+	}
+	if json.Unmarshal(text, answer) != nil {
+		return resp.StatusCode, after, foreignResponse{req.URL.String(), resp.Status}
 	}
 	return resp.StatusCode, after, nil
 }

@@ -13,6 +13,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 )
@@ -137,7 +140,7 @@ func TestImportRepeats(t *testing.T) {
 	if want := slices.Concat(ids(1, 4), ids(6, 9)); code != command.ExitFailure || !slices.Equal(h.accepted, want) {
 		t.Errorf("exit %d, accepted %v, want %d and %v", code, h.accepted, command.ExitFailure, want)
 	}
-	for _, want := range []string{"the server answered 503; next request in 500ms", "line 5 rejected: answer 400 (c400)", "8 calls accepted, 1 line rejected"} {
+	for _, want := range []string{"the server returned 503 c503: answer 503; try 1, next in 500ms", "line 5 rejected: answer 400 (c400)", "8 calls accepted, 1 line rejected"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant %q in it", out, want)
 		}
@@ -155,7 +158,7 @@ func TestImportContinues(t *testing.T) {
 	}}
 	text := calls(1, 1800)
 	code, out := runImport(t, h, file, text)
-	if want := "line 1000 of " + file + " is the last one that was answered; the same command continues"; code != command.ExitFailure || !strings.Contains(out, want) || !strings.Contains(out, "the server answered 401: answer 401") {
+	if want := "line 1000 of " + file + " is the last one that was answered; the same command continues"; code != command.ExitFailure || !strings.Contains(out, want) || !strings.Contains(out, "the server returned 401 c401: answer 401") {
 		t.Errorf("exit %d:\n%s\nwant 1 and %q", code, out, want)
 	}
 	if _, out := runImport(t, h, file, strings.Replace(text, "m1000", "n1000", 1)); !strings.Contains(out, "line 1000 is not the one that the interrupted import sent") {
@@ -173,6 +176,73 @@ func TestImportContinues(t *testing.T) {
 		if code, out := runImport(t, h, "-", text, flags...); code != command.ExitUsage || !strings.Contains(out, flags[0]) {
 			t.Errorf("%v: got exit %d:\n%s", flags, code, out)
 		}
+	}
+}
+
+// What is not Posthorn ends the import, unless it answers as a proxy does whose server is away.
+func TestImportEndsAtAnotherServer(t *testing.T) {
+	for _, c := range []struct {
+		status int
+		body   string
+		want   string
+	}{
+		{404, "404 page not found\n", "/v1/import returned 404 Not Found, and the response is not Posthorn's; set --endpoint to the address of the tracking API"},
+		{405, "Method Not Allowed\n", "/v1/import returned 405 Method Not Allowed"},
+		{403, "<html>", "/v1/import returned 403 Forbidden"},
+		{200, "<html>", "/v1/import returned 200 OK"},
+		{404, `{"success":false,"error":{"code":"not_found","message":"unknown path"}}`, "the server returned 404 not_found: unknown path"},
+	} {
+		t.Run(fmt.Sprint(c.status, c.body), func(t *testing.T) {
+			requests := 0
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				requests++
+				w.WriteHeader(c.status)
+				_, _ = io.WriteString(w, c.body)
+			}))
+			defer server.Close()
+			var out bytes.Buffer
+			code := execute([]string{"import", "-", "--write-key", "k", "--endpoint", server.URL}, strings.NewReader(calls(1, 1)), &out, &out)
+			if code != command.ExitFailure || requests != 1 || !strings.Contains(out.String(), c.want) {
+				t.Errorf("exit %d after %d requests, want 1 after 1:\n%s\nwant %q in it", code, requests, out.String(), c.want)
+			}
+		})
+	}
+}
+
+// Each reason to wait is printed once, with its code.
+func TestImportNamesWhyItWaits(t *testing.T) {
+	responses := []struct {
+		status     int
+		body, want string
+	}{
+		{503, `{"success":false,"error":{"code":"storage_full","message":"storage is full"}}`, "the server returned 503 storage_full: storage is full; try 1, next in 1ms"},
+		{503, `{"success":false,"error":{"code":"storage_full","message":"storage is full"}}`, ""},
+		{429, `{"success":false,"error":{"code":"rate_limited","message":"slow down"}}`, "the server returned 429 rate_limited: slow down; try 3, next in 4ms"},
+		{502, "<html>", "/v1/import returned 502 Bad Gateway, and the response is not Posthorn's; try 4, next in 8ms"},
+	}
+	requests, want := 0, []string{}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if requests++; requests > len(responses) {
+			_, _ = io.WriteString(w, `{"success":true}`)
+			return
+		}
+		w.WriteHeader(responses[requests-1].status)
+		_, _ = io.WriteString(w, responses[requests-1].body)
+	}))
+	defer server.Close()
+	var out bytes.Buffer
+	i := importer{pause: time.Millisecond, out: &out, client: server.Client(), to: trackingAPI{url: server.URL}, in: strings.NewReader(calls(1, 1)), from: 1}
+	if err := i.run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range responses {
+		if r.want != "" {
+			want = append(want, r.want)
+		}
+	}
+	got := strings.Split(strings.TrimSpace(strings.ReplaceAll(out.String(), server.URL, "")), "\n")
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
 	}
 }
 
