@@ -40,7 +40,7 @@ var DefaultContext = map[string]interface{}{
 type Client struct {
 	// Endpoint is the server's base address or its URL for batches; see [WithEndpoint].
 	Endpoint string
-	// Interval is the longest wait of a call for others; see [FlushAfter].
+	// Interval is the time since the last flush that starts a flush; see [FlushAfter].
 	Interval time.Duration
 	// Size is the number of queued calls that starts a flush; see [FlushAt].
 	Size int

@@ -462,14 +462,56 @@ func TestFlushTriggers(t *testing.T) {
 		delivered(20, "after 20 calls")
 		time.Sleep(3 * time.Second)
 		must(t, client.Track(track(20)))
-		time.Sleep(5*time.Second - 1)
+		time.Sleep(2*time.Second - 1)
 		delivered(20, "just before 5 s")
 		time.Sleep(time.Nanosecond)
-		delivered(21, "after 5 s")
+		delivered(21, "5 s after the last flush")
 		check.Equal(t, "requests", len(sink.Requests()), 2)
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
 		}
+	})
+}
+
+// FlushAfter counts from the last flush, by its time or by the number of calls.
+func TestFlushAfterCountsFromTheLastFlush(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		sink := analyticstest.New()
+		client := sink.Client(analytics.FlushAt(3))
+		began, sent := time.Now(), 0
+		call := func(at time.Duration, calls int) {
+			time.Sleep(time.Until(began.Add(at)))
+			for range calls {
+				must(t, client.Track(track(sent)))
+				sent++
+			}
+			synctest.Wait()
+		}
+		delivered := func(at time.Duration, want int) {
+			t.Helper()
+			time.Sleep(time.Until(began.Add(at)))
+			synctest.Wait()
+			check.Equal(t, fmt.Sprint("calls after ", at), len(sink.Calls()), want)
+		}
+		call(0, 1)
+		call(4*time.Second, 1) // It waits for 1 s.
+		delivered(5*time.Second-1, 0)
+		delivered(5*time.Second, 2)
+		call(9*time.Second, 1)
+		delivered(10*time.Second-1, 2)
+		delivered(10*time.Second, 3)
+		call(11*time.Second, 3) // A full batch is a flush, too.
+		delivered(11*time.Second, 6)
+		call(12*time.Second, 1)
+		delivered(16*time.Second-1, 6)
+		delivered(16*time.Second, 7)
+		call(time.Minute, 1) // It does not wait.
+		delivered(time.Minute, 8)
+		call(time.Minute+1, 1)
+		delivered(time.Minute+5*time.Second-1, 8)
+		delivered(time.Minute+5*time.Second, 9)
+		check.Equal(t, "requests", len(sink.Requests()), 6)
+		must(t, client.Close())
 	})
 }
 

@@ -17,8 +17,8 @@ type Option func(*Client)
 // limits of 2500 calls and 500 KB.
 func FlushAt(calls int) Option { return func(c *Client) { c.Size = calls } }
 
-// FlushAfter sets the longest wait of a call for others: 5 seconds by default. The same as
-// [Client.Interval].
+// FlushAfter sets the time since the last flush, or the first call, that starts a flush of the queued calls: 5 seconds
+// by default. A call after a longer pause does not wait. The same as [Client.Interval].
 func FlushAfter(d time.Duration) Option { return func(c *Client) { c.Interval = d } }
 
 // WithEndpoint sets the server: its base address, scheme://host[:port][/path], to which the client

@@ -27,6 +27,7 @@ type queue struct {
 	open       *batch // the batch for new calls; nil if there are none
 	due        bool   // the open batch is to be sent as soon as possible
 	flushTimer *time.Timer
+	flushed    time.Time           // when the last batch was closed, or the queue was made
 	ready      []*batch            // first in, first out
 	unresolved map[*batch]struct{} // all batches
 	inFlight   int
@@ -71,6 +72,7 @@ func (q *queue) init(c *Client) {
 	q.ended = make(chan struct{})
 	q.flushTimer = time.AfterFunc(time.Hour, q.flushOpen)
 	q.flushTimer.Stop()
+	q.flushed = time.Now()
 }
 
 // refuses reports without the lock whether add would fail.
@@ -109,7 +111,7 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 		q.open.body = append(q.open.body, batchHead...)
 		q.unresolved[q.open] = struct{}{}
 		if q.size > 1 {
-			q.flushTimer.Reset(q.client.Interval)
+			q.flushTimer.Reset(time.Until(q.flushed.Add(q.client.Interval)))
 		}
 	}
 	b := q.open
@@ -161,7 +163,7 @@ func (q *queue) awaitRoom(ctx context.Context) error {
 // takeOpen closes the open batch. Locked.
 func (q *queue) takeOpen() *batch {
 	b := q.open
-	q.open, q.due = nil, false
+	q.open, q.due, q.flushed = nil, false, time.Now()
 	return b
 }
 
