@@ -194,7 +194,8 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		for n := range 3 {
 			for i, u := range users {
 				event := fmt.Sprintf("At %d of %d", n, i)
-				Expect(sendTo(u.t, n, event)).To(Succeed())
+				// The log may elect a leader, and answers 503 meanwhile.
+				Eventually(sendTo).WithArguments(u.t, n, event).Should(Succeed())
 				u.s.eventually(event)
 			}
 		}
