@@ -91,7 +91,7 @@ func installReplicated(settings ...string) {
 }
 
 var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
-	It("keeps every accepted call when the owner is lost with its disk, a server restarts, and during a rolling update", func() {
+	It("keeps every accepted call when the owner is lost with its disk, a server restarts, and during a rolling update", Label(long), func() {
 		servers := startNATS()
 		installReplicated("--set", "dispatcher.replicas=2")
 		t, s := running("replicated")

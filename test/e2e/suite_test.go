@@ -53,7 +53,7 @@ var _ = SynchronizedBeforeSuite(func() {
 // cleanStart is the label of specs that first remove the release.
 const cleanStart = "clean-start"
 
-// long is the label of specs that run by E2E_LONG=1 only.
+// long is the label of specs that run by E2E_LONG=1 only: they take minutes.
 const long = "long"
 
 var _ = BeforeEach(func() {

@@ -243,7 +243,7 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 // A clock cannot be set for one pod, so this dispatcher is built with a time.Now
 // with a variable offset (clock/clock.go.txt).
 var _ = Describe("A clock that jumps", Serial, func() {
-	It("loses no messages, forwards and back", func() {
+	It("loses no messages, forwards and back", Label(long), func() {
 		use := func(tag string) {
 			GinkgoHelper()
 			kubectl("-n", system, "set", "image", dispatcher, "dispatcher="+env("E2E_REPOSITORY")+":"+tag)
