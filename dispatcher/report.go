@@ -178,10 +178,13 @@ func (s *storage) get(gate *admission.Gate) adminapi.StorageReport {
 		if left, total, ok := gate.DiskLeft(); ok {
 			s.report.DaysLeft = s.forecast.days(now, int64(left), int64(total))
 		}
-		s.report.FreeBytes -= s.report.FreeBytes % (64 << 20)
+		s.report.FreeBytes -= s.report.FreeBytes % min(64<<20, max(s.report.TotalBytes/64, 1))
 		s.report.UsedBytes -= s.report.UsedBytes % (1 << 20)
 	}
-	s.report.Pressure = gate.Store.Full()
+	s.report.Pressure, s.report.LackingBytes = gate.Store.Full(), 0
+	if s.report.Pressure {
+		s.report.LackingBytes = (gate.Store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
+	}
 	return s.report
 }
 

@@ -110,6 +110,7 @@ func (p *Page) newOverview(v view, query string) overview {
 		o.Accepting = false
 		o.Problems = append(o.Problems, problem{Object: slotName(slot) + " of the log", Text: "has no owner: calls of its namespaces are answered 503", Fix: "a dispatcher takes it over within about 15 s; if none does, check their logs"})
 	}
+	full := false
 	disks := map[string]int64{} // Several slots of a pod are on one disk.
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]
@@ -125,7 +126,9 @@ func (p *Page) newOverview(v view, query string) overview {
 		}
 		if x.Storage.Pressure {
 			o.Accepting = false
-			o.Problems = append(o.Problems, problem{Object: object, Text: "rejects calls with 503: its disk is full", Fix: "free disk space, or fix the destinations with the largest backlog"})
+			full = true
+			f := why.DiskFull(x, p.options.Namespace)
+			o.Problems = append(o.Problems, problem{Object: object, Text: f.Text, Fix: f.Fix})
 		}
 		for _, c := range x.Configs {
 			for _, d := range c.Discards {
@@ -157,7 +160,10 @@ func (p *Page) newOverview(v view, query string) overview {
 		}
 		if r.Cause != nil && r.Cause.About != "Manifest" {
 			// One cause of several destinations, such as a Source without calls, is one problem.
-			if r.Cause.About == "Source" {
+			if r.Cause.About == "Disk" && full {
+				continue
+			}
+			if r.Cause.About == "Source" || r.Cause.About == "Disk" {
 				if bySource[k.Namespace+r.Cause.Text] {
 					continue
 				}

@@ -40,7 +40,7 @@ const (
 type Finding struct {
 	Level Level `json:"level"`
 	// About is the checked part: Operator, Kind, Manifest, Destination, Secret, Config, Source, Filter,
-	// Endpoint, Backlog or DeadLetters.
+	// Disk, Endpoint, Backlog or DeadLetters.
 	About string `json:"about"`
 	// Text is the result.
 	Text string `json:"text"`
@@ -113,15 +113,78 @@ func Explain(f Facts) []Finding {
 	return e.found
 }
 
-// Cause returns the finding to fix first, or nil. An idle Source is the cause only if there is no other
-// problem, such as an endpoint that rejects the messages of another Source.
-func Cause(findings []Finding) *Finding {
-	for _, idle := range []bool{false, true} {
-		if i := slices.IndexFunc(findings, func(f Finding) bool { return f.Level == Problem && f.Idle == idle }); i >= 0 {
-			return &findings[i]
+// Cause returns the finding to fix first, or nil. A full disk, and then an idle Source, is the cause only if there is no
+// other problem, such as an endpoint that rejects messages, which fill the disk.
+func Cause(findings []Finding) (cause *Finding) {
+	rank := func(f *Finding) int {
+		switch {
+		case f.Idle:
+			return 2
+		case f.About == aboutDisk:
+			return 1
+		}
+		return 0
+	}
+	for i := range findings {
+		if f := &findings[i]; f.Level == Problem && (cause == nil || rank(f) < rank(cause)) {
+			cause = f
 		}
 	}
-	return nil
+	return cause
+}
+
+const aboutDisk = "Disk"
+
+// DiskFull explains that a dispatcher's disk is full: by what, how much space is missing, and what to do. It names the
+// destinations of one namespace, or of all with "".
+func DiskFull(r *adminapi.Index, namespace string) Finding {
+	const mib, most = 1 << 20, 3
+	s := r.Storage
+	f := Finding{Level: Problem, About: aboutDisk}
+	f.Text = fmt.Sprintf("the disk of dispatcher %s is full, so new calls are answered 503", r.Pod)
+	if s.LackingBytes > 0 {
+		f.Text += fmt.Sprintf(" until %d MiB become free", s.LackingBytes/mib)
+	}
+	others := max(s.TotalBytes-s.FreeBytes-s.UsedBytes, 0)
+	f.Text += fmt.Sprintf("; of %d MiB, Posthorn uses %d MiB and other files %d MiB", s.TotalBytes/mib, s.UsedBytes/mib, others/mib)
+	type backlog struct {
+		name            string
+		pending, stored int64
+		reason          string
+	}
+	var backlogs []backlog
+	for name, n := range r.Namespaces() {
+		if namespace != "" && name != namespace {
+			continue
+		}
+		for d := range n.Destinations() {
+			if d.Pending+d.DeadLettersStored == 0 {
+				continue
+			}
+			b := backlog{name + "/" + d.Name, d.Pending, d.DeadLettersStored, ""}
+			for _, p := range d.Endpoints {
+				if p.LastFailure != nil && !p.LastSuccess.After(p.LastFailure.Time) {
+					b.reason = cmp.Or(b.reason, ", "+p.LastFailure.Reason)
+				}
+			}
+			backlogs = append(backlogs, b)
+		}
+	}
+	slices.SortFunc(backlogs, func(a, b backlog) int {
+		return cmp.Or(cmp.Compare(b.pending+b.stored, a.pending+a.stored), strings.Compare(a.name, b.name))
+	})
+	var names []string
+	for _, b := range backlogs[:min(len(backlogs), most)] {
+		names = append(names, fmt.Sprintf("%s (%d pending, %s%s)", b.name, b.pending, plural.Count(b.stored, "dead letter"), b.reason))
+	}
+	if names != nil {
+		f.Text += "; the largest backlogs are " + strings.Join(names, ", ")
+	}
+	f.Fix = "fix the receivers with the largest backlog, purge dead letters, or enlarge the volume"
+	if others > s.UsedBytes {
+		f.Fix = "remove other files from the volume, or enlarge it"
+	}
+	return f
 }
 
 type explainer struct {
@@ -227,7 +290,10 @@ func Manifests(problems []manifest.Problem, kind, namespace, name string, now ti
 	return found
 }
 
-// fixes maps a reason of Accepted or ResolvedRefs to the action for the user.
+// Fix returns the action for the user for a reason of a condition; "" if the message is enough.
+func Fix(reason string) string { return fixes[reason].fix }
+
+// fixes maps a reason of Accepted, ResolvedRefs or Receiving to the action for the user.
 var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonSecretNotFound:       {"Secret", "create the Secret in this namespace; no restart is necessary"},
 	v1alpha1.ReasonSecretKeyMissing:     {"Secret", "add the key to the Secret, or correct the reference"},
@@ -244,6 +310,8 @@ var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonInvalidSpec:          {"Destination", "correct the spec; it was stored under older rules"},
 	v1alpha1.ReasonWriteKeyConflict:     {"Source", "set another write key"},
 	v1alpha1.ReasonWriteKeyReserved:     {"Source", "set another write key, or ask an administrator to release it"},
+	v1alpha1.ReasonStoragePressure:      {aboutDisk, "fix the destinations with the largest backlog, or ask an administrator for disk space"},
+	v1alpha1.ReasonRejectingCalls:       {"Source", "fix the sender; the message gives the reason"},
 }
 
 // refusals returns the conditions Accepted and ResolvedRefs that are False.
@@ -384,7 +452,7 @@ func (e *explainer) config() {
 			return
 		}
 		if r.Storage.Pressure {
-			e.add(Problem, "Config", "contact an administrator: the disk is full", "dispatcher %s does not accept calls: its disk is full", r.Pod)
+			e.found = append(e.found, DiskFull(r, e.Namespace))
 		} else if days := r.Storage.DaysLeft; days > 0 {
 			e.add(Notice, "Config", "", "the disk of dispatcher %s is full in at most %s at the present rate; then calls are answered 503", r.Pod, plural.Count(days, "day"))
 		}
@@ -474,7 +542,7 @@ func (e *explainer) sources() {
 				e.add(Problem, "Source", fixes[c.Reason].fix, text, s.Name, c.Message, c.Reason)
 			}
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
-			e.add(Problem, "Source", "fix the sender; the message gives the reason", "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
+			e.add(Problem, cmp.Or(fixes[receiving.Reason].about, "Source"), fixes[receiving.Reason].fix, "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
 		case calls.Accepted == 0:
 			e.add(Problem, "Source", "check the sender's address and write key: requests with a wrong key get 401 and are not counted for this Source", "no call has ever been accepted for Source %q", s.Name)
 			e.found[len(e.found)-1].Idle = true

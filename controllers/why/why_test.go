@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -85,6 +86,11 @@ func TestExplain(t *testing.T) {
 			}
 		}
 	}
+	fullDisk := func(f *Facts) {
+		report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
+			r.Storage = adminapi.StorageReport{UsedBytes: 40 << 20, FreeBytes: 10 << 20, TotalBytes: 64 << 20, LackingBytes: 12 << 20, Pressure: true}
+		})(f)
+	}
 	// reported adds reports with the endpoints of one pod, and those of the other.
 	reported := func(a, b []adminapi.EndpointReport) func(*Facts) {
 		return report(func(t *adminapi.NamespaceReport, r *adminapi.Report) {
@@ -157,7 +163,22 @@ func TestExplain(t *testing.T) {
 		{"refused by a dispatcher", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 			t.Refused = &adminapi.RefusedConfig{Error: "unknown field"}
 		}), "Config", "dispatcher a rejects the config and keeps the previous one: unknown field", "update", ""},
-		{"a full disk", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
+		{"a full disk", fullDisk, "Disk", "the disk of dispatcher a is full, so new calls are answered 503 until 12 MiB become free; of 64 MiB, Posthorn uses 40 MiB and other files 14 MiB; the largest backlogs are shop/crm (5 pending, 0 dead letters)", "fix the receivers with the largest backlog", ""},
+		{"a full disk, because of other files", func(f *Facts) {
+			report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
+				r.Storage = adminapi.StorageReport{UsedBytes: 8 << 20, FreeBytes: 10 << 20, TotalBytes: 64 << 20, Pressure: true}
+			})(f)
+		}, "Disk", "new calls are answered 503; of 64 MiB, Posthorn uses 8 MiB and other files 46 MiB", "remove other files", ""},
+		{"a full disk and a broken receiver", func(f *Facts) {
+			fullDisk(f)
+			s(func(s *v1alpha1.Source) {
+				meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503: a dispatcher's storage is full"))
+			})(f)
+			failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "connection refused")(f)
+		}, "Endpoint", "connection refused", "that the receiver runs", "PROBLEM Disk the disk of dispatcher a is full"},
+		{"a full share", s(func(s *v1alpha1.Source) {
+			meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503"))
+		}), "Disk", `Source "web": calls are answered 503 (StoragePressure)`, "fix the destinations with the largest backlog", ""},
 		{"a disk that fills", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.DaysLeft = 3 }), "", "", "", "NOTICE Config the disk of dispatcher a is full in at most 3 days at the present rate"},
 		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
@@ -477,6 +498,31 @@ func TestStranded(t *testing.T) {
 			return f.Level == Problem && f.Text == "9 messages on the volume of d-1, which does not run"
 		}) {
 			t.Errorf("%d reports: no problem names the messages: %+v", len(reports), found)
+		}
+	}
+}
+
+// DiskFull names the largest backlogs of a namespace, or of all, and why each is not delivered.
+func TestDiskFullNamesWhoFillsIt(t *testing.T) {
+	failed := func(reason string, at, success time.Time) []adminapi.EndpointReport {
+		return []adminapi.EndpointReport{{Name: "primary", LastSuccess: success, LastFailure: &adminapi.Failure{Time: at, Reason: reason}}}
+	}
+	destination := func(name string, pending, stored int64, endpoints []adminapi.EndpointReport) adminapi.DestinationReport {
+		return adminapi.DestinationReport{Name: name, Ledger: adminapi.Ledger{Pending: pending}, DeadLettersStored: stored, Endpoints: endpoints}
+	}
+	x := adminapi.NewIndex(adminapi.Report{Pod: "a", Storage: adminapi.StorageReport{Pressure: true}, Namespaces: []adminapi.NamespaceReport{
+		{Namespace: "shop", Destinations: []adminapi.DestinationReport{
+			destination("crm", 9, 0, failed("ServerError", now, now.Add(time.Second))), destination("idle", 0, 0, nil), destination("few", 1, 0, nil), destination("dead", 0, 12, failed("Rejected", now, time.Time{})),
+		}},
+		{Namespace: "mail", Destinations: []adminapi.DestinationReport{destination("mailer", 1743, 1, failed("ConnectionRefused", now, now.Add(-time.Hour)))}},
+	}})
+	for namespace, want := range map[string]string{
+		"":      "the largest backlogs are mail/mailer (1743 pending, 1 dead letter, ConnectionRefused), shop/dead (0 pending, 12 dead letters, Rejected), shop/crm (9 pending, 0 dead letters)",
+		"shop":  "the largest backlogs are shop/dead (0 pending, 12 dead letters, Rejected), shop/crm (9 pending, 0 dead letters), shop/few (1 pending, 0 dead letters)",
+		"other": "Posthorn uses 0 MiB and other files 0 MiB",
+	} {
+		if got := DiskFull(x, namespace).Text; !strings.HasSuffix(got, want) {
+			t.Errorf("namespace %q:\ngot  %s\nwant %s at its end", namespace, got, want)
 		}
 	}
 }

@@ -373,6 +373,8 @@ type StorageReport struct {
 	TotalBytes int64 `json:"totalBytes"`
 	// Pressure is true above the high-water mark: ingest answers 503.
 	Pressure bool `json:"pressure,omitempty"`
+	// LackingBytes must become free before calls are accepted again; 0 without Pressure, or if that is not known.
+	LackingBytes int64 `json:"lackingBytes,omitempty"`
 	// DaysLeft is for how many days, rounded up, the disk lasts at the present rate until it reaches
 	// the high-water mark; 0 if it lasts more than 30 days or the rate is not known yet.
 	DaysLeft int `json:"daysLeft,omitempty"`

@@ -118,9 +118,16 @@ func (v *inventory) addLive(ctx context.Context, targets []target) error {
 
 // troubles returns the first problem of every object that has one: rejected manifests, then
 // destinations, then the other kinds. idle describes the Sources that have never had a call, which is
-// no problem of a new installation.
-func (v *inventory) troubles() (found []trouble, idle []string) {
+// no problem of a new installation. A full disk is one problem, whatever depends on it.
+func (v *inventory) troubles(namespace string) (found []trouble, idle []string) {
 	found = []trouble{}
+	full := map[string]bool{}
+	for _, r := range v.reports {
+		if r.Storage.Pressure && !full[r.Pod] { // Several slots of a pod are on one disk.
+			full[r.Pod] = true
+			found = append(found, trouble{Kind: "Dispatcher", Name: r.Pod, Finding: why.DiskFull(r, namespace)})
+		}
+	}
 	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
 		found = append(found, trouble{Kind: "Lease", Name: operatorLease, Finding: *away})
 	}
@@ -138,7 +145,7 @@ func (v *inventory) troubles() (found []trouble, idle []string) {
 	for i, d := range v.destinations {
 		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1], Reports: v.reports, Now: v.now}
 		findings := why.Explain(facts)
-		if cause := why.Cause(findings); cause != nil && !cause.Idle {
+		if cause := why.Cause(findings); cause != nil && !cause.Idle && (len(full) == 0 || cause.About != "Disk") {
 			found = append(found, trouble{"WebhookDestination", d.Namespace, d.Name, *cause})
 		}
 		for _, f := range findings {
@@ -149,8 +156,8 @@ func (v *inventory) troubles() (found []trouble, idle []string) {
 		}
 	}
 	for _, o := range v.others {
-		if c := o.problem(); c != nil {
-			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message}})
+		if c := o.problem(); c != nil && (len(full) == 0 || c.Reason != v1alpha1.ReasonStoragePressure) {
+			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason)}})
 		}
 	}
 	return found, idle
@@ -248,7 +255,7 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 // explainAll is why without a name: it prints all troubles, and fails if there is one. With each, it
 // also prints the objects without a problem.
 func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, each bool) error {
-	found, idle := v.troubles()
+	found, idle := v.troubles(namespace)
 	if output == "json" {
 		out := json.NewEncoder(cmd.OutOrStdout())
 		for _, t := range found {
@@ -433,16 +440,16 @@ func (o *conditioned) findings() []why.Finding {
 	problem := o.problem()
 	for i := range o.Status.Conditions {
 		c := &o.Status.Conditions[i]
-		level := why.Notice
+		level, fix := why.Notice, ""
 		switch {
 		case c.Reason == v1alpha1.ReasonManifestRejected:
 			continue
 		case c == problem:
-			level = why.Problem
+			level, fix = why.Problem, why.Fix(c.Reason)
 		case c.Status == metav1.ConditionTrue && c.Reason != v1alpha1.ReasonDiscardAhead:
 			level = why.Fine
 		}
-		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message})
+		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message, Fix: fix})
 	}
 	return found
 }
@@ -512,7 +519,7 @@ type state struct {
 
 // state sums up the reports.
 func (v *inventory) state(namespace string) state {
-	found, idle := v.troubles()
+	found, idle := v.troubles(namespace)
 	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace)}
 	for _, r := range v.reports {
 		s.Ready = s.Ready && r.Ready

@@ -49,7 +49,8 @@ func TestStatus(t *testing.T) {
 	}}
 	starting, full := report, report
 	starting.Ready = false
-	full.Storage.Pressure = true
+	full.Pod, full.Storage.Pressure, full.Storage.LackingBytes = "d2", true, 3*mib
+	const pressure = `[{"type":"Receiving","status":"False","reason":"StoragePressure","message":"calls are answered 503"}]`
 	const refused = `[{"type":"ResolvedRefs","status":"False","reason":"SecretNotFound","message":"Secret \"gone\" does not exist"}]`
 	const rejecting = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all of the latest calls were rejected: no userId"}]`
 	const unread = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Programmed","status":"False","reason":"ConfigRefused","message":"a dispatcher rejected the config"}]`
@@ -78,10 +79,26 @@ Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters sto
 Problems        1
 
 Source default/web: Secret "gone" does not exist.
+  To do: create the Secret in this namespace; no restart is necessary.
 `},
 		{"starting", "status -o json", healthy, "[]", starting, command.ExitFailure, `{"ready":false,"storage":{"usedBytes":4194304,"freeBytes":5242880,"totalBytes":9437184},"sources":1,"accepted":107,"rejected":2,"destinations":0,"delivered":4,"pending":2,"retrying":1,"deadLettersStored":3,"problems":[],"notices":[]}
 `},
-		{"the disk is full", "status -o json", healthy, "[]", full, command.ExitFailure, `{"ready":true,"storage":{"usedBytes":4194304,"freeBytes":5242880,"totalBytes":9437184,"pressure":true},"sources":1,"accepted":107,"rejected":2,"destinations":0,"delivered":4,"pending":2,"retrying":1,"deadLettersStored":3,"problems":[],"notices":[]}
+		{"the disk is full", "status", pressure, "[]", full, command.ExitFailure, `Accepts calls   no, the disk is full
+Storage         4 MiB used, 5 MiB free of 9 MiB
+Sources         1; 107 calls accepted, 2 rejected
+Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
+Problems        1
+
+Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 until 3 MiB become free; of 9 MiB, Posthorn uses 4 MiB and other files 0 MiB; the largest backlogs are default/crm (2 pending, 3 dead letters).
+  To do: fix the receivers with the largest backlog, purge dead letters, or enlarge the volume.
+`},
+		{"why, the disk is full", "why -A", pressure, "[]", full, command.ExitFailure, `Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 until 3 MiB become free; of 9 MiB, Posthorn uses 4 MiB and other files 0 MiB; the largest backlogs are default/crm (2 pending, 3 dead letters).
+  To do: fix the receivers with the largest backlog, purge dead letters, or enlarge the volume.
+0 of 2 objects have a problem.
+`},
+		{"why, a full share", "why -A", pressure, "[]", report, command.ExitFailure, `Source default/web: calls are answered 503.
+  To do: fix the destinations with the largest backlog, or ask an administrator for disk space.
+1 of 2 objects has a problem.
 `},
 		{"why, healthy", "why", healthy, "[]", report, command.ExitOK, "0 of 2 objects have a problem.\n"},
 		{"why, a rejected manifest", "why", healthy, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
@@ -89,13 +106,15 @@ Source default/web: Secret "gone" does not exist.
 0 of 2 objects have a problem.
 `},
 		{"why, of another namespace", "why", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitOK, "0 of 2 objects have a problem.\n"},
-		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist"}
+		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist","fix":"create the Secret in this namespace; no restart is necessary"}
 `},
 		{"why of a Source", "why source.posthorn.dev/web", refused, "[]", report, command.ExitFailure, `Source default/web: Secret "gone" does not exist.
+To do: create the Secret in this namespace; no restart is necessary.
 
 PROBLEM   ResolvedRefs   Secret "gone" does not exist
 `},
 		{"why of a Source whose calls are rejected", "why source/web", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
+To do: fix the sender; the message gives the reason.
 
 OK        Accepted    the spec is valid
 PROBLEM   Receiving   all of the latest calls were rejected: no userId
@@ -111,6 +130,7 @@ OK       Accepted     the spec is valid
 NOTICE   Programmed   a dispatcher rejected the config
 `},
 		{"why, a Source whose calls are rejected", "why -A", rejecting, "[]", report, command.ExitFailure, `Source default/web: all of the latest calls were rejected: no userId.
+  To do: fix the sender; the message gives the reason.
 1 of 2 objects has a problem.
 `},
 		{"why, a manifest of another namespace, all", "why -A", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
@@ -121,6 +141,7 @@ NOTICE   Programmed   a dispatcher rejected the config
 		{"why of a kind with a problem", "why psrc", rejecting, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"},{"file":"a.yaml","line":9,"object":"Audience default/all","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
   To do: correct the manifest.
 Source default/web: all of the latest calls were rejected: no userId.
+  To do: fix the sender; the message gives the reason.
 1 of 1 object has a problem.
 `},
 		{"why of a kind without objects", "why -A deletions", healthy, "[]", report, command.ExitOK, "0 of 0 objects have a problem.\n"},

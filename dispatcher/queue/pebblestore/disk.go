@@ -27,6 +27,7 @@ type disk struct {
 	shares          shares
 	unchecked       atomic.Int64 // Bytes written since the last checkSpace.
 	trimmed         atomic.Int64 // Bytes that range deletions freed and that the file system did not get back yet.
+	lacking         atomic.Int64 // Bytes that must become free before full ends.
 	excess          atomic.Int64 // Bytes above the level at which first attempts are skipped; see skip.go.
 	freedAll        atomic.Int64 // Bytes freed since the start.
 	// trimBytes is an eighth of a write buffer. A trim runs after this many bytes: a message
@@ -107,6 +108,7 @@ func (d *disk) checkSpace() {
 			d.exhausted.Store(false)
 		}
 		d.excess.Store(0)
+		d.lacking.Store(0)
 		d.shares.space.Store(0)
 		return
 	}
@@ -132,6 +134,7 @@ func (d *disk) checkSpace() {
 	if d.full.Load() {
 		mark, least = mark-0.01, least+least/10
 	}
+	d.lacking.Store(max(int64(usage.UsedBytes)-int64((o.HighWater-0.01)*total), o.MinFreeBytes+o.MinFreeBytes/10-(free-unflushed), 0))
 	full := share > mark || free-unflushed < least || d.s.fs.Waiting() > 0
 	if d.full.Swap(full) == full {
 		return
@@ -178,6 +181,9 @@ func (s *Store) diskFull() {
 
 // Full reports whether Append returns ErrFull because the disk is above its high-water mark.
 func (s *Store) Full() bool { return s.disk.full.Load() }
+
+// Lacking returns how many bytes must become free before a full store accepts messages again; 0 if that is not known.
+func (s *Store) Lacking() int64 { return s.disk.lacking.Load() }
 
 // runMaintenance checks the disk space and deletes the messages that no lane needs.
 func (s *Store) runMaintenance() {

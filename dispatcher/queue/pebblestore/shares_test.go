@@ -156,6 +156,20 @@ func TestNamespacesShareTheDisk(t *testing.T) {
 	if _, err := d.fill("evil/e0"); errors.Is(err, queue.ErrOverShare) || !d.Full() {
 		t.Errorf("without a quota: got error %v and full %v, want the high-water mark", err, d.Full())
 	}
+	d.read()
+	lacking := uint64(d.Lacking())
+	if d.base -= lacking - 1; lacking == 0 || !d.full() {
+		t.Errorf("with one of the %d lacking bytes less: got room, want none", lacking)
+	}
+	if d.base--; d.full() {
+		t.Errorf("after %d lacking bytes became free: got no room", lacking)
+	}
+}
+
+// full reads the space of the disk again.
+func (d *sharedDisk) full() bool {
+	d.read()
+	return d.Full()
 }
 
 // A namespace counts while it has messages, and for some time after its last call.
