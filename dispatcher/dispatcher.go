@@ -389,7 +389,7 @@ func (d *Dispatcher) Synced(failed ...string) {
 // Run serves until ctx is done, then stops in order: it refuses new calls, answers calls in
 // progress, finishes deliveries in flight, and persists the positions.
 func (d *Dispatcher) Run(ctx context.Context) error {
-	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
+	main := listen.New(ingest.NewServer(ingest.Normalize(d.mux())), maxConns, d.log)
 	adminOptions := admin.Options{
 		Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,

@@ -93,7 +93,7 @@ func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, s
 
 func send(t *testing.T, d *Dispatcher, id string) (int, string) {
 	t.Helper()
-	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
+	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"//v1/track", // With an empty segment, as with a host setting that ends with a slash.
 		strings.NewReader(fmt.Sprintf(`{"userId":"u","event":"E","messageId":%q}`, id)))
 	req.SetBasicAuth(testKey, "")
 	resp, err := http.DefaultClient.Do(req)

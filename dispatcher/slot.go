@@ -309,7 +309,7 @@ type handlers struct {
 // serveProcess serves the listeners of a process until ctx is done. Calls in progress may then take as
 // long as drain returns.
 func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drain func() time.Duration) error {
-	calls := listen.New(ingest.NewServer(h.calls), maxConns, o.Logger)
+	calls := listen.New(ingest.NewServer(ingest.Normalize(h.calls)), maxConns, o.Logger)
 	requests := listen.New(admin.NewStandbyServer(h.admin), maxAdminConns, o.Logger)
 	peers := listen.New(newPeerServer(o.identity, h.peers, o.Logger), maxConns, o.Logger)
 	probes := listen.New(admin.NewProbeServer(h.ready), maxAdminConns, o.Logger)

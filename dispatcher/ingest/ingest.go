@@ -13,6 +13,8 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"path"
+	"regexp"
 	"runtime"
 	"runtime/debug"
 	"slices"
@@ -159,6 +161,27 @@ func NewServer(h http.Handler) *http.Server {
 	}
 }
 
+var (
+	unknownPath   = admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import, and load settings from /v1/projects/WRITE_KEY/settings")
+	emptySegments = regexp.MustCompile("//+")
+)
+
+// Normalize returns the handler of clients' requests. It removes the empty segments of paths, which come from a
+// host setting that ends with a slash, and rejects dot segments: a ServeMux would redirect both, and browsers
+// reject a preflight that is redirected.
+func Normalize(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p := r.URL.Path; !strings.HasPrefix(p, "/") || strings.Contains(p, "//") {
+			r.URL.Path, r.URL.RawPath = emptySegments.ReplaceAllString("/"+p, "/"), ""
+		}
+		if p := r.URL.Path; strings.Contains(p, "/.") && path.Clean(p) != strings.TrimSuffix(p, "/") {
+			unknownPath.Write(w)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
 // request is the state of one HTTP request.
 type request struct {
 	*http.Request
@@ -211,7 +234,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			h.settings(w, r, key)
 			return
 		}
-		h.answer(w, admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import, and load settings from /v1/projects/WRITE_KEY/settings"))
+		h.answer(w, unknownPath)
 		return
 	}
 	q := request{Request: r, view: h.Gate.View(), source: h.Gate.Unidentified, origin: r.Header.Get("Origin")}

@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -436,6 +437,47 @@ func TestCORS(t *testing.T) {
 	}
 	if w := f.do(post("/v1/track", "nobody", track)); w.Header().Get("Www-Authenticate") == "" {
 		t.Error("401 without a challenge")
+	}
+}
+
+// Empty segments of a path do not count, and no path is redirected: browsers reject a redirected preflight.
+func TestPathsAreNotRedirected(t *testing.T) {
+	f := newFixture(t)
+	mux := http.NewServeMux()
+	f.Mount(mux)
+	h := Normalize(mux)
+	for target, want := range map[string]int{
+		"/v1/track": 200, "/v1/track/": 200, "//v1/track": 200, "/v1//track": 200, "//v1//track//": 200, "///v1/t//": 200, "//v1/track?x=//": 200,
+		"/%2Fv1/track": 200, "/v1%2F%2Ftrack": 200, "/v1%2Ftrack": 200, "http://track.example//v1/track": 200,
+		"//v1/batch": 400, "//v1/nothing": 404, "//": 404, "http://track.example": 404, "/v1": 404, "//v1/.well-known": 404,
+		"/v1/./track": 404, "/v1/x/../track": 404, "/v1/x/%2e%2e/track": 404, "/v1/track/..": 404, "/..//v1/track": 404,
+	} {
+		for _, method := range []string{http.MethodPost, http.MethodOptions} {
+			r := httptest.NewRequest(method, "/", strings.NewReader(track))
+			u, err := url.ParseRequestURI(target) // As the server does: NewRequest reads //v1 as a host.
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.URL, r.RequestURI = u, target
+			r.SetBasicAuth("web-key", "")
+			r.Header.Set("Origin", "https://shop.example")
+			w := httptest.NewRecorder()
+			h.ServeHTTP(w, r)
+			want := want
+			if method == http.MethodOptions && want != 404 {
+				want = http.StatusNoContent
+			}
+			if w.Code != want || want != 404 && w.Header().Get(headerAllowedOrigin) != "https://shop.example" {
+				t.Errorf("%s %s: got %d with headers %v, want %d and CORS headers", method, target, w.Code, w.Header(), want)
+			}
+		}
+	}
+	for _, target := range []string{"//v1/projects/web-key/settings", "/v1//projects/web-key//settings/", "//projects/web-key/settings"} {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "http://track.example"+target, nil))
+		if w.Code != http.StatusOK {
+			t.Errorf("GET %s: got %d, want 200", target, w.Code)
+		}
 	}
 }
 
