@@ -25,12 +25,14 @@ type SourceSpec struct {
 	// +required
 	WriteKeys []WriteKey `json:"writeKeys"`
 
-	// Browser origins that may send calls (CORS), as scheme://host[:port], or
-	// "*" for every origin. A call from a page of another origin is answered 403;
-	// servers and apps, which send no origin, are not affected. At most 64.
+	// Browser origins that may send calls (CORS), as scheme://host[:port]. The scheme may be
+	// that of an app or an extension (capacitor://localhost). https://*.shop.example stands for
+	// all subdomains, null for pages without an origin, and * for every origin. A call from a
+	// page of another origin is answered 403; clients that send no origin are not affected.
+	// At most 64.
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MaxLength=255
-	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|https?://[A-Za-z0-9.\\-\\[\\]:]+)$')",message="must be * or scheme://host[:port] with http or https, and without a path"
+	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|null|file://|[A-Za-z][A-Za-z0-9+.\\-]*://((\\*\\.)?[A-Za-z0-9._\\-]+|\\[[0-9A-Fa-f:.]+\\])(:[1-9][0-9]{0,4})?)$')",message="must be *, null or scheme://host[:port] without a path; the host may begin with *. for subdomains"
 	// +listType=set
 	// +optional
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`

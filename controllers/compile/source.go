@@ -1,6 +1,7 @@
 package compile
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -60,10 +61,9 @@ func receiversOf(c liveconfig.Config, v Verdicts) map[string][]string {
 // key must not reject the calls with the old key.
 func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
 	r := newResolver(s.Secrets)
-	c := liveconfig.Source{
-		Name:           o.Name,
-		Enabled:        o.Spec.Enabled == nil || *o.Spec.Enabled,
-		AllowedOrigins: slices.Clone(o.Spec.AllowedOrigins),
+	c := liveconfig.Source{Name: o.Name, Enabled: o.Spec.Enabled == nil || *o.Spec.Enabled}
+	for _, origin := range o.Spec.AllowedOrigins {
+		c.AllowedOrigins = append(c.AllowedOrigins, cmp.Or(liveconfig.CanonicalOrigin(origin), origin))
 	}
 	if liveconfig.BuiltIn(o.Name) {
 		r.add(v1alpha1.ReasonInvalidSpec, "metadata.name", "is the name of a built-in Source; choose another name")

@@ -3,7 +3,6 @@ package front
 import (
 	"encoding/hex"
 	"slices"
-	"strings"
 	"sync"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -19,7 +18,7 @@ type Index struct {
 	// known has the namespaces of the keys of Sources, and reserved those of the keys that a namespace had
 	// before. A key has several while it moves from one namespace to another.
 	known, reserved byKey
-	// origins has the namespaces that allow an origin, in lower case.
+	// origins has the namespaces by the entries of their Sources.
 	origins map[string]map[string]bool
 }
 
@@ -55,9 +54,7 @@ func (x *Index) Set(namespace string, live liveconfig.Revisioned) {
 		for _, hash := range s.WriteKeySHA256 {
 			e.known = appendHash(e.known, hash)
 		}
-		for _, origin := range s.AllowedOrigins {
-			e.origins = append(e.origins, strings.ToLower(origin))
-		}
+		e.origins = append(e.origins, s.AllowedOrigins...)
 	}
 	for _, key := range live.Head.Reserved {
 		e.reserved = appendHash(e.reserved, key.SHA256)
@@ -157,8 +154,8 @@ func (x *Index) Knows(key string) bool {
 func (x *Index) Allowing(origin string) (namespace string, ok bool) {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
-	for _, o := range []string{strings.ToLower(origin), "*"} {
-		for namespace := range x.origins[o] {
+	for entry := range liveconfig.EntriesFor(origin) {
+		for namespace := range x.origins[entry] {
 			return namespace, true
 		}
 	}

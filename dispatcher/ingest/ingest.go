@@ -12,7 +12,6 @@ import (
 	"math"
 	"net/http"
 	"net/netip"
-	"net/url"
 	"path"
 	"regexp"
 	"runtime"
@@ -550,14 +549,20 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *a
 }
 
 func allowsOrigin(s liveconfig.Source, origin string) bool {
-	return slices.ContainsFunc(s.AllowedOrigins, func(o string) bool { return o == "*" || strings.EqualFold(o, origin) })
+	for entry := range liveconfig.EntriesFor(origin) {
+		if slices.Contains(s.AllowedOrigins, entry) {
+			return true
+		}
+	}
+	return false
 }
 
-// sameOrigin reports whether a page calls its own host, with a proxy in front of both. Browsers
-// need no permission for that.
+// sameOrigin reports whether a page calls its own host, with a proxy in front of both, so the scheme
+// of the request is unknown. Browsers need no permission for that.
 func sameOrigin(r *http.Request, origin string) bool {
-	u, err := url.Parse(origin)
-	return err == nil && u.Host != "" && strings.EqualFold(u.Host, r.Host)
+	canonical := liveconfig.CanonicalOrigin(origin)
+	scheme, _, _ := strings.Cut(canonical, "://")
+	return (scheme == "http" || scheme == "https") && canonical == liveconfig.CanonicalOrigin(scheme+"://"+r.Host)
 }
 
 // exposeTo lets a page of an origin read the answer. Posthorn uses no cookies, but sendBeacon

@@ -422,6 +422,9 @@ func TestCORS(t *testing.T) {
 		"another Source's":     {"slow-key", track, "", 403, false},
 		"key in the body":      {"", `{"writeKey":"slow-key","userId":"u","event":"E"}`, "", 403, false},
 		"behind a common host": {"slow-key", track, "shop.example", 200, true},
+		"with its port":        {"slow-key", track, "Shop.example:443", 200, true},
+		"with another port":    {"slow-key", track, "shop.example:8443", 403, false},
+		"with the port 80":     {"slow-key", track, "shop.example:80", 403, false},
 	} {
 		r := post("/v1/track", tc.key, tc.body, "Origin", "https://shop.example")
 		if tc.host != "" {
@@ -437,6 +440,44 @@ func TestCORS(t *testing.T) {
 	}
 	if w := f.do(post("/v1/track", "nobody", track)); w.Header().Get("Www-Authenticate") == "" {
 		t.Error("401 without a challenge")
+	}
+}
+
+func TestOrigins(t *testing.T) {
+	f := newFixture(t)
+	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
+		source_("web", "web-key", func(s *liveconfig.Source) {
+			s.AllowedOrigins = []string{"https://shop.example", "https://*.shop.example", "https://*.port.example:8443", "capacitor://localhost", "null", "http://[::1]:3000"}
+		}),
+	}}}}))
+	for origin, allowed := range map[string]bool{
+		"https://shop.example": true, "https://SHOP.example:443": true, "http://shop.example": false, "https://shop.example:8443": false,
+		"https://a.shop.example": true, "https://a.b.shop.example:443": true, "https://a.shop.example:8443": false, "http://a.shop.example": false,
+		"https://evilshop.example": false, "https://evil-shop.example": false, "https://.shop.example": false, "https://shop.example.evil.example": false,
+		"https://evil.example/.shop.example": false, "https://a.port.example:8443": true, "https://port.example:8443": false, "https://a.port.example": false,
+		"capacitor://localhost": true, "ionic://localhost": false, "http://localhost": false, "null": true, "http://[0::1]:3000": true, "http://[::2]:3000": false,
+	} {
+		r := httptest.NewRequest(http.MethodOptions, "/v1/t", nil)
+		r.Header.Set("Origin", origin)
+		want := ""
+		if allowed {
+			want = origin
+		}
+		if got := f.do(r).Header().Get(headerAllowedOrigin); got != want {
+			t.Errorf("preflight of %s: got Access-Control-Allow-Origin %q, want %q", origin, got, want)
+		}
+		w := f.do(post("/v1/t", "web-key", track, "Origin", origin))
+		if got := w.Header().Get(headerAllowedOrigin); got != want || (w.Code == http.StatusOK) != allowed {
+			t.Errorf("call of %s: got %d and Access-Control-Allow-Origin %q, want %q", origin, w.Code, got, want)
+		}
+	}
+	// The same-host rule is one of browsers: an app's page has no host.
+	for origin, want := range map[string]int{"tauri://localhost": http.StatusForbidden, "http://localhost": http.StatusOK, "https://localhost": http.StatusOK} {
+		r := post("/v1/t", "web-key", track, "Origin", origin)
+		r.Host = "localhost"
+		if w := f.do(r); w.Code != want {
+			t.Errorf("call of %s to localhost: got %d, want %d", origin, w.Code, want)
+		}
 	}
 }
 

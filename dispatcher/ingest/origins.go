@@ -1,12 +1,10 @@
 package ingest
 
 import (
-	"strings"
-
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// origins are the origins that some Source of a view allows.
+// origins are the entries of spec.allowedOrigins of all Sources of a view.
 type origins struct {
 	view *liveconfig.View
 	set  map[string]bool
@@ -22,7 +20,7 @@ func (h *Handler) originsOf(view *liveconfig.View) *origins {
 		c, _ := view.Namespace(namespace)
 		for _, s := range c.Sources {
 			for _, origin := range s.AllowedOrigins {
-				o.set[strings.ToLower(origin)] = true
+				o.set[origin] = true
 			}
 		}
 	}
@@ -30,4 +28,11 @@ func (h *Handler) originsOf(view *liveconfig.View) *origins {
 	return o
 }
 
-func (o *origins) allow(origin string) bool { return o.set["*"] || o.set[strings.ToLower(origin)] }
+func (o *origins) allow(origin string) bool {
+	for entry := range liveconfig.EntriesFor(origin) {
+		if o.set[entry] {
+			return true
+		}
+	}
+	return false
+}

@@ -45,7 +45,7 @@ type Source struct {
 	// WriteKeySHA256 holds the hash of each write key of this Source. It is empty if no write key
 	// is valid; the Source then gets no calls.
 	WriteKeySHA256 KeyHashes `json:"writeKeySHA256,omitempty"`
-	// AllowedOrigins for CORS; "*" allows every origin.
+	// AllowedOrigins for CORS, in the form of CanonicalOrigin; see EntriesFor.
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
 	// CallsPerSecond and Burst bound the calls per pod; 0 is no limit.
 	CallsPerSecond int `json:"callsPerSecond,omitempty"`
