@@ -38,7 +38,7 @@ func (c *clockCheck) isTrusted() bool {
 // mustHandOver reports whether the clock is wrong, and another process is ready to take a slot: this one sends
 // no more, so that no time of its clock is stored.
 func (c *clockCheck) mustHandOver(slot int) bool {
-	return !c.isTrusted() && c.members.HasSuccessor(slot)
+	return !c.isTrusted() && len(c.members.Successors(slot)) > 0
 }
 
 // problem describes a wrong clock with its fix; empty for none.

@@ -117,8 +117,12 @@ type Options struct {
 	WallClock func() time.Time
 	// Bus carries the heartbeats of RunSlot. Without it an owner with a wrong clock keeps its slot.
 	Bus slots.Bus
-	// clock is set by RunSlot and RunSlots.
-	clock *clockCheck
+	// Lacks, when set, returns the objects that the log has, by the values of Store.AllMeta, and that this process
+	// lacks or has in an older version: as the owner it would park them. Only one goroutine of RunSlot calls it.
+	Lacks func(values map[string][]byte) []string
+	// clock is set by RunSlot and RunSlots, and lacking by RunSlot.
+	clock   *clockCheck
+	lacking *lacking
 	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
 	term *term
 	// handOver replaces handOverTimeout in tests.

@@ -718,10 +718,10 @@ func (s *hosted) changed() {
 	}
 }
 
-// mayClaim is Options.MayClaim of package slots: the clock is right, and a process with several slots should
-// take this one.
+// mayClaim is Options.MayClaim of package slots: the clock is right, no other process has more objects of the log,
+// and a process with several slots should take this one.
 func (o *Options) mayClaim() bool {
-	return o.clock.isRight() && (o.hosted == nil || o.hosted.mayClaim.Load())
+	return o.clock.isRight() && o.lacking.mayClaim() && (o.hosted == nil || o.hosted.mayClaim.Load())
 }
 
 // start starts to follow the slot, unless the process does already.

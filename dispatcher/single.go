@@ -26,6 +26,7 @@ type single struct {
 func newSingle(o Options) *single {
 	s := &single{o: o, name: rand.Text(), started: time.Now(), members: slots.NewMembers(nil)}
 	s.o.clock = newClockCheck(o.WallClock, s.members)
+	s.o.lacking = newLacking(o, s.members)
 	return s
 }
 
@@ -65,7 +66,7 @@ func (s *single) beat() {
 			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}
 		}
 	} else if b := s.standby.Load(); b != nil && b.following.Load() {
-		own.Copies = []slots.SlotCopied{b.copied(0)}
+		own.Copies, own.OldConfig = []slots.SlotCopied{b.copied(0)}, !s.o.lacking.isComplete()
 	}
 	s.members.Hear(own)
 	s.o.clock.log(s.o.Logger)

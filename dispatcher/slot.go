@@ -82,12 +82,15 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{Memory: &limits.Pool{Max: planMemory(cmp.Or(o.Memory, DefaultMemory)).requests}}}
 	}
 	process := newSingle(o)
-	o.clock = process.o.clock
+	o.clock, o.lacking = process.o.clock, process.o.lacking
 	exchanging, stop := context.WithCancel(ctx)
 	var exchanged sync.WaitGroup
 	exchanged.Go(func() { process.exchange(exchanging) })
 	defer exchanged.Wait()
 	defer stop()
+	if o.lacking != nil {
+		go o.lacking.run(exchanging)
+	}
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
 	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
 	for {
@@ -108,6 +111,7 @@ func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.
 	if err != nil {
 		return nil, nil, err
 	}
+	o.lacking.restart()
 	s := newStandby(o)
 	present.Store(s)
 	defer present.Store(nil)
@@ -136,6 +140,8 @@ type standby struct {
 	// reason is why the process does not own the slot.
 	reason atomic.Pointer[string]
 	clock  *clockCheck
+	// lacking is nil in a process that compares no objects.
+	lacking *lacking
 	// following is true while the process keeps a copy.
 	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
@@ -152,7 +158,7 @@ type standby struct {
 }
 
 func newStandby(o Options) *standby {
-	s := &standby{log: o.Logger, calls: o.forwarder, clock: o.clock}
+	s := &standby{log: o.Logger, calls: o.forwarder, clock: o.clock, lacking: o.lacking}
 	s.because(connecting)
 	return s
 }
@@ -171,6 +177,8 @@ func (s *standby) ready() error {
 		return errors.New(s.openFailure())
 	case s.calls == nil || !s.caughtUp.Load():
 		return errors.New(*s.reason.Load())
+	case s.lacking.problem() != "":
+		return errors.New(s.lacking.problem())
 	case s.calls.Owner() != "":
 		s.hasKnown.Store(true)
 	case !s.hasKnown.Load():
@@ -275,6 +283,9 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
 	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.upToDate(); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
+	if o.lacking != nil {
+		access.Values = o.lacking.offer
+	}
 	if o.identity != nil {
 		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
 	}
@@ -452,7 +463,7 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := newRegistry()
-	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric())
+	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))

@@ -69,6 +69,10 @@ this machine; 'posthorn get' shows the status, too.`,
 			if err != nil {
 				return err
 			}
+			options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log}
+			if data.isReplicated() {
+				data.options.Lacks = standalone.NewLacks(options)
+			}
 			data.options.Logger, data.options.Pod, data.options.Namespace = log, "standalone", standalone.DefaultNamespace
 			// The two depend on each other: the API of the resources shows the dispatcher's
 			// reports, and the dispatcher's admin listener serves that API.
@@ -81,7 +85,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
 			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher) error {
-				options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys}
+				options.Sink, options.Changes, options.UnknownKeys = d, d.Changes, d.UnknownKeys
 				if data.isReplicated() {
 					options.Records = d.Store()
 				} else if err := standalone.ForgetRecords(d.Store()); err != nil {

@@ -22,6 +22,15 @@ type mark struct {
 	secret bool
 }
 
+// markOf identifies the version of a file that may be missing.
+func markOf(path string) mark {
+	m := mark{path: path, size: -1}
+	if info, err := os.Stat(path); err == nil {
+		m.size, m.mtime = info.Size(), info.ModTime()
+	}
+	return m
+}
+
 // manifests lists the manifest files in a folder, sorted by name. If path is a file, it
 // lists that file. It follows links, as the files of a mounted ConfigMap are, and excludes
 // hidden files and sub-folders.

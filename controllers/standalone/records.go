@@ -70,6 +70,12 @@ func (s *store) readRecords(from Records) error {
 	if err != nil {
 		return fmt.Errorf("read the records of the manifests: %w", err)
 	}
+	s.setRecords(all)
+	return nil
+}
+
+// setRecords is readRecords with all values of a store.
+func (s *store) setRecords(all map[string][]byte) {
 	s.written, s.records = map[string][]byte{}, map[string]record{}
 	for name, value := range all {
 		if !strings.HasPrefix(name, recordPrefix) {
@@ -91,7 +97,6 @@ func (s *store) readRecords(from Records) error {
 			r.restoreStatus(o)
 		}
 	}
-	return nil
 }
 
 // ForgetRecords removes the records of a store that has no replicated log any more: they would be outdated if it moved
@@ -180,6 +185,54 @@ func (s *store) keepRecords(next map[id]*stored) {
 	s.unproved = nil
 }
 
+// NewLacks returns a function that names the objects with records in the values of a store that a process would park
+// if it became the owner now, without runs that have ended: it loads the folder as a new owner does, after each change
+// of it or of a record.
+func NewLacks(o Options) func(values map[string][]byte) []string {
+	var files map[string]*file
+	var loaded []mark
+	var compared map[string][]byte
+	var found []string
+	return func(values map[string][]byte) []string {
+		records := maps.Clone(values)
+		maps.DeleteFunc(records, func(name string, _ []byte) bool { return !strings.HasPrefix(name, recordPrefix) })
+		manifests, err := manifests(o.Dir)
+		marks := append(slices.Clone(manifests), append(marksOfSecretValues(o.SecretValues), markOf(o.StateFile))...)
+		s := newStore()
+		s.secretValues, s.files = slices.Clone(o.SecretValues), files
+		switch {
+		case len(records) == 0:
+			return nil
+		case err == nil && compared != nil && slices.Equal(marks, loaded) && maps.EqualFunc(records, compared, bytes.Equal):
+			return found
+		case err == nil:
+			err = s.restore(o.StateFile, manifests)
+		}
+		if err != nil {
+			return []string{fmt.Sprintf("all objects (%v)", err)}
+		}
+		s.restoreSecretValues(time.Now())
+		s.setRecords(records)
+		s.unproved = map[string]bool{}
+		for name := range records {
+			s.unproved[idOf(name).namespace] = true
+		}
+		if len(manifests) > 0 || len(s.objects) == 0 { // As Control.load.
+			s.load(manifests, time.Now())
+		}
+		files, loaded, compared, found = s.files, marks, records, nil
+		if s.unread {
+			compared = nil
+		}
+		for name := range s.records {
+			if status := s.jobStatus(name); status == nil || !v1alpha1.JobEnded(*status) {
+				found = append(found, idOf(name).String())
+			}
+		}
+		return found
+	}
+}
+
 // parkedProblems returns a problem for each object that the log has and this process did not load.
 func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 	since := map[string]time.Time{}
@@ -222,10 +275,19 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 	return list
 }
 
+// jobStatus returns the status of a record of a run that has begun, and otherwise nil.
+func (s *store) jobStatus(name string) *v1alpha1.JobStatus {
+	var status v1alpha1.JobStatus
+	if json.Unmarshal(s.records[name].Status, &status) != nil {
+		return nil
+	}
+	return &status
+}
+
 // isUnfinished reports whether a record is that of a run that has begun and not ended.
 func (s *store) isUnfinished(name string) bool {
-	var status v1alpha1.JobStatus
-	return json.Unmarshal(s.records[name].Status, &status) == nil && !v1alpha1.JobEnded(status)
+	status := s.jobStatus(name)
+	return status != nil && !v1alpha1.JobEnded(*status)
 }
 
 // lacksRun reports whether this process did not load a run of a namespace that has begun and not ended. The dispatcher

@@ -3,6 +3,9 @@ package standalone
 import (
 	"encoding/json"
 	"maps"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -282,4 +285,53 @@ func TestOlderVersionOfTheSameProcess(t *testing.T) {
 	again.own(records, begin.Add(5*time.Hour))
 	check.Equal(t, "generation after a restart with the older version", again.object("WebhookDestination", "crm").generation, 5)
 	check.Equal(t, "parked objects", len(again.parked), 0)
+}
+
+// A standby knows what it would park as the owner: what its folder lacks, or has in an older version. A valid earlier form
+// of a manifest that is not valid now does not count as missing.
+func TestLacks(t *testing.T) {
+	files := map[string]string{"secret.yaml": secret, "web.yaml": webSource, "crm.yaml": webDestination}
+	records, begin := metaStore{"job/other": []byte("{}")}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	owner := newStandby(t, files)
+	p := newStandby(t, files)
+	state := filepath.Join(t.TempDir(), "manifests.json")
+	lacks := NewLacks(Options{Dir: p.dir, StateFile: state})
+	want := func(when string, want ...string) {
+		t.Helper()
+		for _, attempt := range []string{"", ", compared again"} {
+			got := lacks(records)
+			slices.Sort(got)
+			check.Same(t, "what the standby lacks "+when+attempt, got, want)
+		}
+	}
+	want("before there is an owner")
+	owner.own(records, begin)
+	want("with the same manifests")
+	put(t, owner.dir, "crm.yaml", strings.Replace(webDestination, "hooks.example", "new.example", 1))
+	owner.reload(records, begin.Add(time.Minute))
+	want("after a change at the owner", "WebhookDestination default/crm")
+	put(t, p.dir, "crm.yaml", strings.Replace(webDestination, "hooks.example", "newer.example", 1))
+	want("with a version that the log never had")
+	put(t, p.dir, "web.yaml", "{")
+	want("with an invalid manifest", "Source default/web")
+	put(t, p.dir, "web.yaml", webSource)
+	check.NoError(t, "remove the Secret", os.Remove(filepath.Join(p.dir, "secret.yaml")))
+	want("without the Secret", "Secret default/web-key")
+
+	// It was an owner itself.
+	put(t, p.dir, "secret.yaml", secret)
+	p.own(records, begin.Add(time.Hour))
+	check.NoError(t, "save the state", p.save(state))
+	put(t, p.dir, "web.yaml", "{")
+	want("with a last valid form")
+	put(t, owner.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {enabled: false, ", 1))
+	owner.own(records, begin.Add(2*time.Hour))
+	want("with an outdated last valid form", "Source default/web")
+	check.NoError(t, "remove the Source", os.Remove(filepath.Join(p.dir, "web.yaml")))
+	want("without a manifest that it had as the owner", "Source default/web")
+	check.NoError(t, "remove the folder", os.RemoveAll(p.dir))
+	if got := lacks(records); len(got) != 1 || !strings.HasPrefix(got[0], "all objects (read manifests: ") {
+		t.Errorf("what the standby lacks without its folder: got %q, want all objects, with the error", got)
+	}
+	check.Same(t, "what it lacks without records", lacks(metaStore{"job/other": []byte("{}")}), []string(nil))
 }

@@ -128,10 +128,8 @@ func marksOfSecretValues(values []SecretValue) (marks []mark) {
 		if v.file == "" {
 			continue
 		}
-		m := mark{path: v.file, size: -1, secret: true}
-		if info, err := os.Stat(v.file); err == nil {
-			m.size, m.mtime = info.Size(), info.ModTime()
-		}
+		m := markOf(v.file)
+		m.secret = true
 		marks = append(marks, m)
 	}
 	return marks

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -32,6 +33,8 @@ type inventory struct {
 	manifests []manifest.Problem
 	// gone are the resources that the cluster does not serve, while it serves others.
 	gone []string
+	// standby is why a standby of a replicated log is not ready; nil for none.
+	standby *trouble
 	// operatorRenewed is when the operator last renewed its Lease; zero if that is not known.
 	operatorRenewed time.Time
 	liveState
@@ -130,6 +133,9 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	}
 	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
 		found = append(found, trouble{Kind: "Lease", Name: operatorLease, Finding: *away})
+	}
+	if v.standby != nil {
+		found = append(found, *v.standby)
 	}
 	for _, resource := range v.gone {
 		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
@@ -480,6 +486,9 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	t, err := d.target()
 	if err != nil {
 		return nil, err
+	}
+	if s, err := t.Log(ctx); err == nil && s != nil && !s.Owner && !s.Ready {
+		v.standby = &trouble{Kind: "Standby", Name: cmp.Or(s.Address, s.Pod), Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
 	}
 	return v, v.addLive(ctx, []target{t})
 }

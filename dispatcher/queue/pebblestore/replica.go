@@ -78,6 +78,9 @@ func (r *Replica) Apply(at Position, batch []byte) error {
 	return nil
 }
 
+// AllMeta returns the values that the owner has stored by Store.PutMeta.
+func (r *Replica) AllMeta() (map[string][]byte, error) { return r.s.AllMeta() }
+
 // Skip makes the batch behind a later one the next one: those up to it are lost. The store must be repaired.
 func (r *Replica) Skip(to uint64) { r.last.Batch = to }
 

@@ -44,6 +44,8 @@ type candidate struct {
 	// proposal is the record that is being published, or nil.
 	proposal   *outgoing
 	pauseUntil time.Time
+	// valuesAt is when the values of the copy are passed on again.
+	valuesAt time.Time
 	// won is the claim that is in the stream, at the sequence next - 1.
 	won *outgoing
 }

@@ -2,6 +2,7 @@ package slots
 
 import (
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -163,4 +164,32 @@ func TestClaimIsRead(t *testing.T) {
 		t.Error("claim of another pod in the stream: got the slot, want none")
 	}
 	wantWait(t, c, start, suspectAfter)
+}
+
+// The values of a copy are passed on when it has the records that the stream had at the start, and then at intervals.
+func TestValuesOfTheCopy(t *testing.T) {
+	c := newTestCandidate(t, ownerClaims, ownerWrites)
+	c.end = 3
+	now := start
+	var got []time.Duration
+	o := Options{Now: func() time.Time { return now }, Values: func(values map[string][]byte) {
+		if string(values["batch"]) != "1" {
+			t.Errorf("values: got %q, want those of batch 1", values)
+		}
+		got = append(got, now.Sub(start))
+	}}
+	for range 3 * valuesInterval / time.Second {
+		if err := c.passValues(o); err != nil {
+			t.Fatal(err)
+		}
+		now = now.Add(time.Second)
+		if now.Sub(start) == 2*time.Second {
+			if err := c.apply(now, entry(3, header{kindHeartbeat, foreign, 1, 3, 2, 1, 0})); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if want := []time.Duration{2 * time.Second, 2*time.Second + valuesInterval, 2*time.Second + 2*valuesInterval}; !slices.Equal(got, want) {
+		t.Errorf("times of the values: got %v, want %v", got, want)
+	}
 }

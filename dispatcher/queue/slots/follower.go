@@ -15,6 +15,8 @@ type Replica interface {
 	// Apply applies the batch at the next position. It may keep and change the batch. It does not apply a
 	// batch of a newer release, and returns pebblestore.ErrNewerFormat.
 	Apply(at pebblestore.Position, batch []byte) error
+	// AllMeta returns the values of queue.Store.PutMeta.
+	AllMeta() (map[string][]byte, error)
 }
 
 // DamageError reports a record that cannot follow the records before it: it is malformed, it is of

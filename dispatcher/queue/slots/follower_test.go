@@ -2,6 +2,7 @@ package slots
 
 import (
 	"errors"
+	"strconv"
 	"testing"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -15,6 +16,10 @@ func (r *countingReplica) Position() pebblestore.Position { return r.position }
 func (r *countingReplica) Apply(at pebblestore.Position, _ []byte) error {
 	r.position = at
 	return nil
+}
+
+func (r *countingReplica) AllMeta() (map[string][]byte, error) {
+	return map[string][]byte{"batch": []byte(strconv.FormatUint(r.position.Batch, 10))}, nil
 }
 
 // entry returns a record with batches of one byte.

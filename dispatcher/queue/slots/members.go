@@ -164,18 +164,18 @@ func (m *Members) Configs(except string) map[string]int64 {
 	return numbers
 }
 
-// HasSuccessor reports whether a member with a right clock has a complete copy of a slot.
-func (m *Members) HasSuccessor(slot int) bool {
+// Successors returns the members with a right clock that have a complete copy of a slot.
+func (m *Members) Successors(slot int) (list []Member) {
 	members := m.List()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	now := m.now()
 	for _, h := range m.alive(now) {
-		if !h.Leaving && h.member(now).HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
-			return true
+		if member := h.member(now); !h.Leaving && member.HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
+			list = append(list, member)
 		}
 	}
-	return false
+	return list
 }
 
 // View returns the arguments of Place for a number of slots.

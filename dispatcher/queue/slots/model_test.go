@@ -554,6 +554,8 @@ func (c *copied) all() []copiedBatch {
 // crash leaves the first n batches.
 func (c *copied) crash(n int) { c.batches = c.batches[:n] }
 
+func (*copied) AllMeta() (map[string][]byte, error) { return nil, nil }
+
 func (c *copied) Position() (p pebblestore.Position) {
 	if n := len(c.batches); n > 0 {
 		p = pebblestore.Position{Batch: uint64(n), Session: c.batches[n-1].session}

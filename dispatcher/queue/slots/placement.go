@@ -21,7 +21,8 @@ type Member struct {
 	// present time.
 	ClockSkew time.Duration
 	Clock     time.Time
-	// OldConfig is true while it lacks a live config that another member has had for a while.
+	// OldConfig is true while it lacks a live config that another member has had for a while, or an object that
+	// the log has.
 	OldConfig bool
 }
 
@@ -84,8 +85,8 @@ const (
 	// countedAge is the age at which a member counts: members that start at the same time then
 	// share the slots, and a process that restarts again and again takes none.
 	countedAge = 10 * time.Second
-	// takeTurn is the time without owner after which the next member may take a slot, too.
-	takeTurn = 30 * time.Second
+	// TakeTurn is the time without owner after which the next member may take a slot, too.
+	TakeTurn = 30 * time.Second
 )
 
 // Place returns the moves with which the members take and follow the slots. Each member makes its
@@ -96,7 +97,7 @@ const (
 //     that has too many, or leaves, hands over one at a time, and only to a member that follows the slot and
 //     is ready. As few slots as possible are moved.
 //   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
-//     slots. A member with its full share takes it only when the others have not for takeTurn.
+//     slots. A member with its full share takes it only when the others have not for TakeTurn.
 //   - A member that failed to open the store of a slot takes it after all others, gets no hand-over of it,
 //     and is not counted as a standby. It keeps its copy.
 //   - Each slot has a number of standbys. Those of one owner are spread so that the members that
@@ -130,7 +131,7 @@ type Progress struct {
 	Complete bool
 }
 
-// ProgressOf returns the progress of a member. Slots that no member took for takeTurn, and copies with which
+// ProgressOf returns the progress of a member. Slots that no member took for TakeTurn, and copies with which
 // the store could not be opened, do not delay it.
 func ProgressOf(member string, members []Member, slots []Placed, standbys int) (p Progress) {
 	_, p.Complete = slices.BinarySearch(newPlacement(members, slots, standbys).names, member)
@@ -146,7 +147,7 @@ func ProgressOf(member string, members []Member, slots []Placed, standbys int) (
 		case ready == 1:
 			p.Complete = false
 		}
-		if s.Owner == "" && s.Unowned < takeTurn {
+		if s.Owner == "" && s.Unowned < TakeTurn {
 			p.Complete = false
 		}
 	}
@@ -261,7 +262,7 @@ func (p *placement) take() {
 				p.byOwned(a, b),
 			)
 		})
-		turns := min(1+int(s.Unowned/takeTurn), len(ranked))
+		turns := min(1+int(s.Unowned/TakeTurn), len(ranked))
 		for _, name := range ranked[:turns] {
 			p.add(name, Take, i)
 		}

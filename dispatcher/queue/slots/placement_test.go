@@ -51,7 +51,7 @@ func TestPlace(t *testing.T) {
 			[]Move{{"c", Take, 0}}},
 		{"a standby with its share is not", old("a", "b"), []Placed{{Owner: "b"}, {Followers: ready("b")}}, 0,
 			[]Move{{"a", Take, 1}}},
-		{"but it is, when the slot has no owner for long", old("a", "b"), []Placed{{Owner: "b"}, {Followers: ready("b"), Unowned: takeTurn}}, 0,
+		{"but it is, when the slot has no owner for long", old("a", "b"), []Placed{{Owner: "b"}, {Followers: ready("b"), Unowned: TakeTurn}}, 0,
 			[]Move{{"a", Take, 1}, {"b", Take, 1}}},
 		{"a hand-over begins with a copy", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a"}}, 0,
 			[]Move{{"b", StartFollowing, 0}}},
@@ -99,7 +99,7 @@ func TestPlace(t *testing.T) {
 			[]Move{{"c", StopFollowing, 0}}},
 		{"a member that failed to open the store takes the slot last", old("a", "b"), []Placed{{Followers: failedCopy("a")}}, 0,
 			[]Move{{"b", Take, 0}}},
-		{"but it does after a turn of each other one", old("a", "b"), []Placed{{Followers: failedCopy("a"), Unowned: takeTurn}}, 0,
+		{"but it does after a turn of each other one", old("a", "b"), []Placed{{Followers: failedCopy("a"), Unowned: TakeTurn}}, 0,
 			[]Move{{"b", Take, 0}, {"a", Take, 0}}},
 		{"and alone", old("a"), []Placed{{Followers: failedCopy("a")}}, 0,
 			[]Move{{"a", Take, 0}}},
@@ -142,7 +142,7 @@ func TestProgress(t *testing.T) {
 		{"it can be handed over", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "a", Followers: copies(true, "b")}}, 0, Progress{1, false}},
 		{"it is handed over", old("a", "b"), []Placed{{Owner: "a"}, {Previous: "a", Followers: copies(true, "b")}}, 0, Progress{1, false}},
 		{"it was handed over", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}}, 0, Progress{1, true}},
-		{"a slot that no member can take does not count for long", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}, {Unowned: takeTurn}}, 0, Progress{1, true}},
+		{"a slot that no member can take does not count for long", old("a", "b"), []Placed{{Owner: "a"}, {Owner: "b"}, {Unowned: TakeTurn}}, 0, Progress{1, true}},
 		{"a copy that failed does not count", old("a", "b", "c"), []Placed{{Owner: "a", Followers: append(copies(true, "c"), Follower{Name: "b", Failed: true})}}, 1, Progress{0, true}},
 	} {
 		wantEqual(t, c.name, ProgressOf("b", c.members, c.slots, c.standbys), c.want)

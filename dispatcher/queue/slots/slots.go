@@ -157,6 +157,9 @@ type Options struct {
 	Applied func(sequence uint64)
 	// CaughtUp, when set, is called when the copy has all records that the stream had at the start.
 	CaughtUp func()
+	// Values, when set, is called with the values of queue.Store.PutMeta when the copy has all records that the
+	// stream had at the start, and every valuesInterval from then on.
+	Values func(values map[string][]byte)
 	// MayClaim, when set, is asked before this pod questions the owner or claims the slot. While it
 	// returns false, the pod only follows the slot.
 	MayClaim func() bool
@@ -199,6 +202,8 @@ const (
 	// announceInterval is the longest time between two announcements of a session. A pod that starts
 	// with a snapshot has read no claim.
 	announceInterval = 5 * time.Second
+	// valuesInterval is the time between two calls of Options.Values.
+	valuesInterval = 5 * time.Second
 	// usageInterval is the time between two reads of the size of a stream that is nearly full.
 	usageInterval = time.Second
 )

@@ -253,6 +253,9 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 			caughtUp()
 			caughtUp = nil
 		}
+		if err := c.passValues(o); err != nil {
+			return err
+		}
 		var wake <-chan time.Time
 		switch s := c.next(o.Now()); s.action {
 		case actOwn:
@@ -285,6 +288,21 @@ func (c *candidate) run(ctx context.Context, log Log, o Options) error {
 			return ctx.Err()
 		}
 	}
+}
+
+// passValues calls Options.Values if it is time.
+func (c *candidate) passValues(o Options) error {
+	now := o.Now()
+	if o.Values == nil || c.follower.next <= c.end || now.Before(c.valuesAt) {
+		return nil
+	}
+	c.valuesAt = now.Add(valuesInterval)
+	values, err := c.copy.AllMeta()
+	if err != nil {
+		return fmt.Errorf("read the values of the copy: %w", err)
+	}
+	o.Values(values)
+	return nil
 }
 
 // read applies a record, and before it those that the server of the reader has lost, if the leader has them.
