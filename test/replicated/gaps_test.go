@@ -95,6 +95,7 @@ func (s *servers) purge(name string) {
 func (c *cluster) fill() (leader int) {
 	c.t.Helper()
 	to := &sender{pods: c.pods}
+	to.journals.Store(c.record)
 	for n := 0; len(c.blocks(0)) < 4; n++ {
 		body, _ := large(fmt.Sprint("fill-", c.leader(), "-", len(to.acknowledged)), n)
 		to.mustSend(c.t, body)

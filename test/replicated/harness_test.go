@@ -3,6 +3,7 @@
 package replicated
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -44,6 +45,7 @@ func (w withServer) Run() int {
 
 const (
 	key          = "replicated-write-key"
+	sharedSecret = "0123456789abcdef"
 	installation = "test/posthorn"
 	replicas     = 3
 )
@@ -303,14 +305,20 @@ type receiver struct {
 	got    map[string]int
 	// at are the times of the requests, in their order.
 	at []time.Time
+	// journals get all requests, if they are set.
+	journals atomic.Pointer[journals]
 }
 
 func newReceiver(t *testing.T) *receiver {
 	r := &receiver{got: map[string]int{}}
 	r.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-		_, _ = io.Copy(io.Discard, q.Body)
-		if status := r.answer.Load(); status != 0 {
-			w.WriteHeader(int(status))
+		j := r.journals.Load()
+		begin := j.now()
+		body, _ := io.ReadAll(q.Body)
+		status := int(r.answer.Load())
+		j.receipt(begin, receiptOf(q, body, cmp.Or(status, http.StatusOK), sharedSecret))
+		if status != 0 {
+			w.WriteHeader(status)
 			return
 		}
 		r.mu.Lock()
@@ -349,6 +357,8 @@ type sender struct {
 	acknowledged []string
 	last         time.Time
 	gap          time.Duration
+	// journals get all calls, if they are set.
+	journals atomic.Pointer[journals]
 }
 
 const (
@@ -437,6 +447,11 @@ func (s *sender) mustSend(t *testing.T, body string) {
 // send reports whether a process acknowledged a batch.
 func (s *sender) send(turn int, body string) bool {
 	status, text := s.post(turn, body)
+	return acknowledges(status, text)
+}
+
+// acknowledges reports whether an answer acknowledges a batch.
+func acknowledges(status int, text string) bool {
 	var answer struct {
 		Success bool `json:"success"`
 	}
@@ -450,6 +465,10 @@ func (s *sender) post(turn int, body string) (status int, text string) {
 	s.mu.Lock()
 	to := s.pods[turn%len(s.pods)]
 	s.mu.Unlock()
+	if j := s.journals.Load(); j != nil {
+		begin := j.now()
+		defer func() { j.call(begin, to, body, status, text) }()
+	}
 	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+to.calls+"/v1/batch", strings.NewReader(body))
 	if err != nil {
 		return 0, ""
@@ -473,7 +492,7 @@ func manifests(url string) map[string]string {
 apiVersion: v1
 kind: Secret
 metadata: {name: keys}
-stringData: {writeKey: ` + key + `, sharedSecret: 0123456789abcdef}
+stringData: {writeKey: ` + key + `, sharedSecret: ` + sharedSecret + `}
 ---
 apiVersion: posthorn.dev/v1alpha1
 kind: Source

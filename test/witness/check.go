@@ -171,7 +171,6 @@ type index struct {
 	sent         map[string]*message // by messageId
 	spans        []*span
 	got          []*receipt
-	last         time.Duration
 }
 
 // destination is a destination with all its revisions.
@@ -231,11 +230,6 @@ func (s *span) overlaps(from, to time.Duration) bool { return s.begin <= to && s
 
 func (h *History) build() {
 	h.index = index{destinations: map[string]*destination{}, byURL: map[string]*destination{}, sent: map[string]*message{}}
-	for _, lines := range [][]*Line{h.calls, h.receipts, h.objects, h.faults, h.ledgers, h.letters, h.probes} {
-		if len(lines) > 0 {
-			h.last = max(h.last, lines[len(lines)-1].At)
-		}
-	}
 	for _, l := range h.objects {
 		h.addObject(l)
 	}
@@ -256,7 +250,7 @@ func (h *History) build() {
 		if s := open[l.Fault.ID]; s != nil && l.Fault.End {
 			s.end, s.lines = l.At, append(s.lines, l)
 		} else if !l.Fault.End {
-			s = &span{Fault: l.Fault, begin: l.At, end: h.last, lines: []*Line{l}}
+			s = &span{Fault: l.Fault, begin: cmp.Or(l.Begin, l.At), end: h.end, lines: []*Line{l}}
 			open[l.Fault.ID], h.spans = s, append(h.spans, s)
 		}
 	}

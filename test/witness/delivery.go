@@ -111,7 +111,9 @@ func judgeRepeats(h *History, f *finding) {
 				if m := h.sent[id]; m != nil && slices.ContainsFunc(m.redeliver, between) {
 					continue
 				}
-				i := slices.IndexFunc(h.spans, func(s *span) bool { return s.begin <= r.At && h.unrecorded(s, before) })
+				i := len(h.spans) - 1 // The last fault that can be the reason.
+				for ; i >= 0 && (h.spans[i].begin > r.At || !h.unrecorded(h.spans[i], before)); i-- {
+				}
 				if i < 0 {
 					f.violated([]*Line{before.Line, r.Line}, "message %s is delivered twice to %s without a fault that repeats it", id, r.Receipt.URL)
 					continue

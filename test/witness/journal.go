@@ -35,7 +35,7 @@ type Line struct {
 	Number int `json:"n"`
 	// At is the time at which the line was written, by the journal's clock: for a call or a receipt its answer.
 	At time.Duration `json:"at"`
-	// Begin is the time at which a call or a receipt began.
+	// Begin is the time at which a call or a receipt began, and a fault that was found later.
 	Begin time.Duration `json:"begin,omitempty"`
 
 	Head    *Head    `json:"head,omitempty"`
@@ -255,6 +255,8 @@ type History struct {
 	// flaws are why the journals of a role prove nothing that is missing, and clocks those of all journals.
 	flaws  map[Role]string
 	clocks map[string]bool
+	// end is the time of the last end of a journal.
+	end time.Duration
 	index
 }
 
@@ -333,6 +335,8 @@ func (h *History) add(name, text string) (role Role, flaw string) {
 
 func (h *History) keep(l *Line) {
 	switch {
+	case l.End:
+		h.end = max(h.end, l.At)
 	case l.Head != nil:
 		h.clocks[l.Head.Clock] = true
 	case l.Plan != nil:

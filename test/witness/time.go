@@ -28,7 +28,7 @@ func judgeIsolation(h *History, f *finding) {
 	h.judgeDelay(f, true)
 }
 
-// judgeDelay compares the time from the acceptance of each message to its first request with the bound. A fault of all
+// judgeDelay compares the time from the acceptance of each message to its first request, or to the end, with the bound. A fault of all
 // namespaces, or of its own, ends before the time begins. With foreign, only messages during the fault of another
 // namespace alone are judged.
 func (h *History) judgeDelay(f *finding, foreign bool) {
@@ -38,28 +38,30 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 		}
 		for _, name := range m.Due {
 			d := h.destination(name)
-			got := d.got[m.ID]
-			if len(got) == 0 {
-				continue // judgeOutcome finds it.
+			if d.removed != nil {
+				continue
 			}
-			first := slices.MinFunc(got, func(a, b *receipt) int { return int(a.Begin - b.Begin) })
-			since, other := m.acknowledged.At, false
-			proof := []*Line{m.acknowledged, first.Line}
+			since, until, other := m.acknowledged.At, h.end, false
+			proof := []*Line{m.acknowledged}
+			if got := d.got[m.ID]; len(got) > 0 {
+				first := slices.MinFunc(got, func(a, b *receipt) int { return int(a.Begin - b.Begin) })
+				until, proof = first.Begin, append(proof, first.Line)
+			}
 			for _, s := range h.spans {
 				switch {
-				case !s.overlaps(m.first.Begin, first.Begin):
+				case !s.overlaps(m.first.Begin, until):
 				case s.Namespace != "" && s.Namespace != d.namespace:
 					other, proof = true, append(proof, s.lines...)
 				default:
-					since = max(since, min(s.end, first.Begin))
+					since = max(since, min(s.end, until))
 				}
 			}
 			if foreign && !other {
 				continue
 			}
 			f.judged++
-			if wait := first.Begin - since; wait > h.plan.Wait {
-				f.violated(proof, "message %s waited %v for %s, at most %v are stated", m.ID, wait.Round(time.Millisecond), first.Receipt.URL, h.plan.Wait)
+			if wait := until - since; wait > h.plan.Wait {
+				f.violated(proof, "message %s waited %v for a request to %s, at most %v are stated", m.ID, wait.Round(time.Millisecond), name, h.plan.Wait)
 			}
 		}
 	}

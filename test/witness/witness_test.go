@@ -222,6 +222,7 @@ var violations = map[string]func(*story){
 		s.received(crmA, "m1").At, s.received(crmB, "m1").At = ms(1500), ms(1500)
 		s.received(crmA, "m1").Begin, s.received(crmB, "m1").Begin = ms(1490), ms(1490)
 	},
+	"wait: no attempt at all":              func(s *story) { s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "m4" }) },
 	"isolation: the other namespace waits": func(s *story) { l := s.received(newsURL, "n1"); l.At, l.Begin = ms(5900), ms(5890) },
 	"ids: one key of two messages":         func(s *story) { s.received(newsURL, "n1").Receipt.Key = "m1" },
 	"ids: two keys of one message":         func(s *story) { s.received(crmB, "m1").Receipt.Key = "m1-again" },

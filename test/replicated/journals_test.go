@@ -1,0 +1,229 @@
+package replicated
+
+import (
+	"crypto/hmac"
+	"crypto/sha1" //nolint:gosec // The scheme HMACSHA1.
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
+	"github.com/posthorn/posthorn/test/witness"
+)
+
+// journals are the journals of a test, in a folder that is kept if the test fails.
+type journals struct {
+	dir                                        string
+	clock                                      *witness.Clock
+	sender, received, objects, faults, ledgers *witness.Journal
+	number                                     atomic.Int64 // of faults
+}
+
+func newJournals(t *testing.T) *journals {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "posthorn-journals-")
+	check.NoError(t, "create a folder for journals", err)
+	j := &journals{dir: dir, clock: witness.NewClock()}
+	for role, to := range map[witness.Role]**witness.Journal{witness.Sender: &j.sender, witness.Receiver: &j.received, witness.Objects: &j.objects, witness.Faults: &j.faults, witness.Ledgers: &j.ledgers} {
+		*to, err = witness.Create(dir, string(role), role, j.clock)
+		check.NoError(t, "create a journal", err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the journals are in %s", dir)
+		} else {
+			_ = os.RemoveAll(dir)
+		}
+	})
+	return j
+}
+
+// judge ends the journals, and reports violated clauses, and those that must hold and do not.
+func (j *journals) judge(t *testing.T, hold ...string) {
+	t.Helper()
+	for _, journal := range []*witness.Journal{j.sender, j.received, j.objects, j.faults, j.ledgers} {
+		check.NoError(t, "end a journal", journal.Close())
+	}
+	h, err := witness.Read(j.dir)
+	check.NoError(t, "read the journals", err)
+	var text strings.Builder
+	for _, v := range witness.Check(h) {
+		if v.Result == witness.Violated || v.Result != witness.Holds && slices.Contains(hold, v.Clause.ID) {
+			t.Errorf("%v", v)
+		}
+		fmt.Fprintf(&text, "%s %s (%d); ", v.Clause.ID, v.Result, v.Judged)
+	}
+	t.Log(text.String())
+}
+
+// begin notes the begin of a fault, and returns a function that notes its end.
+func (j *journals) begin(f witness.Fault) (end func()) { return j.beginAt(0, f) }
+
+// beginAt is begin for a fault that began before.
+func (j *journals) beginAt(at time.Duration, f witness.Fault) (end func()) {
+	f.ID = int(j.number.Add(1))
+	j.faults.Write(witness.Line{Begin: at, Fault: &f})
+	return func() { j.faults.Write(witness.Line{Fault: &witness.Fault{ID: f.ID, End: true}}) }
+}
+
+// receiptOf returns the receipt of a request, with those of the secrets whose signatures hold.
+func receiptOf(q *http.Request, body []byte, status int, secrets ...string) *witness.Receipt {
+	r := &witness.Receipt{URL: "http://" + q.Host + q.URL.Path, Key: q.Header.Get("Idempotency-Key"), Body: string(body), Status: status, Headers: map[string]string{"X-Revision": q.Header.Get("X-Revision")}}
+	if len(body) > longBody {
+		var head struct {
+			Type      string `json:"type"`
+			MessageID string `json:"messageId"`
+			UserID    string `json:"userId"`
+			Hash      string `json:"sha256"`
+		}
+		_ = json.Unmarshal(body, &head)
+		head.Hash = fmt.Sprintf("%x", sha256.Sum256(body))
+		short, _ := json.Marshal(head) // Strings always marshal.
+		r.Body = string(short)
+	}
+	for _, secret := range secrets {
+		mac := hmac.New(sha1.New, []byte(secret))
+		mac.Write(body)
+		if hmac.Equal([]byte(hex.EncodeToString(mac.Sum(nil))), []byte(q.Header.Get("X-Signature"))) {
+			r.Signed = append(r.Signed, secret)
+		}
+	}
+	return r
+}
+
+// only is the destination of manifests.
+const only = "default/crm"
+
+// recordFaults begins journals of what a sender sends to the destination of manifests, and of what its receiver gets.
+func recordFaults(t *testing.T, all *sender, r *receiver) *journals {
+	t.Helper()
+	j := newJournals(t)
+	j.sender.Write(witness.Line{Plan: &planBounds})
+	j.objects.Write(witness.Line{Object: &witness.Object{Name: only, Action: witness.Applied, Revision: 1, Destination: &witness.Destination{
+		URLs: []string{r.URL + "/"}, Keys: []string{sharedSecret}, InFlight: inFlight, Timeout: 5 * time.Second, Window: 4 * time.Hour,
+	}}})
+	all.journals.Store(j)
+	r.journals.Store(j)
+	return j
+}
+
+// now is the time of the journals; 0 without any.
+func (j *journals) now() time.Duration {
+	if j == nil {
+		return 0
+	}
+	return j.clock.Now()
+}
+
+// receipt notes a request.
+func (j *journals) receipt(begin time.Duration, r *witness.Receipt) {
+	if j != nil {
+		j.received.Write(witness.Line{Begin: begin, Receipt: r})
+	}
+}
+
+// call notes a batch and its answer.
+func (j *journals) call(begin time.Duration, to *pod, body string, status int, text string) {
+	if status == http.StatusOK && !acknowledges(status, text) {
+		status = 0
+	}
+	call := &witness.Call{Kind: witness.Calls, Process: to.name, Source: "default/web", Status: status, Valid: true}
+	var calls struct{ Batch []json.RawMessage }
+	_ = json.Unmarshal([]byte(body), &calls) // A test writes it.
+	for _, content := range calls.Batch {
+		var id struct{ MessageID string }
+		_ = json.Unmarshal(content, &id)
+		if len(content) > longBody {
+			content = nil
+		}
+		call.Messages = append(call.Messages, witness.Message{ID: id.MessageID, Content: content, Due: []string{only}})
+	}
+	j.sender.Write(witness.Line{Begin: begin, Call: call})
+}
+
+// sync notes changes of the audience of manifests: the users that were added, and those that were removed.
+func (j *journals) sync(added, removed []string) {
+	call := &witness.Call{Kind: witness.Sync, Source: "default/web", Status: http.StatusOK}
+	for member, users := range map[bool][]string{true: added, false: removed} {
+		for _, u := range users {
+			call.Messages = append(call.Messages, witness.Message{Due: []string{only}, Content: json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":%q,"traits":{"buyers":%v}}`, u, member))})
+		}
+	}
+	j.sender.Write(witness.Line{Call: call})
+}
+
+// settle waits until the owner has no pending message of the destination of manifests.
+func (j *journals) settle(t *testing.T, pods []*pod) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if n := j.writeLedgers(t, owner(t, pods), false, only); n != 0 {
+			return fmt.Errorf("%d messages are pending", n)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("ledger of %s, want nothing pending: %v", only, err)
+	}
+}
+
+// judgeFaults ends the journals of a round, and judges them.
+func (j *journals) judgeFaults(t *testing.T, pods []*pod) {
+	t.Helper()
+	j.settle(t, pods)
+	j.writeLetters(t, owner(t, pods), only)
+	j.writeLedgers(t, owner(t, pods), true, only)
+	j.judge(t, "outcome", "accepted", "refusal", "repeats", "config", "signed", "bytes", "urls", "window", "wait", "ids", "ledger", "fall")
+}
+
+// longBody is the length of a body from which the journals have its hash alone.
+const longBody = 4 << 10
+
+// writeLedgers writes the ledgers of destinations at an owner, and returns the number of pending messages, -1 if a
+// destination has none.
+func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...string) (pending int) {
+	t.Helper()
+	r, err := owner.AdminAPI().Report(t.Context(), "")
+	if err != nil {
+		return -1
+	}
+	seen := 0
+	for _, n := range r.Namespaces {
+		for _, d := range n.Destinations {
+			name, l := n.Namespace+"/"+d.Name, d.Ledger
+			if !slices.Contains(names, name) {
+				continue
+			}
+			seen++
+			pending += int(l.Pending)
+			j.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
+				Name: name, Process: owner.name, Final: final,
+				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded), Pending: int(l.Pending),
+			}})
+		}
+	}
+	if seen < len(names) {
+		return -1
+	}
+	return pending
+}
+
+// writeLetters writes the dead letters of a destination, if the owner lists all.
+func (j *journals) writeLetters(t *testing.T, owner *pod, name string) {
+	t.Helper()
+	letters := &witness.Letters{Name: name}
+	for letter, err := range owner.AdminAPI().DeadLetters(t.Context(), name, 100_000) {
+		if err != nil {
+			return
+		}
+		letters.IDs = append(letters.IDs, string(letter.MessageID))
+	}
+	j.ledgers.Write(witness.Line{Letters: letters})
+}
