@@ -75,6 +75,9 @@ func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 // each change of the states of the live configs.
 func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 	r.Pod, r.Storage = d.options.Pod, d.storage.get(d.gate)
+	if r.Storage.Pressure {
+		r.Storage.LackingBytes = (d.store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
+	}
 	r.Log = d.options.term.report()
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
@@ -181,10 +184,7 @@ func (s *storage) get(gate *admission.Gate) adminapi.StorageReport {
 		s.report.FreeBytes -= s.report.FreeBytes % min(64<<20, max(s.report.TotalBytes/64, 1))
 		s.report.UsedBytes -= s.report.UsedBytes % (1 << 20)
 	}
-	s.report.Pressure, s.report.LackingBytes = gate.Store.Full(), 0
-	if s.report.Pressure {
-		s.report.LackingBytes = (gate.Store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
-	}
+	s.report.Pressure = gate.Store.Full()
 	return s.report
 }
 
