@@ -517,8 +517,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	return err
 }
 
-// Limits of open connections. A connection takes 20 KB, and ten times that if its client sends the
-// maximum of headers and does not finish them.
+// Limits of open connections. A connection takes 20 KB; limits.Conns bounds the heads of all requests.
 const (
 	maxConns      = 4096
 	maxAdminConns = 256

@@ -297,6 +297,7 @@ func (in *installation) call(t *testing.T, l *Listeners, namespace, id string, k
 		}
 		if !keyInBody {
 			r.SetBasicAuth("key-"+namespace, "")
+			r.Header.Set("Referer", strings.Repeat("r", 60<<10))
 		}
 		resp, err := http.DefaultClient.Do(r)
 		if err != nil {

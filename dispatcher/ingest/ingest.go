@@ -12,8 +12,6 @@ import (
 	"math"
 	"net/http"
 	"net/netip"
-	"path"
-	"regexp"
 	"runtime"
 	"runtime/debug"
 	"slices"
@@ -58,6 +56,7 @@ const (
 	codeRateLimited     = "rate_limited"
 	codeMediaType       = "unsupported_media_type"
 	codeInvalidHost     = "invalid_host"
+	codeHeadTooLarge    = "headers_too_large"
 	codeInternal        = "internal"
 	maxRetryAfter       = 300
 	defaultMaxBuffered  = 256 << 20
@@ -154,31 +153,10 @@ func NewServer(h http.Handler) *http.Server {
 		ReadHeaderTimeout: 10 * time.Second,
 		// A body of 500 KB arrives in time at 140 kbit/s.
 		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
-		MaxHeaderBytes: 8 << 10,
+		MaxHeaderBytes: maxReadHead,
 		// Each connection keeps a buffer of the largest frame that it has received.
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
 	}
-}
-
-var (
-	unknownPath   = admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import, and load settings from /v1/projects/WRITE_KEY/settings")
-	emptySegments = regexp.MustCompile("//+")
-)
-
-// Normalize returns the handler of clients' requests. It removes the empty segments of paths, which come from a
-// host setting that ends with a slash, and rejects dot segments: a ServeMux would redirect both, and browsers
-// reject a preflight that is redirected.
-func Normalize(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p := r.URL.Path; !strings.HasPrefix(p, "/") || strings.Contains(p, "//") {
-			r.URL.Path, r.URL.RawPath = emptySegments.ReplaceAllString("/"+p, "/"), ""
-		}
-		if p := r.URL.Path; strings.Contains(p, "/.") && path.Clean(p) != strings.TrimSuffix(p, "/") {
-			unknownPath.Write(w)
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
 }
 
 // request is the state of one HTTP request.
@@ -245,6 +223,10 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	switch r.Method {
 	case http.MethodOptions:
+		if isCut(r) {
+			h.refuseHead(w, &q, begin)
+			return
+		}
 		h.preflight(w, &q, allowedMethods)
 		return
 	case http.MethodPost:
@@ -258,6 +240,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	rejected, bad := h.recoverPanics(w, &q, typ, begin)
 	if bad != nil {
+		if isCut(r) { // What was found while the Source was looked for.
+			bad = headTooLarge
+		}
 		if bad.Status == http.StatusUnauthorized && q.origin == "" {
 			// Browsers would ask their user for a password, so pages do not get this header.
 			header.Set("Www-Authenticate", `Basic realm="posthorn"`)
@@ -281,6 +266,12 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if q.span != nil {
 		q.endTrace(bad)
 	}
+}
+
+// refuseHead answers a request without calls whose head was too large. The page does not send the call.
+func (h *Handler) refuseHead(w http.ResponseWriter, q *request, now time.Time) {
+	h.Gate.Reject(q.source, now, 1, headTooLarge.Code, headTooLarge.Message)
+	h.answer(w, headTooLarge)
 }
 
 // Shared headers of every answer; they must not be modified.
@@ -334,6 +325,10 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	}()
 	if bad := h.parse(w, q, typ, now, body); bad != nil {
 		return nil, bad
+	}
+	if isCut(q.Request) {
+		q.reading.Release()
+		return nil, headTooLarge
 	}
 	routing := h.Gate.Begin()
 	defer routing.End()

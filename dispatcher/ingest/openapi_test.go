@@ -105,6 +105,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"body_too_large":         func(*fixture) *http.Request { return post("/v1/batch", "web-key", strings.Repeat(" ", 501<<10)) },
 		"unsupported_encoding":   func(*fixture) *http.Request { return post("/v1/track", "web-key", track, "Content-Encoding", "br") },
 		"unsupported_media_type": func(*fixture) *http.Request { return post("/v1/track", "web-key", track, "Content-Type", "a/b") },
+		"headers_too_large":      func(*fixture) *http.Request { return post("/v1/track", "web-key", track, cutHeader, "1") },
 		"rate_limited": func(f *fixture) *http.Request {
 			for range 20 {
 				f.do(post("/v1/track", "slow-key", track))

@@ -44,6 +44,10 @@ func (h *Handler) settings(w http.ResponseWriter, r *http.Request, key string) {
 	}
 	q := request{Request: r, view: h.Gate.View(), source: h.Gate.Unidentified, origin: r.Header.Get("Origin")}
 	h.exposeToKnownOrigin(header, &q)
+	if isCut(r) {
+		h.refuseHead(w, &q, h.Gate.Now())
+		return
+	}
 	switch r.Method {
 	case http.MethodOptions:
 		h.preflight(w, &q, settingsMethods)

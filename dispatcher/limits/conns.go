@@ -1,6 +1,7 @@
 package limits
 
 import (
+	"cmp"
 	"container/heap"
 	"net/http"
 	"sync"
@@ -15,18 +16,22 @@ const (
 	// answerTime is the credit of a request that waits for its response, because storage may take
 	// that long.
 	answerTime = 30 * time.Second
+	// maxHeads bounds the heads of all requests that are read or in progress.
+	maxHeads = 16 << 20
 )
 
 // Conns bounds the open connections of a server. When there is one too many, it closes the
 // connection that is furthest behind: its client has kept Posthorn waiting longest for a request or
 // for the rest of one, less the credit for every byte received meanwhile. A connection with a
 // complete request is closed only after it has waited for its response for answerTime; if all
-// others are busy, the new connection is closed instead.
+// others are busy, the new connection is closed instead. In the same order, Hold bounds the heads of
+// requests.
 type Conns struct {
 	most int
 
 	mu    sync.Mutex
 	conns connHeap
+	heads int // sum of those of conns
 }
 
 // NewConns returns a limiter of at most that many open connections.
@@ -46,6 +51,7 @@ type Conn struct {
 	// State of Conns, guarded by its lock.
 	rank  int64
 	index int // in the heap; -1 when the connection is not counted
+	heads int // bytes of heads that are read, and of those of requests in progress
 }
 
 // NewConn returns the progress of a connection that closeConn closes. It is counted from its state
@@ -103,9 +109,49 @@ func (l *Conns) Follow(c *Conn, state http.ConnState) {
 		}
 	default:
 		if c.index >= 0 {
-			heap.Remove(&l.conns, c.index)
+			l.remove(c)
 		}
 	}
+}
+
+// Hold adds n, which may be negative, to the bytes of heads that a connection holds. While all heads exceed
+// maxHeads, it closes the connection with heads that is furthest behind, of several the one with the most bytes.
+// It holds nothing and returns false if all of them have complete requests, or if this connection is closed.
+func (l *Conns) Hold(c *Conn, n int) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if c.index < 0 {
+		return false
+	}
+	c.heads += n
+	l.heads += n
+	for n > 0 && c.index >= 0 && l.heads > maxHeads {
+		now := time.Now().UnixNano()
+		behind := c
+		for _, other := range l.conns {
+			if other.heads > 0 && cmp.Or(cmp.Compare(other.rankAt(now), behind.rankAt(now)), behind.heads-other.heads) < 0 {
+				behind = other
+			}
+		}
+		if behind.rankAt(now) > now {
+			c.heads -= n
+			l.heads -= n
+			return false
+		}
+		l.close(behind)
+	}
+	return c.index >= 0
+}
+
+// remove ends the count of a connection, and close closes it. The lock is held.
+func (l *Conns) remove(c *Conn) {
+	heap.Remove(&l.conns, c.index)
+	l.heads -= c.heads
+}
+
+func (l *Conns) close(c *Conn) {
+	l.remove(c)
+	go func() { _ = c.close() }() // Closing TLS sends an alert, which may block.
 }
 
 // closeOne closes the connection with the lowest rank. The lock is held.
@@ -117,8 +163,7 @@ func (l *Conns) closeOne(now int64) {
 			heap.Fix(&l.conns, 0)
 			continue
 		}
-		heap.Remove(&l.conns, 0)
-		go func() { _ = c.close() }() // Closing TLS sends an alert, which may block.
+		l.close(c)
 		return
 	}
 }

@@ -2,6 +2,7 @@ package listen
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"strconv"
@@ -20,6 +21,8 @@ type framing struct {
 	left int64
 	// blank counts empty lines before a request.
 	blank int
+	// head is the number of bytes of the head that is being read.
+	head int
 
 	// State of the request whose head is being read.
 	http10, chunked bool
@@ -77,7 +80,7 @@ var (
 
 const (
 	// maxLine is larger than the limit of net/http for a head.
-	maxLine = 32 << 10
+	maxLine = 2 << 20
 	// maxBlank bounds the empty lines before a request; old clients send one.
 	maxBlank = 2
 	// A client may reset maxResets streams, and one in resetRatio of all streams that it opened. Streams that the
@@ -96,7 +99,7 @@ const (
 const (
 	frameData, frameHeaders, frameReset, frameGoAway, frameContinuation = 0, 1, 3, 7, 9
 
-	flagEndStream = 1
+	flagEndStream, flagEndHeaders = 1, 4
 
 	noError, protocolError, flowControlError, streamClosed, frameSizeError, refusedStream, enhanceYourCalm = 0, 1, 3, 5, 6, 7, 11
 )
@@ -140,6 +143,9 @@ func (f *framing) scan(p []byte) (sound int, e events, fault error) {
 			}
 		default:
 			n := bytes.IndexByte(p[i:], '\n') + 1
+			if f.state <= inHead {
+				f.head += cmp.Or(n, len(p)-i)
+			}
 			if n == 0 {
 				if f.line = append(f.line, p[i:]...); len(f.line) > maxLine {
 					return i, e, errLongLine
@@ -210,7 +216,7 @@ func (f *framing) readRequestLine(text []byte) error {
 		}
 		return nil
 	case first && f.http2 && string(text) == "PRI * HTTP/2.0":
-		f.state, f.left = inPreface, int64(len(prefaceEnd))
+		f.state, f.left, f.head = inPreface, int64(len(prefaceEnd)), 0
 		return nil
 	case !bytes.HasSuffix(text, []byte(" HTTP/1.1")) && !bytes.HasSuffix(text, []byte(" HTTP/1.0")):
 		return errVersion
@@ -263,6 +269,7 @@ func cutHeader(text []byte) (name, value []byte, fault error) {
 
 // endHead reports whether the request ends with its head.
 func (f *framing) endHead() bool {
+	f.head = 0
 	switch {
 	case f.chunked:
 		f.state = inChunkSize
@@ -304,6 +311,12 @@ func (f *framing) readFrame(p []byte) (n int, ended bool, fault error) {
 	kind, flags, stream := f.frame[3], f.frame[4], binary.BigEndian.Uint32(f.frame[5:])&(1<<31-1)
 	f.frame = f.frame[:0]
 	ended = (kind == frameData || kind == frameHeaders) && flags&flagEndStream != 0
+	if kind == frameHeaders || kind == frameContinuation {
+		f.head += int(f.left)
+		if flags&flagEndHeaders != 0 {
+			f.head = 0
+		}
+	}
 	switch {
 	case kind == frameHeaders:
 		if stream > f.lastStream {

@@ -10,6 +10,7 @@
 package listen
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -31,27 +32,46 @@ type Server struct {
 	log   *slog.Logger
 }
 
-// New makes a Server of s with at most maxConns open connections. It replaces ConnState, and
-// answers 431 to requests whose head is larger than MaxHeaderBytes: net/http alone accepts 4 to 8
-// KB more.
+// readFactor is how much larger than the limit of a Server are the heads that net/http reads. It ends the whole
+// connection of a larger one with HTTP/2, which counts 32 bytes more for each header.
+const readFactor = 4
+
+// New makes a Server of s with at most maxConns open connections. It replaces ConnContext and ConnState,
+// and answers 431 to requests whose head is larger than MaxHeaderBytes. All heads share a bound; see
+// limits.Conns.
 func New(s *http.Server, maxConns int, log *slog.Logger) *Server {
 	limited := &Server{Server: s, conns: limits.NewConns(maxConns), log: log}
 	s.ConnState = func(c net.Conn, state http.ConnState) { limited.conns.Follow(c.(*conn).limit, state) }
-	if most, next := s.MaxHeaderBytes, s.Handler; most > 0 {
-		s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if headBytes(r) > most {
-				w.Header().Set("Connection", "close")
-				http.Error(w, "the request's headers are larger than "+strconv.Itoa(most)+" bytes", http.StatusRequestHeaderFieldsTooLarge)
+	s.ConnContext = func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) }
+	most, next := s.MaxHeaderBytes, s.Handler
+	if most == 0 {
+		return limited
+	}
+	s.MaxHeaderBytes *= readFactor
+	s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		n := HeadBytes(r)
+		if n > most {
+			http.Error(w, "the request's headers are larger than "+strconv.Itoa(most)+" bytes", http.StatusRequestHeaderFieldsTooLarge)
+			return
+		}
+		// A request of another server, whose connection counts there, can be served here.
+		if c, ok := r.Context().Value(connKey{}).(*conn); ok && c.server == limited {
+			if !limited.conns.Hold(c.limit, n) {
+				w.Header().Set("Retry-After", "1")
+				http.Error(w, "too many requests with large headers are in progress; send the request again", http.StatusServiceUnavailable)
 				return
 			}
-			next.ServeHTTP(w, r)
-		})
-	}
+			defer limited.conns.Hold(c.limit, -n)
+		}
+		next.ServeHTTP(w, r)
+	})
 	return limited
 }
 
-// headBytes is the size of a request's head in HTTP/1.1.
-func headBytes(r *http.Request) int {
+type connKey struct{}
+
+// HeadBytes is the size of a request's head in HTTP/1.1.
+func HeadBytes(r *http.Request) int {
 	n := len(r.Method) + len(r.RequestURI) + len(" HTTP/1.1\r\n ") + len("Host: \r\n") + len(r.Host) + len("\r\n")
 	for name, values := range r.Header {
 		for _, v := range values {
@@ -106,7 +126,9 @@ type conn struct {
 	server  *Server
 	tls     *tls.Conn // nil: clear text, or after the handshake
 	framing framing
-	fault   error // ends all further reads
+	// held is the part of the head that is being read for which memory is held.
+	held  int
+	fault error // ends all further reads
 	// frames is true after the preface of HTTP/2.
 	frames atomic.Bool
 	// limit is the progress by which the limiter selects the connection to close.
@@ -130,6 +152,10 @@ func (c *conn) Read(p []byte) (int, error) {
 		c.framing.countFrom(time.Now())
 	}
 	sound, events, fault := c.framing.scan(p[:n])
+	if more := c.framing.head - c.held; more != 0 {
+		c.held += more
+		c.server.conns.Hold(c.limit, more)
+	}
 	if c.framing.state == inFrames && !c.frames.Load() {
 		c.frames.Store(true)
 	}

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
 	"os"
 	"slices"
 	"strings"
@@ -238,6 +239,97 @@ func TestHeadIsBounded(t *testing.T) {
 				t.Errorf("a head of %d bytes, later %v: %v, %v; want %d", size, later, resp, err, want)
 			}
 		}
+	}
+}
+
+// A head that is too large ends its HTTP/2 stream only: with one long header, which has the size of several frames,
+// and with many short ones.
+func TestHeadOfAStreamIsBounded(t *testing.T) {
+	f := newFixture(t, 100)
+	for _, encrypted := range []bool{false, true} {
+		var protocols http.Protocols
+		protocols.SetHTTP2(encrypted)
+		protocols.SetUnencryptedHTTP2(!encrypted)
+		transport := &http.Transport{Protocols: &protocols, TLSClientConfig: f.roots}
+		t.Cleanup(transport.CloseIdleConnections)
+		url := "http://" + f.addr
+		if encrypted {
+			url = "https://" + f.tlsAddr
+		}
+		do := func(path string, change func(http.Header)) (status int, reused bool) {
+			trace := httptrace.ClientTrace{GotConn: func(c httptrace.GotConnInfo) { reused = c.Reused }}
+			r, _ := http.NewRequestWithContext(httptrace.WithClientTrace(t.Context(), &trace), http.MethodPost, url+path, strings.NewReader("{}"))
+			if change != nil {
+				change(r.Header)
+			}
+			resp, err := (&http.Client{Transport: transport}).Do(r)
+			if err != nil {
+				t.Errorf("TLS %v, %s: got error %v, want a response", encrypted, path, err)
+				return 0, reused
+			}
+			_ = resp.Body.Close()
+			return resp.StatusCode, reused
+		}
+		started := f.started.Load()
+		held := make(chan int)
+		go func() {
+			status, _ := do("/held", nil)
+			held <- status
+		}()
+		eventually(t, "a stream is in progress", func() bool { return f.started.Load() > started })
+		for name, c := range map[string]struct {
+			change func(http.Header)
+			want   int
+		}{
+			"7 KB":          {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 7<<10)) }, http.StatusOK},
+			"9 KB":          {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 9<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
+			"30 KB":         {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 30<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
+			"short headers": {func(h http.Header) { h["Cookie"] = slices.Repeat([]string{"name=a value of 24 bytes"}, 500) }, http.StatusRequestHeaderFieldsTooLarge},
+		} {
+			if status, reused := do("/v1/track", c.change); status != c.want || !reused {
+				t.Errorf("TLS %v, %s: got status %d on the same connection %v, want %d and true", encrypted, name, status, reused, c.want)
+			}
+		}
+		f.hold <- struct{}{}
+		if status := <-held; status != http.StatusOK {
+			t.Errorf("TLS %v, the stream in progress: got status %d, want 200", encrypted, status)
+		}
+	}
+}
+
+// Clients that do not finish large heads hold at most 16 MB: beyond it connections with a part of a head are closed.
+// Other requests are served, with large heads too.
+func TestHeadsShareMemory(t *testing.T) {
+	const size = 1 << 20
+	server := New(&http.Server{MaxHeaderBytes: size, Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})}, 100, slog.New(slog.DiscardHandler))
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() { _ = server.Serve(l) }()
+	t.Cleanup(func() { _ = server.Close() })
+	f := &fixture{Server: server, addr: l.Addr().String()}
+	idle := f.dial(t, false)
+	_, _ = io.WriteString(idle, post+"\r\n")
+	in := bufio.NewReader(idle)
+	if resp, err := http.ReadResponse(in, nil); err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatalf("a request: got %v and error %v, want 200", resp, err)
+	}
+	for range 20 {
+		c := f.dial(t, false)
+		go func() { _, _ = io.WriteString(c, post+"X: "+strings.Repeat("x", size-1000)) }()
+	}
+	eventually(t, "4 of 20 connections are closed", func() bool { return f.open() == 1+16 })
+	for _, head := range []int{100, size - 1000} {
+		c := f.dial(t, false)
+		go func() { _, _ = io.WriteString(c, post+"X: "+strings.Repeat("x", head)+"\r\n\r\n") }()
+		if resp, err := http.ReadResponse(bufio.NewReader(c), nil); err != nil || resp.StatusCode != http.StatusOK {
+			t.Errorf("a request with a header of %d bytes: got %v and error %v, want 200", head, resp, err)
+		}
+	}
+	_, _ = io.WriteString(idle, post+"\r\n")
+	if resp, err := http.ReadResponse(in, nil); err != nil || resp.StatusCode != http.StatusOK {
+		t.Errorf("a request of the idle connection: got %v and error %v, want 200", resp, err)
 	}
 }
 

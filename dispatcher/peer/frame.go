@@ -29,8 +29,8 @@ type frame struct {
 const (
 	lengthBytes = 4
 	// maxHead bounds the head of a frame. It is larger than that of any request: the server of the client accepts
-	// at most 12 KB of target and header, and escaping makes the target at most three times as long.
-	maxHead = 64 << 10
+	// at most 64 KB of target and header, and escaping makes the target at most three times as long.
+	maxHead = 256 << 10
 )
 
 var errFrame = errors.New("the stream has a frame in an unknown format")

@@ -60,7 +60,7 @@ func TestDamagedFrames(t *testing.T) {
 			t.Errorf("the first %d of %d bytes: got error %v, want %v", n, len(good), err, want)
 		}
 	}
-	if err := read(append([]byte{0xff}, good[1:]...)); err == nil || !strings.Contains(err.Error(), "more than 65536") {
+	if err := read(append([]byte{0xff}, good[1:]...)); err == nil || !strings.Contains(err.Error(), "more than 262144") {
 		t.Errorf("large head: got %v, want an error with the limit", err)
 	}
 	f.body = make([]byte, streamedBytes+1)
