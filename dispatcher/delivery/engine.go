@@ -165,6 +165,9 @@ type namespace struct {
 	readyTurn  uint64
 	// blocked and blockedUnproven are the lanes in the queues of the same names.
 	blocked, blockedUnproven waitingLanes
+	// leases counts the leases in progress; toLease are the lanes that wait for the end of one.
+	leases  int
+	toLease fifo
 
 	attempts attemptCounts
 	dead     deadCounts

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -180,6 +181,74 @@ func TestNamespacesShareCapacity(t *testing.T) {
 		w.sleep(time.Minute)
 		if got := look(w, func(e *Engine) int { return e.active }); got != 1 {
 			t.Errorf("active namespaces: got %d, want 1", got)
+		}
+		w.stop()
+	})
+}
+
+// slowLeases is a store whose leases take a second, and that counts those in progress of each namespace.
+type slowLeases struct {
+	*testStore
+	mu            sync.Mutex
+	running, most map[string]int
+}
+
+func (s *slowLeases) add(namespace string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.running[namespace] += n
+	s.most[namespace] = max(s.most[namespace], s.running[namespace])
+}
+
+func (s *slowLeases) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	namespace, _ := split(id.Destination)
+	s.add(namespace, 1)
+	defer s.add(namespace, -1)
+	time.Sleep(time.Second)
+	return s.testStore.Lease(id, n, buf)
+}
+
+// A namespace with many lanes, whose messages its filters exclude, has a bounded number of leases in progress, and each
+// of its lanes has its turn.
+func TestLeasesOfANamespaceAreBounded(t *testing.T) {
+	const crowd = 50
+	bubble(t, func(t *testing.T) {
+		store := &slowLeases{running: map[string]int{}, most: map[string]int{}}
+		w := newWorld(t, func(request) answer { return answer{status: 200} }, func(o *Options) {
+			store.testStore = o.Store.(*testStore)
+			o.Store = store
+		})
+		large := liveconfig.Config{Version: 1, Namespace: "large", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}}
+		var all []string
+		for i := range crowd {
+			d := dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://large%d.test", i))
+			large.Destinations, all = append(large.Destinations, d), append(all, "large/"+d.Name)
+		}
+		small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test")}}
+		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
+			t.Fatal(err)
+		}
+		w.sleep(2 * crowd * time.Second) // The leases of new lanes.
+		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "large/web", ID: "m", Type: "track", AcceptedAt: time.Now(), Skip: all, Body: []byte("m")}}); err != nil {
+			t.Fatal(err)
+		}
+		w.sleep(100 * time.Millisecond)
+		w.sendTo("small/web", 1)
+		w.sleep(1500 * time.Millisecond)
+		if got := w.store.DestinationStats("small/one").Ledger.Delivered; got != 1 {
+			t.Errorf("deliveries of the small namespace after one lease: got %d, want 1", got)
+		}
+		w.sleep(2 * crowd * time.Second)
+		for _, key := range all {
+			if got := w.store.DestinationStats(key).Ledger.Filtered; got != 1 {
+				t.Errorf("%s: got %d filtered messages, want 1", key, got)
+			}
+		}
+		if got := store.most["large"]; got > maxLeases {
+			t.Errorf("leases of a namespace in progress: got %d, want at most %d", got, maxLeases)
+		}
+		if got := look(w, func(e *Engine) int { return e.active + e.perNamespace["large"].leases }); got != 0 {
+			t.Errorf("active namespaces and leases at the end: got %d, want 0", got)
 		}
 		w.stop()
 	})

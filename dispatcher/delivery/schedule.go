@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"errors"
+	"runtime"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -119,6 +120,7 @@ func (e *Engine) next(p *post) bool {
 		if l == nil {
 			return false
 		}
+		e.resumeLease(l.owner) // l may need no lease.
 		now := time.Now()
 		closed, probe := l.sendable(now)
 		switch {
@@ -131,7 +133,7 @@ func (e *Engine) next(p *post) bool {
 			if e.startProbe(l, p, now) {
 				return true
 			}
-		case l.more && !l.leasing && l.buffered() < e.quantum(l)/4+1:
+		case l.more && !l.leasing && l.owner.leases < maxLeases && l.buffered() < e.quantum(l)/4+1:
 			e.lease(l)
 		case l.buffered() > 0:
 			d := l.take()
@@ -143,6 +145,22 @@ func (e *Engine) next(p *post) bool {
 			}
 			e.start(l, d, p, now)
 			return true
+		case !l.leasing:
+			l.owner.toLease.push(l)
+			e.load(l.owner, 1)
+		}
+	}
+}
+
+// maxLeases is the number of leases that a namespace may have in progress. A lease reads the messages that filters
+// exclude, so the lanes of one namespace could keep all processors busy.
+var maxLeases = max(1, runtime.GOMAXPROCS(0)/2)
+
+// resumeLease puts a lane that waits for a lease into the ready queue if its namespace may have one more.
+func (e *Engine) resumeLease(n *namespace) {
+	if n.leases < maxLeases {
+		if l := n.toLease.pop(); l != nil {
+			e.ready.push(l)
 		}
 	}
 }
@@ -458,6 +476,7 @@ func (e *Engine) release(back []queue.Delivery) {
 func (e *Engine) lease(l *lane) {
 	n, set := e.quantum(l), l.set
 	l.leasing, l.notified = true, false
+	l.owner.leases++
 	if e.enqueue(l) {
 		e.wakeWorker() // Buffered messages can be sent meanwhile.
 	}
@@ -465,6 +484,8 @@ func (e *Engine) lease(l *lane) {
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
 	l.leasing = false
+	l.owner.leases--
+	e.resumeLease(l.owner)
 	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.
 	l.scratch = got
 	l.more = len(got) >= n || l.notified

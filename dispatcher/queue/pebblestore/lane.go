@@ -503,8 +503,12 @@ func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Del
 	}
 }
 
-// maxScan bounds the messages for other lanes that one Lease reads.
-const maxScan = 4096
+// maxScan bounds the messages for other lanes that one Lease reads; skipsPerScan names of destinations that do not
+// get a message count as one.
+const (
+	maxScan      = 4096
+	skipsPerScan = 16
+)
 
 // lease reads messages until the reader has want of them. again is true when messages were
 // appended meanwhile.

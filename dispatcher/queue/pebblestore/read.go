@@ -392,6 +392,7 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 			break
 		}
 		v := rec.Verdict(l.id)
+		r.scanned += int(rec.Skips / skipsPerScan)
 		switch {
 		case v == codec.Damaged:
 			lost, why = append(lost, next), append(why, string(rec.Body))

@@ -211,3 +211,38 @@ func TestRepairKeepsGroups(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// The names of excluded destinations count as read, so that the time of a lease is bounded.
+func TestALeaseReadsABoundedNumberOfNames(t *testing.T) {
+	const messages, names = 200, 1600
+	s := open(t, "data", Options{FS: vfs.NewMem()})
+	defer s.Close()
+	if err := s.OpenLane(fastLane); err != nil {
+		t.Fatal(err)
+	}
+	skip := []string{fastLane.Destination}
+	for i := 1; i < names; i++ {
+		skip = append(skip, fmt.Sprint("shop/other-", i))
+	}
+	var list []queue.Message
+	for i := range messages {
+		list = append(list, queue.Message{Source: fastLane.Source, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Skip: skip, Body: []byte("{}")})
+	}
+	if _, err := s.Append(t.Context(), list); err != nil {
+		t.Fatal(err)
+	}
+	filtered := func() int64 {
+		if got, err := s.Lease(fastLane, 16, nil); err != nil || len(got) > 0 {
+			t.Fatalf("lease: got %d messages, error %v; want none", len(got), err)
+		}
+		return s.DestinationStats(fastLane.Destination).Ledger.Filtered
+	}
+	if got, most := filtered(), int64(maxScan/(names/skipsPerScan)+1); got == 0 || got > most {
+		t.Errorf("messages with %d names that a lease reads: got %d, want 1 to %d", names, got, most)
+	}
+	for n := 0; n < messages && filtered() < messages; n++ {
+	}
+	if got := filtered(); got != messages {
+		t.Errorf("messages that all leases read: got %d, want %d", got, messages)
+	}
+}
