@@ -332,12 +332,12 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	}
 	routing := h.Gate.Begin()
 	defer routing.End()
-	var messages []queue.Message
-	messages, rejected, bad = h.buildMessages(q, routing, typ, now)
+	calls, rejected, unpaid, bad := h.readBatch(q, routing, typ)
 	if bad != nil {
+		q.turn.Leave(unpaid)
 		return nil, bad
 	}
-	if bad := h.persist(q, routing, messages, now); bad != nil {
+	if bad := h.persist(q, routing, calls, unpaid, now); bad != nil {
 		return nil, bad
 	}
 	if len(rejected) > 0 {
@@ -410,8 +410,10 @@ const (
 	// storeCopies is the number of copies that the store holds of a message until it is on disk: in
 	// the commit's batch, in the memtable, and in the buffer of the write-ahead log.
 	storeCopies = 3
-	// callBytes is the overhead of a call beyond its message.
+	// callBytes is the overhead of a call beyond its message, and nameBytes that of the name of a destination that does
+	// not get it.
 	callBytes = 512
+	nameBytes = 16
 	// requestBytes is the minimum charge of a request.
 	requestBytes = 4 << 10
 )
@@ -423,38 +425,54 @@ func (h *Handler) memoryFor(q *request) int64 {
 	return min(int64(total), h.memory.Max/2)
 }
 
-// buildMessages makes the messages of a request, within the turn that parse started.
-func (h *Handler) buildMessages(q *request, routing admission.Routing, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *admission.Refusal) {
-	unpaid := requestBytes + q.bodyBytes // cost of this turn that is not charged yet
-	defer func() { q.turn.Leave(unpaid) }()
+// readBatch returns the calls of a request that may be stored, within the turn that parse started, and the cost of
+// this turn that is not charged yet.
+func (h *Handler) readBatch(q *request, routing admission.Routing, typ event.Type) (calls []event.Call, rejected []event.Rejection, unpaid int, bad *admission.Refusal) {
 	defer q.reading.Release()
 	batch, err := q.reading.Messages()
 	made := 0
 	for i := range batch.Calls {
 		made += len(batch.Calls[i].Body)
 	}
-	unpaid += made
+	unpaid = requestBytes + q.bodyBytes + made
 	if fault, ok := errors.AsType[*event.Error](err); ok {
-		unpaid += q.reading.Bytes
-		return nil, nil, ofEvent(fault)
+		return nil, nil, unpaid + q.reading.Bytes, ofEvent(fault)
 	}
 	// Rejected calls take memory in the answer.
 	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.Grow(int64(n)) {
-		return nil, nil, busy
+		return nil, nil, unpaid, busy
 	}
 	if bad := suppress(q, routing, typ, &batch); bad != nil {
-		return nil, nil, bad
+		return nil, nil, unpaid, bad
 	}
 	if bad := h.limit(q, len(batch.Calls), made); bad != nil {
-		return nil, nil, bad
+		return nil, nil, unpaid, bad
 	}
 	q.calls = len(batch.Calls)
-	messages = make([]queue.Message, len(batch.Calls))
+	return batch.Calls, batch.Rejected, unpaid, nil
+}
+
+// maxCommitPart bounds the bytes of a request in one commit, because other requests wait for the
+// commit.
+const maxCommitPart = 256 << 10
+
+// route makes the messages of the next commit, in turns, and leaves the last turn. bytes is their size, and names the
+// part of it that the names of excluded destinations take.
+func (h *Handler) route(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) (part []queue.Message, bytes, names int) {
 	begin := time.Now()
-	for i := range batch.Calls {
-		messages[i] = routing.Message(q.ref, q.source.Key(), &batch.Calls[i], now)
-		q.defects.Add(batch.Calls[i].Defects)
-		messages[i].TraceParent = q.traceParent
+	for i := range calls {
+		if bytes+len(calls[i].Body) > maxCommitPart && i > 0 {
+			break
+		}
+		message := routing.Message(q.ref, q.source.Key(), &calls[i], now)
+		message.TraceParent = q.traceParent
+		q.defects.Add(calls[i].Defects)
+		part = append(part, message)
+		for _, name := range message.Skip {
+			names += nameBytes + len(name)
+			bytes += nameBytes + len(name)
+		}
+		bytes += len(message.Body)
 		if used := time.Since(begin); used > maxTurn {
 			q.turn.Leave(unpaid + turnBytes*int(used/maxTurn))
 			unpaid = 0
@@ -462,7 +480,8 @@ func (h *Handler) buildMessages(q *request, routing admission.Routing, typ event
 			begin = time.Now()
 		}
 	}
-	return messages, batch.Rejected, nil
+	q.turn.Leave(unpaid)
+	return part, bytes, names
 }
 
 // suppress removes the calls of users whose deletion request suppresses them.
@@ -627,52 +646,53 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 	return slices.ContainsFunc(h.TrustedProxies, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// persist makes messages durable. If the client disconnects meanwhile, the calls are stored anyway,
-// and its retry is a duplicate.
-func (h *Handler) persist(q *request, routing admission.Routing, messages []queue.Message, now time.Time) *admission.Refusal {
-	if len(messages) == 0 {
-		return nil
-	}
-	begin, ctx := h.Gate.Now(), h.deadlines.Context()
+// persist makes the messages of calls durable, in parts. It starts within the turn of parse. If the client disconnects
+// during this time, the calls are stored anyway, and its retry is a duplicate.
+func (h *Handler) persist(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) *admission.Refusal {
+	ctx := h.deadlines.Context()
 	var duplicates []bool
-	for part := messages; len(part) > 0; {
-		n, bytes := commitPart(part)
+	var waited time.Duration
+	reserved := callBytes // for the names of a part
+	for rest := calls; len(rest) > 0; {
+		part, bytes, names := h.route(q, routing, rest, unpaid, now)
+		if more := names - reserved; more > 0 {
+			if !q.memory.Grow(int64(storeCopies * more)) {
+				return busy
+			}
+			reserved = names
+		}
 		started := time.Now()
-		repeated, err := routing.Append(ctx, part[:n])
+		repeated, err := routing.Append(ctx, part)
+		took := time.Since(started)
 		if err != nil {
-			if len(part) < len(messages) && errors.Is(err, queue.ErrFull) {
+			if len(rest) < len(calls) && errors.Is(err, queue.ErrFull) {
 				q.source.StorageFull(now)
 				err = errPartlyStored
 			}
 			bad := h.notStored(q, err, now)
-			bad.Calls = len(messages)
+			bad.Calls = len(calls)
 			return bad
 		}
 		duplicates = append(duplicates, repeated...)
-		part = part[n:]
-		h.pace.Worked(q.source.Limits, bytes, time.Since(started))
+		waited += took
+		h.pace.Worked(q.source.Limits, bytes, took)
+		if rest = rest[len(part):]; len(rest) > 0 {
+			unpaid = 0
+			q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
+		}
 	}
-	h.metrics.durable.Observe(h.Gate.Now().Sub(begin).Seconds())
-	q.source.Accepted(now, len(messages), duplicates)
+	if len(calls) == 0 {
+		q.turn.Leave(unpaid)
+		return nil
+	}
+	h.metrics.durable.Observe(waited.Seconds())
+	q.source.Accepted(now, len(calls), duplicates)
 	h.Gate.CountDefects(q.source, q.defects)
 	return nil
 }
 
-// maxCommitPart bounds the bytes of a request in one commit, because other requests wait for the
-// commit.
-const maxCommitPart = 256 << 10
-
 // errPartlyStored means that storage became full after the first part of a large request.
 var errPartlyStored = errors.New("storage became full after a part of the request was stored")
-
-// commitPart returns how many messages, with how many bytes, the next commit takes.
-func commitPart(messages []queue.Message) (n, bytes int) {
-	for n < len(messages) && (n == 0 || bytes+len(messages[n].Body) <= maxCommitPart) {
-		bytes += len(messages[n].Body)
-		n++
-	}
-	return n, bytes
-}
 
 // notStored returns the refusal for an error of the store.
 func (h *Handler) notStored(q *request, err error, now time.Time) *admission.Refusal {
