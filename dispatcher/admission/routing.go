@@ -16,8 +16,8 @@ import (
 // Router decides which destinations of one namespace do not get a call. route.Router implements it.
 type Router interface {
 	// Skip returns the keys ("namespace/name") of the destinations that are connected to a Source
-	// but must not get this call, and entries of queue.FilterFailed.
-	Skip(source string, call *event.Call) []string
+	// but must not get this call, and entries of queue.FilterFailed. units is what that has cost.
+	Skip(source string, call *event.Call) (skip []string, units int)
 	// Destinations returns the keys of all destinations that are connected to a Source.
 	Destinations(source string) []string
 }
@@ -103,24 +103,25 @@ func (r Routing) Suppressed(ref liveconfig.SourceRef, call *event.Call) bool {
 }
 
 // Message makes the message of a call of a Source, for the destinations that get it. key is
-// ref.Key().
-func (r Routing) Message(ref liveconfig.SourceRef, key string, call *event.Call, acceptedAt time.Time) queue.Message {
-	m := queue.Message{
+// ref.Key(). units is what its filters have cost.
+func (r Routing) Message(ref liveconfig.SourceRef, key string, call *event.Call, acceptedAt time.Time) (m queue.Message, units int) {
+	m = queue.Message{
 		Source: key, ID: call.MessageID, Type: string(call.Type), AcceptedAt: acceptedAt,
-		Skip: r.Skip(ref, call), LongNumbers: call.LongNumbers, Body: call.Body,
+		LongNumbers: call.LongNumbers, Body: call.Body,
 	}
-	if call.Type == event.Track {
+	if m.Skip, units = r.Skip(ref, call); call.Type == event.Track {
 		m.Event = call.Event
 	}
-	return m
+	return m, units
 }
 
-// Skip returns the keys ("namespace/name") of the destinations that must not get a call.
-func (r Routing) Skip(ref liveconfig.SourceRef, call *event.Call) []string {
+// Skip returns the keys ("namespace/name") of the destinations that must not get a call, and what their filters have
+// cost.
+func (r Routing) Skip(ref liveconfig.SourceRef, call *event.Call) (skip []string, units int) {
 	if router := r.by.routers[ref.Namespace]; router != nil {
 		return router.Skip(ref.Source.Name, call)
 	}
-	return nil
+	return nil, 0
 }
 
 // Refilter returns the entries of Skip for one destination ("namespace/name").
@@ -128,7 +129,8 @@ func (r Routing) Refilter(source, destination string, call *event.Call) []string
 	namespace, name, _ := strings.Cut(source, "/")
 	ref := liveconfig.SourceRef{Namespace: namespace}
 	ref.Source.Name = name
-	return slices.DeleteFunc(r.Skip(ref, call), func(entry string) bool {
+	skip, _ := r.Skip(ref, call)
+	return slices.DeleteFunc(skip, func(entry string) bool {
 		return entry != destination && !strings.HasPrefix(entry, queue.FilterFailed(destination, ""))
 	})
 }

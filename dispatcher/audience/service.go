@@ -498,7 +498,7 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (
 		if routing.Suppressed(ref, c) {
 			continue
 		}
-		message := routing.Message(ref, ref.Key(), c, now)
+		message, _ := routing.Message(ref, ref.Key(), c, now)
 		for _, destination := range message.Skip {
 			skipped[destination]++
 		}

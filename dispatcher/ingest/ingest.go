@@ -85,11 +85,12 @@ var short = map[string]event.Type{
 // isImport reports whether a path is for past calls, whose times are not corrected.
 func isImport(path string) bool { return strings.TrimSuffix(path, "/") == "/v1/import" }
 
-// maxTurn is how long a request may run filters before it yields to the next request; it ends with a call, whose
-// filters have a budget (expression.MaxCallCost). turnBytes is the charge for each maxTurn: about the number of bytes that are parsed in it.
+// maxTurn is how many units of filters a request may cost before it yields to the next request; it ends with a call,
+// whose filters have a budget (expression.MaxCallCost). unitBytes is the charge for a unit: about the number of bytes
+// that are parsed in its time.
 const (
-	maxTurn   = 5 * time.Millisecond
-	turnBytes = 1 << 20
+	maxTurn   = 10_000
+	unitBytes = 64
 )
 
 //go:embed openapi.yaml
@@ -459,12 +460,12 @@ const maxCommitPart = 256 << 10
 // route makes the messages of the next commit, in turns, and leaves the last turn. bytes is their size, and names the
 // part of it that the names of excluded destinations take.
 func (h *Handler) route(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) (part []queue.Message, bytes, names int) {
-	begin := time.Now()
+	spent := 0
 	for i := range calls {
 		if bytes+len(calls[i].Body) > maxCommitPart && i > 0 {
 			break
 		}
-		message := routing.Message(q.ref, q.source.Key(), &calls[i], now)
+		message, units := routing.Message(q.ref, q.source.Key(), &calls[i], now)
 		message.TraceParent = q.traceParent
 		q.defects.Add(calls[i].Defects)
 		part = append(part, message)
@@ -473,11 +474,11 @@ func (h *Handler) route(q *request, routing admission.Routing, calls []event.Cal
 			bytes += nameBytes + len(name)
 		}
 		bytes += len(message.Body)
-		if used := time.Since(begin); used > maxTurn {
-			q.turn.Leave(unpaid + turnBytes*int(used/maxTurn))
-			unpaid = 0
+		unpaid += units * unitBytes
+		if spent += units; spent > maxTurn {
+			q.turn.Leave(unpaid)
+			spent, unpaid = 0, 0
 			q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
-			begin = time.Now()
 		}
 	}
 	q.turn.Leave(unpaid)

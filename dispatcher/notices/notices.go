@@ -285,7 +285,8 @@ func (s *Service) append(ctx context.Context, namespace string, f fact, before r
 	ref := liveconfig.SourceRef{Namespace: namespace, Source: liveconfig.Source{Name: liveconfig.SourceNotices}}
 	routing := s.Gate.Begin()
 	defer routing.End()
-	_, err := routing.Append(ctx, []queue.Message{routing.Message(ref, ref.Key(), &call, now)})
+	message, _ := routing.Message(ref, ref.Key(), &call, now)
+	_, err := routing.Append(ctx, []queue.Message{message})
 	return err
 }
 

@@ -147,18 +147,23 @@ func (r *Router) filter(d *destination, f *liveconfig.Filter) (err error) {
 	return nil
 }
 
+// patternsPerUnit is the number of names that cost a unit of an expression to compare.
+const patternsPerUnit = 4
+
 // Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but
 // must not get this call, and an entry of queue.FilterFailed for each whose filter failed. It is nil for most calls.
-func (r *Router) Skip(source string, call *event.Call) (skip []string) {
+// units is the cost, in units of expressions: at least one for each destination.
+func (r *Router) Skip(source string, call *event.Call) (skip []string, units int) {
 	var read reader
 	for _, d := range r.bySource[source] {
+		units += 1 + len(d.events)/patternsPerUnit
 		if r := d.takes(call, &read); r.Failure != "" {
 			skip = append(skip, queue.FilterFailed(d.key, r.Failure))
 		} else if !r.Matches {
 			skip = append(skip, d.key)
 		}
 	}
-	return skip
+	return skip, units + read.exact.units() + read.fixed.units()
 }
 
 // Destinations returns the keys of all destinations that are connected to a Source.
@@ -177,6 +182,14 @@ type form struct {
 	call *expression.Call
 	err  error
 	done bool
+}
+
+// units is what the expressions have cost.
+func (f *form) units() int {
+	if f.call == nil {
+		return 0
+	}
+	return int(f.call.Units)
 }
 
 func (r *reader) matches(d *destination, call *event.Call) expression.Result {

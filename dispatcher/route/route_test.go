@@ -1,6 +1,8 @@
 package route
 
 import (
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -51,7 +53,7 @@ func TestSkip(t *testing.T) {
 		"unknown source":     {"nobody", event.Identify, `{"userId":"u"}`, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if diff := cmp.Diff(tc.want, r.Skip(tc.source, parse(t, tc.typ, tc.body))); diff != "" {
+			if diff := cmp.Diff(tc.want, skipOf(r, tc.source, parse(t, tc.typ, tc.body))); diff != "" {
 				t.Error(diff)
 			}
 		})
@@ -70,7 +72,7 @@ func TestABadExpressionHarmsNobodyElse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if skip := r.Skip("web", parse(t, event.Identify, `{"userId":"u"}`)); skip != nil {
+	if skip := skipOf(r, "web", parse(t, event.Identify, `{"userId":"u"}`)); skip != nil {
 		t.Errorf("the paused destination must keep its messages; skipped: %v", skip)
 	}
 	c.Destinations[0].State = liveconfig.Active
@@ -96,7 +98,7 @@ func TestNext(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff([]string{"shop/a"}, second.Skip("web", parse(t, event.Identify, `{"userId":"u"}`))); diff != "" {
+	if diff := cmp.Diff([]string{"shop/a"}, skipOf(second, "web", parse(t, event.Identify, `{"userId":"u"}`))); diff != "" {
 		t.Errorf("destinations that do not get the call (-want +got):\n%s", diff)
 	}
 	if second.programs["call.userId == 'u'"] != first.programs["call.userId == 'u'"] {
@@ -141,7 +143,7 @@ func TestNothingSkippedAllocatesNothing(t *testing.T) {
 	}
 	call := parse(t, event.Track, `{"userId":"u","event":"Order Done","integrations":{"All":true,"b":{"x":1}}}`)
 	if n := testing.AllocsPerRun(100, func() {
-		if r.Skip("web", call) != nil {
+		if skipOf(r, "web", call) != nil {
 			t.Error("skipped")
 		}
 	}); n != 0 {
@@ -159,7 +161,7 @@ func TestEveryExpressionIsAsked(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{"shop/a", "shop/c"}
-	if diff := cmp.Diff(want, r.Skip("web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"total":50.5}}`))); diff != "" {
+	if diff := cmp.Diff(want, skipOf(r, "web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"total":50.5}}`))); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -178,7 +180,7 @@ func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{"shop/exact", "shop/string-number"}
-	if diff := cmp.Diff(want, r.Skip("web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"id":12345678901234567890}}`))); diff != "" {
+	if diff := cmp.Diff(want, skipOf(r, "web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"id":12345678901234567890}}`))); diff != "" {
 		t.Errorf("skipped (-want +got):\n%s", diff)
 	}
 }
@@ -191,7 +193,7 @@ func BenchmarkSkipNothing(b *testing.B) {
 	call := parse(b, event.Track, `{"userId":"u","event":"Order Done","integrations":{"All":true}}`)
 	b.ReportAllocs()
 	for b.Loop() {
-		if r.Skip("web", call) != nil {
+		if skipOf(r, "web", call) != nil {
 			b.Fatal("skipped")
 		}
 	}
@@ -207,7 +209,7 @@ func TestKeep(t *testing.T) {
 		return r
 	}
 	skips := func(r *Router, source string) []string {
-		return r.Skip(source, parse(t, event.Track, `{"userId":"u","event":"E"}`))
+		return skipOf(r, source, parse(t, event.Track, `{"userId":"u","event":"E"}`))
 	}
 	at := time.Unix(1000, 0)
 	first := router(liveconfig.Destination{Name: "crm", Sources: []string{"web", "ios"}, Filter: only}, liveconfig.Destination{Name: "old", Sources: []string{"web"}, Filter: only})
@@ -226,5 +228,39 @@ func TestKeep(t *testing.T) {
 	}
 	if got := len(third.bySource["web"]); got != 1 {
 		t.Errorf("%d destinations of web are asked, want the one that went last", got)
+	}
+}
+
+func skipOf(r *Router, source string, call *event.Call) []string {
+	skip, _ := r.Skip(source, call)
+	return skip
+}
+
+// Every destination and every filter has a cost, in units that do not depend on the machine.
+func TestTheCostOfFilters(t *testing.T) {
+	long := `{"userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 9_000) + `"}}`
+	for name, c := range map[string]struct {
+		filter    liveconfig.Filter
+		body      string
+		min, most int
+	}{
+		"types":         {liveconfig.Filter{Types: []string{"page"}}, long, 100, 100},
+		"events":        {liveconfig.Filter{Events: slices.Repeat([]string{"A*B"}, 40)}, long, 1_100, 1_100},
+		"an expression": {liveconfig.Filter{Expression: "call.userId == 'v'"}, `{"userId":"u","event":"E"}`, 300, 800},
+		"a long call":   {liveconfig.Filter{Expression: "call.userId == 'v'"}, long, 1_200, 1_700},
+		"a long search": {liveconfig.Filter{Expression: "call.properties.x.contains('y')"}, long, 9_000, 12_000},
+		"a pattern":     {liveconfig.Filter{Expression: "call.properties.x.matches('[xz]{150}y')"}, long, 90_000, 120_000},
+	} {
+		config := liveconfig.Config{Namespace: "shop"}
+		for i := range 100 {
+			config.Destinations = append(config.Destinations, liveconfig.Destination{Name: fmt.Sprint("d", i), State: liveconfig.Active, Sources: []string{"web"}, Filter: &c.filter})
+		}
+		r, err := New(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if skip, units := r.Skip("web", parse(t, event.Track, c.body)); len(skip) != 100 || units < c.min || units > c.most {
+			t.Errorf("%s: got %d destinations that do not get the call, and %d units; want 100, and %d to %d", name, len(skip), units, c.min, c.most)
+		}
 	}
 }

@@ -46,14 +46,16 @@ type Router struct {
 	OnSkip func(source string, call *event.Call) []string
 	// All has the keys of the destinations of each Source.
 	All map[string][]string
+	// Units is the cost of a call.
+	Units int
 }
 
 // Skip implements admission.Router.
-func (r Router) Skip(source string, call *event.Call) []string {
+func (r Router) Skip(source string, call *event.Call) ([]string, int) {
 	if r.OnSkip == nil {
-		return nil
+		return nil, r.Units
 	}
-	return r.OnSkip(source, call)
+	return r.OnSkip(source, call), r.Units
 }
 
 // Destinations implements admission.Router.

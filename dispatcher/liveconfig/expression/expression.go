@@ -224,9 +224,12 @@ func between(s, before, after string) (string, bool) {
 type Call struct {
 	variables map[string]any
 	work      *work
-	// Units are the units that all evaluations have cost.
+	// Units are the units that all evaluations have cost, and Parse.
 	Units uint64
 }
+
+// bytesPerUnit is the number of bytes that cost a unit to parse.
+const bytesPerUnit = 10
 
 // Parse parses a message, the JSON object that would be delivered.
 func Parse(body []byte) (*Call, error) {
@@ -236,7 +239,7 @@ func Parse(body []byte) (*Call, error) {
 		return nil, errors.New("the call is not a JSON object")
 	}
 	w := new(work)
-	return &Call{variables: map[string]any{"call": object, workVariable: w}, work: w}, nil
+	return &Call{variables: map[string]any{"call": object, workVariable: w}, work: w, Units: uint64(len(body) / bytesPerUnit)}, nil
 }
 
 // Result is the result of an expression for a call.
