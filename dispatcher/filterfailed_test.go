@@ -57,11 +57,23 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	for _, l := range letters {
 		check.Equal(t, "reason of "+l.ID, l.Failure.Reason, queue.ReasonFilterFailed)
 		check.Equal(t, "attempts of "+l.ID, l.Attempts, 0)
-		want := "character 5: division by zero"
+		want := "character 5 (call.properties.parts): division by zero; check the divisor first"
 		if l.ID == "failed-2" {
-			want = "character 10: a value cannot be converted"
+			want = "character 10 (call.properties.parts): a value cannot be converted; check it first, for example with matches('^[0-9]+$')"
 		}
 		check.Equal(t, "message of "+l.ID, l.Failure.Message, want)
+	}
+	filterFailure := func() *adminapi.Failure {
+		view, _ := d.gate.View().Namespace("shop")
+		for _, r := range d.engine.Report(view.Config) {
+			if r.Name == "crm" {
+				return r.FilterFailure
+			}
+		}
+		return nil
+	}
+	if f := filterFailure(); f == nil || f.Reason != queue.ReasonFilterFailed || !strings.HasPrefix(f.Message, "character") {
+		t.Errorf("failure of the filter in the report: got %+v; want that of the last call", f)
 	}
 	eventually(t, "the other destination has all calls", func() bool { return d.store.DestinationStats("shop/mail").Ledger.Delivered == 5 })
 
@@ -69,6 +81,9 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	c.Destinations[0].Filter = &liveconfig.Filter{Expression: "int(call.properties.parts) == 0"}
 	c.Destinations[0].Revision = "d2"
 	d.Set("shop", encoded(t, c))
+	if f := filterFailure(); f != nil {
+		t.Errorf("failure of the filter in the report after an edit: got %+v; want none", f)
+	}
 	p, err := redelivery.Run(t.Context(), d.gate, d.store, "shop/crm", adminapi.DeadLetterSelector{Reasons: []string{queue.ReasonFilterFailed}}, redelivery.Options{})
 	check.NoError(t, "redelivery", err)
 	check.Equal(t, "redelivered", p.Redelivered, 2)

@@ -221,6 +221,10 @@ const (
 	// ReasonExpired: the message was not delivered within the retry window. Action: repair
 	// the receiver, then redeliver the dead letters.
 	ReasonExpired = "Expired"
+	// ReasonFilterFailed: the evaluation of spec.filter.expression failed for a call in the last 10 minutes, so it is
+	// not known whether the destination wants it: it is a dead letter. Other calls are delivered. Action: correct the
+	// expression, then redeliver the dead letters, for which the present expression is evaluated.
+	ReasonFilterFailed = "FilterFailed"
 )
 
 // Reasons of dead letters, in addition to those of Delivering after CircuitOpen.
@@ -232,9 +236,6 @@ const (
 	// ReasonDamaged: the stored message is damaged and cannot be read, for example because of
 	// a disk error. Action: check the disk; the sender has to send the message again.
 	ReasonDamaged = "Damaged"
-	// ReasonFilterFailed: the evaluation of spec.filter.expression failed, so it is not known whether the destination
-	// wants the message. Action: correct the expression; a redelivery evaluates the present one.
-	ReasonFilterFailed = "FilterFailed"
 )
 
 // DeadLetterReasons are the reasons that a dead letter can have.

@@ -99,7 +99,12 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	if s.Delivery = old.Status.Delivery.DeepCopy(); counted {
 		s.Delivery = &merged.Delivery
 	}
-	s.Conditions = f.conditions(true, f.delivering(old.Spec.SuccessPolicy, merged))
+	delivering := f.delivering(old.Spec.SuccessPolicy, merged)
+	if failure := merged.FilterFailure; failure != nil && delivering.Status != metav1.ConditionFalse {
+		delivering = conditionOf(v1alpha1.ConditionDelivering)(metav1.ConditionFalse, v1alpha1.ReasonFilterFailed,
+			"spec.filter.expression fails for some calls, which become dead letters: "+compile.Truncate(failure.Message, maxQuotedBytes))
+	}
+	s.Conditions = f.conditions(true, delivering)
 	return s
 }
 

@@ -79,6 +79,14 @@ func (p Pod) change(f func(d *adminapi.DestinationReport)) {
 	*p.Report = *next
 }
 
+// filterFails adds a failure of the filter to the pod's report.
+func filterFails(p Pod) Pod {
+	p.change(func(d *adminapi.DestinationReport) {
+		d.FilterFailure = &adminapi.Failure{Time: at(-time.Minute), Reason: "FilterFailed", Message: "character 1 (call.a): division by zero"}
+	})
+	return p
+}
+
 func idle(name string) adminapi.EndpointReport {
 	return adminapi.EndpointReport{Name: name, State: adminapi.EndpointIdle}
 }
@@ -205,6 +213,8 @@ func TestDestinationConditions(t *testing.T) {
 		{"no reason given", any1, accepted(), []Pod{runs("p1", failing("a", "", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
 		{"circuit open", any1, accepted(), []Pod{runs("p1", open("a", "ConnectionRefused"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: ConnectionRefused: the words"},
 		{"proxy fails", any1, accepted(), []Pod{runs("p1", failing("a", "ProxyFailed", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ProxyFailed", "the egress proxy has no connection to endpoint a since 2026-03-01T11:59:00Z: ProxyFailed: the words"},
+		{"the filter fails", any1, accepted(), []Pod{runs("p1", healthy("a")), filterFails(runs("p2", healthy("a")))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/FilterFailed", "spec.filter.expression fails for some calls, which become dead letters: character 1 (call.a): division by zero"},
+		{"the filter and an endpoint fail", any1, accepted(), []Pod{filterFails(runs("p1", open("a", "ConnectionRefused")))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails"},
 		{"circuit open because of the proxy", any1, accepted(), []Pod{runs("p1", open("a", "ProxyFailed"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ProxyFailed", "the egress proxy has no connection to endpoint a, its circuit is open since 2026-03-01T11:59:00Z: ProxyFailed: the words"},
 		{"gone", any1, accepted(), []Pod{runs("p1", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it answered 410 Gone and gets hourly probes since 2026-03-01T11:59:00Z: Rejected, status 410: the words"},
 		{"gone at one pod of two", any1, accepted(), []Pod{runs("p1", open("a", "TimedOut")), runs("p2", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it answered 410 Gone"},

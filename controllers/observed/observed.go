@@ -20,6 +20,8 @@ type Destination struct {
 	Delivery v1alpha1.DeliveryStatus
 	// Endpoints are those of the spec, in its order.
 	Endpoints []Endpoint
+	// FilterFailure is the last failure of the filter; nil if there was none lately.
+	FilterFailure *adminapi.Failure
 }
 
 // NewDestination returns the traffic of a destination without reports.
@@ -45,6 +47,9 @@ func (d *Destination) Add(r *adminapi.DestinationReport, outdated bool) {
 	s.Retrying += r.Retrying
 	s.OldestPendingTime = earliest(s.OldestPendingTime, r.OldestPending)
 	s.NextAttemptTime = earliest(s.NextAttemptTime, r.NextAttempt)
+	if f := r.FilterFailure; f != nil && !outdated && (d.FilterFailure == nil || f.Time.After(d.FilterFailure.Time)) {
+		d.FilterFailure = f
+	}
 	for i := range d.Endpoints {
 		for _, e := range r.Endpoints {
 			if e.Name == d.Endpoints[i].Name {

@@ -193,6 +193,8 @@ type explainer struct {
 	found []Finding
 	// paused is true if nothing is sent because of the spec.
 	paused bool
+	// filterFailure describes the last failure of the filter; empty if there was none lately.
+	filterFailure string
 	// lineBreak is true if a Secret's value ends with a line break, which is not used.
 	lineBreak bool
 	// delivers is true if an endpoint accepts all messages, so that another one that fails does not
@@ -207,7 +209,10 @@ func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 // observe replaces the numbers and the states of the endpoints in the destination's status by those of
 // the reports.
 func (e *explainer) observe() {
-	e.delivers = meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
+	delivering := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
+	if e.delivers = delivering != nil && delivering.Status == metav1.ConditionTrue; delivering != nil && delivering.Reason == v1alpha1.ReasonFilterFailed {
+		e.filterFailure = delivering.Message
+	}
 	live, reported := observed.NewDestination(e.d.Spec.Endpoints), false
 	var r adminapi.DestinationReport
 	for _, x := range e.Reports {
@@ -222,6 +227,9 @@ func (e *explainer) observe() {
 	d := *e.d // The object belongs to the caller.
 	e.d = &d
 	d.Status.Delivery, d.Status.Endpoints = &live.Delivery, live.Statuses(d.Status.Endpoints, e.Now, true)
+	if e.filterFailure = ""; live.FilterFailure != nil {
+		e.filterFailure = fmt.Sprintf("the expression fails for some calls, which become dead letters; the last one %s: %s", ago(e.Now, live.FilterFailure.Time), live.FilterFailure.Message)
+	}
 	_, working := live.Failing()
 	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1alpha1.EveryEndpoint
 }
@@ -644,6 +652,9 @@ func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
 }
 
 func (e *explainer) filter() {
+	if e.filterFailure != "" {
+		e.add(Problem, "Filter", fmt.Sprintf("correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver %s --reason %s", e.Name, v1alpha1.ReasonFilterFailed), "%s", e.filterFailure)
+	}
 	c, known := e.counts()
 	switch {
 	case !known || c.Filtered == 0:

@@ -115,6 +115,13 @@ func TestExplain(t *testing.T) {
 	}{
 		{"no problems", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
 		{"no backlog", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
+		{"a filter that fails", report(func(n *adminapi.NamespaceReport, _ *adminapi.Report) {
+			n.Destinations[0].FilterFailure = &adminapi.Failure{Time: now.Add(-time.Minute), Message: "character 5 (call.properties.parts): division by zero"}
+		}), "Filter", "the expression fails for some calls, which become dead letters; the last one 1m0s ago: character 5 (call.properties.parts): division by zero", "correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver crm --reason FilterFailed", ""},
+		{"a filter that fails, without reports", d(func(d *v1alpha1.WebhookDestination) {
+			failed := condition("Delivering", "FilterFailed", "spec.filter.expression fails for some calls: division by zero")
+			d.Status.Conditions = append(d.Status.Conditions, failed)
+		}), "Filter", "division by zero", "redeliver the dead letters", ""},
 		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
 		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
 		{"a rejected manifest", func(f *Facts) {

@@ -37,7 +37,11 @@ type destinationConfig struct {
 
 // rareDestination is the part of a DestinationReport that is usually zero. Its times are in
 // nanoseconds; 0 is no time.
-type rareDestination struct{ deadLettersStored, deadLettersForwarded, retrying, oldestPending, nextAttempt int64 }
+type rareDestination struct {
+	deadLettersStored, deadLettersForwarded, retrying, oldestPending, nextAttempt int64
+
+	filterFailure *Failure
+}
 
 // compactEndpoint is an EndpointReport without its name.
 type compactEndpoint struct {
@@ -137,7 +141,7 @@ func (d *destinations) replace(changed []DestinationReport, removed []string, li
 // compact returns a report and its endpoints.
 func compact(r *DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
 	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
-	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending), nanoseconds(r.NextAttempt)}); rare != (rareDestination{}) {
+	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending), nanoseconds(r.NextAttempt), r.FilterFailure}); rare != (rareDestination{}) {
 		c.rare = new(rareDestination)
 		*c.rare = rare
 	}
@@ -162,10 +166,17 @@ func compact(r *DestinationReport, likes []*destinations) (c compactDestination,
 // equalExceptNumbers is that of NamespaceIndex.
 func (d *destinations) equalExceptNumbers(o *destinations) bool {
 	return slices.EqualFunc(d.all, o.all, func(a, b compactDestination) bool {
-		return a.destinationConfig == b.destinationConfig || reflect.DeepEqual(a.destinationConfig, b.destinationConfig)
+		return a.filterError() == b.filterError() && (a.destinationConfig == b.destinationConfig || reflect.DeepEqual(a.destinationConfig, b.destinationConfig))
 	}) && slices.EqualFunc(d.endpoints, o.endpoints, func(a, b compactEndpoint) bool {
 		return a.state == b.state && a.since == b.since && a.failure() == b.failure()
 	})
+}
+
+func (c *compactDestination) filterError() string {
+	if c.rare == nil || c.rare.filterFailure == nil {
+		return ""
+	}
+	return c.rare.filterFailure.Message
 }
 
 // failure is the part of a rareEndpoint that is not a number.
@@ -223,7 +234,7 @@ func (d *destinations) read(c *compactDestination, into *DestinationReport) {
 	*into = DestinationReport{
 		Name: c.name, Generation: c.generation, Revision: c.revision, Ledger: c.Ledger,
 		DeadLettersStored: rare.deadLettersStored, DeadLettersForwarded: rare.deadLettersForwarded, Retrying: rare.retrying,
-		OldestPending: timeOf(rare.oldestPending), NextAttempt: timeOf(rare.nextAttempt), Endpoints: endpoints,
+		OldestPending: timeOf(rare.oldestPending), NextAttempt: timeOf(rare.nextAttempt), Endpoints: endpoints, FilterFailure: rare.filterFailure,
 	}
 }
 

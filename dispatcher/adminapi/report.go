@@ -319,6 +319,9 @@ type DestinationReport struct {
 	// NextAttempt is when the next retry or probe is due; zero when none is planned.
 	NextAttempt time.Time        `json:"nextAttempt,omitzero"`
 	Endpoints   []EndpointReport `json:"endpoints,omitempty"`
+	// FilterFailure is the last failure of the filter's expression since the destination was changed, unless it is
+	// older than 10 minutes; the call is a dead letter.
+	FilterFailure *Failure `json:"filterFailure,omitempty"`
 }
 
 // EndpointState is the health of an endpoint, as in the API.

@@ -346,6 +346,9 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	old := d.set
 	d.set, d.changed = p.set, p.object
 	d.trim = &p.set.deadLetters
+	if old != nil && old.revision != p.set.revision {
+		d.filterFailure, d.changedAt = nil, now
+	}
 	endpoints, edited := map[string]*liveEndpoint{}, false
 	for i := range p.set.targets {
 		name := p.set.configs[i].Name

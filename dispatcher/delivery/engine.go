@@ -19,6 +19,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
@@ -195,6 +196,10 @@ type destination struct {
 	atStart queue.Ledger
 	// changed is marked when the report changes; nil before the destination was in a config.
 	changed *changes.Object
+	// filterFailure is the last failure of the filter for a message that was accepted after changedAt, the time of the
+	// last edit; nil if there was none.
+	filterFailure *adminapi.Failure
+	changedAt     time.Time
 }
 
 // destinationConfig is the compiled config of a destination. It is replaced, never changed, so requests in

@@ -43,6 +43,10 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 				r.NextAttempt = earlier(r.NextAttempt, t.machine.ProbeAt())
 			}
 		}
+		if f := d.filterFailure; f != nil && now.Sub(f.Time) < filterFailureFor {
+			r.FilterFailure = f
+			d.changed.TransitionAt(f.Time.Add(filterFailureFor))
+		}
 		ids := make([]queue.LaneID, 0, len(d.lanes))
 		for _, l := range d.lanes {
 			ids = append(ids, l.id)

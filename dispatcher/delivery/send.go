@@ -213,6 +213,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	case d.FilterError != "":
 		f = queue.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: d.FilterError}
 		e.log.With(l.id.LogArgs()...).Warn("filter failed; the message becomes a dead letter", "messageId", d.ID, "error", d.FilterError)
+		l.destination.failFilter(d, now)
 	case now.Sub(e.windowStart(d.AcceptedAt)) >= l.set.policy.Window && e.mayExpire():
 		f = l.expiry(now)
 	default:
@@ -229,6 +230,20 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 		l.destination.countDead(f.Reason, 1)
 	}
 	return true
+}
+
+// filterFailureFor is how long the report has a failure of a filter.
+const filterFailureFor = 10 * time.Minute
+
+// failFilter records that the filter failed for a message.
+func (d *destination) failFilter(m *queue.Delivery, now time.Time) {
+	if m.AcceptedAt.Before(d.changedAt) {
+		return // An earlier filter failed.
+	}
+	if before := d.filterFailure; before == nil || before.Message != m.FilterError || now.Sub(before.Time) >= filterFailureFor {
+		d.changed.Transition()
+	}
+	d.filterFailure = &adminapi.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: m.FilterError}
 }
 
 // windowStart returns the start of a message's retry window.

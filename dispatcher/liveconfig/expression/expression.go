@@ -43,9 +43,9 @@ const (
 // Program is a compiled expression. It is safe for concurrent use.
 type Program struct {
 	program cel.Program
-	// offsets are the positions of the nodes in the text, in characters.
-	offsets map[int64]ast.OffsetRange
-	size    Size
+	// places describe the calls of functions and operators, by node, for Result.Failure.
+	places map[int64]string
+	size   Size
 }
 
 // Size is what a compiled expression needs of the memory of the dispatchers, in units that do not depend on the
@@ -111,7 +111,7 @@ func Compile(expr string) (*Program, error) {
 	if err != nil {
 		return nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
-	return &Program{program, checked.NativeRep().SourceInfo().OffsetRanges(), size}, nil
+	return &Program{program, places(checked.NativeRep()), size}, nil
 }
 
 // bindings returns the overloads of functions by ID.
@@ -252,7 +252,7 @@ type Result struct {
 // Match evaluates the expression for a message.
 func (p *Program) Match(call *Call) (r Result) {
 	if call.Units >= MaxCallCost {
-		return Result{Failure: fmt.Sprintf("the filters of the call cost more than %d units", MaxCallCost)}
+		return Result{Failure: fmt.Sprintf("the filters of the call cost more than %d units; use fewer or cheaper expressions on the destinations of the Source", MaxCallCost)}
 	}
 	*call.work = work{}
 	value, details, err := p.program.Eval(call.variables)
@@ -267,7 +267,7 @@ func (p *Program) Match(call *Call) (r Result) {
 		return Result{Matches: ok && matches}
 	}
 	if call.work.over != 0 {
-		return Result{Failure: p.at(call.work.over) + fmt.Sprintf("the text to search is too long: the evaluation needs more than %d bytes times instructions", MaxWork)}
+		return Result{Failure: p.places[call.work.over] + fmt.Sprintf("the text to search is too long: the evaluation needs more than %d bytes times instructions; check size() first, or write a shorter pattern", MaxWork)}
 	}
 	return Result{Failure: p.failure(err)}
 }
@@ -278,18 +278,23 @@ var absent = []string{
 	"unsupported comprehension range type", "invalid qualifier type", "unsupported index", "index '", "got '",
 }
 
+const (
+	outside     = "a position is outside of a text; check size() first"
+	unconverted = "a value cannot be converted; check it first, for example with matches('^[0-9]+$')"
+)
+
 // failures are fixed texts for cel-go's errors, which may contain data of the call.
 var failures = []struct{ part, text string }{
-	{"actual cost limit exceeded", fmt.Sprintf("the evaluation costs more than %d units", MaxCost)},
-	{"by zero", "division by zero"},
-	{"overflow", "a number or time is too large"},
-	{"index out of range", "a position is outside of a text"},
-	{"substring range", "a position is outside of a text"},
-	{"conver", "a value cannot be converted"},
-	{"strconv", "a value cannot be converted"},
-	{"timestamp", "a value cannot be converted"},
-	{"duration", "a value cannot be converted"},
-	{"time", "a value cannot be converted"},
+	{"actual cost limit exceeded", fmt.Sprintf("the evaluation costs more than %d units; check a cheaper condition first, or read fewer elements", MaxCost)},
+	{"by zero", "division by zero; check the divisor first"},
+	{"overflow", "a number or time is too large; check it first"},
+	{"index out of range", outside},
+	{"substring range", outside},
+	{"conver", unconverted},
+	{"strconv", unconverted},
+	{"timestamp", unconverted},
+	{"duration", unconverted},
+	{"time", unconverted},
 }
 
 // failure explains why an evaluation failed; it is empty if a field is missing or has another type.
@@ -305,16 +310,59 @@ func (p *Program) failure(err error) string {
 	}
 	for _, f := range failures {
 		if strings.Contains(text, f.part) {
-			return p.at(node) + f.text
+			return p.places[node] + f.text
 		}
 	}
-	return p.at(node) + "the evaluation failed"
+	return p.places[node] + "the evaluation failed"
 }
 
-// at names the position of a node; it is empty if the position is not known.
-func (p *Program) at(node int64) string {
-	if o, ok := p.offsets[node]; ok {
-		return fmt.Sprintf("character %d: ", o.Start+1)
+// maxPlace bounds the field of a place, which is stored with every message whose evaluation fails there.
+const maxPlace = 100
+
+// places describe the calls of functions and operators: the position in the expression, and the field that they read.
+func places(a *ast.AST) map[int64]string {
+	all := map[int64]string{}
+	ast.PreOrderVisit(a.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
+		o, ok := a.SourceInfo().GetOffsetRange(e.ID())
+		if e.Kind() != ast.CallKind || !ok {
+			return
+		}
+		place := fmt.Sprintf("character %d", o.Start+1)
+		if field := fieldOf(e); field != "" && len(field) <= maxPlace {
+			place += " (" + field + ")"
+		}
+		all[e.ID()] = place + ": "
+	}))
+	return all
+}
+
+// fieldOf returns the first field that a part of an expression reads, as it is written; empty without one.
+func fieldOf(e ast.Expr) string {
+	switch e.Kind() {
+	case ast.IdentKind:
+		return e.AsIdent()
+	case ast.SelectKind:
+		if of := fieldOf(e.AsSelect().Operand()); of != "" {
+			return of + "." + e.AsSelect().FieldName()
+		}
+	case ast.CallKind:
+		call := e.AsCall()
+		args := call.Args()
+		if call.IsMemberFunction() {
+			args = append([]ast.Expr{call.Target()}, args...)
+		}
+		if name := call.FunctionName(); slices.Contains([]string{operators.Index, operators.OptIndex, operators.OptSelect}, name) && args[1].Kind() == ast.LiteralKind {
+			of, key := fieldOf(args[0]), args[1].AsLiteral().Value()
+			if name == operators.OptSelect {
+				return fmt.Sprintf("%s.?%v", of, key)
+			}
+			return fmt.Sprintf("%s[%v]", of, key)
+		}
+		for _, arg := range args {
+			if field := fieldOf(arg); field != "" {
+				return field
+			}
+		}
 	}
 	return ""
 }

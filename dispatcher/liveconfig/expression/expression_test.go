@@ -125,22 +125,23 @@ func TestAMissingFieldDoesNotMatch(t *testing.T) {
 // Any other error leaves open whether the call matches. Its text has the position and no value.
 func TestAFailureIsNotTheAnswerNo(t *testing.T) {
 	for expr, want := range map[string]string{
-		"1 / (size(call.properties.items) - 2) == 1":                "character 3: division by zero",
-		"size(call.event) % (size(call.event) - 15) == 1":           "character 18: division by zero",
-		"int(call.properties.currency) == 1":                        "character 4: a value cannot be converted",
-		"double(call.event) > 1.0":                                  "character 7: a value cannot be converted",
-		"timestamp(call.event) > timestamp('2026-01-01T00:00:00Z')": "character 10: a value cannot be converted",
-		"duration(call.event) > duration('1s')":                     "character 9: a value cannot be converted",
+		"1 / (size(call.properties.items) - 2) == 1":                "character 3 (call.properties.items): division by zero; check the divisor first",
+		"size(call.event) % (size(call.event) - 15) == 1":           "character 18 (call.event): division by zero",
+		"int(call.properties.currency) == 1":                        "character 4 (call.properties.currency): a value cannot be converted; check it first",
+		"double(call.event) > 1.0":                                  "character 7 (call.event): a value cannot be converted",
+		"timestamp(call.event) > timestamp('2026-01-01T00:00:00Z')": "character 10 (call.event): a value cannot be converted",
+		"duration(call.event) > duration('1s')":                     "character 9 (call.event): a value cannot be converted",
 		"timestamp(call.timestamp).getHours(call.event) == 1":       "a value cannot be converted",
 		"int(call.properties.total) * 9223372036854775807 > 0":      "a number or time is too large",
-		"call.event.substring(100) == 'x'":                          "character 21: a position is outside of a text",
+		"call.event.substring(100) == 'x'":                          "character 21 (call.event): a position is outside of a text; check size() first",
+		"call.?properties.?items[0].?n.orValue(0) / 0 == 1":         "character 42 (call.?properties.?items[0].?n): division by zero",
 		"call.event.charAt(100) == 'x'":                             "a position is outside of a text",
 	} {
 		got := match(t, compiled(t, expr), order)
 		if got.Matches || !strings.Contains(got.Failure, want) {
 			t.Errorf("%s: got %+v; want the failure %q", expr, got, want)
 		}
-		for _, value := range []string{"Order", "EUR", "150"} {
+		for _, value := range []string{"Order", "EUR", "150"} { // The field is named, its value is not.
 			if strings.Contains(got.Failure, value) {
 				t.Errorf("%s: the failure contains data of the call: %s", expr, got.Failure)
 			}
