@@ -79,6 +79,7 @@ test: ## Install what tests start (root on Debian), and run all tests against a 
 	@# The program is compiled once: packages that run in parallel would compile it once each.
 	@# With POSTHORN_TEST_ALL a test that cannot run here fails instead of being skipped (test/need).
 	@export PATH=$$PATH:/usr/sbin; all=$$(hack/test-programs); export POSTHORN_TEST_ALL=$$all; \
+	echo "make test: building bin/gotestsum, posthorn and the tests"; \
 	$(call tool,gotestsum,gotest.tools/gotestsum); \
 	if [[ '$(PKG)$(RUN)' == work ]]; then go build -o /dev/null ./cmd/posthorn; fi; \
 	assets=$(ASSETS); export KUBEBUILDER_ASSETS=$$assets; \
