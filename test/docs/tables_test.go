@@ -382,3 +382,29 @@ func TestClientIsDocumented(t *testing.T) {
 		t.Errorf("options and errors in the code: got %d, want at least 20: %v", len(inCode), inCode)
 	}
 }
+
+// A table of conditions, symptoms or the like has one row for each: two would differ.
+func TestTablesHaveNoDoubleRows(t *testing.T) {
+	checked := 0
+	for _, page := range pages(t) {
+		var rows map[string]bool // nil outside of a checked table
+		for n, line := range strings.Split(read(t, page), "\n") {
+			cells := strings.Split(line, " | ")
+			first := strings.TrimPrefix(cells[0], "| ")
+			switch {
+			case !strings.HasPrefix(line, "|"):
+				rows = nil
+			case slices.Contains([]string{"condition", "symptom", "reason", "field", "metric", "flag", "value", "alert"}, strings.ToLower(first)):
+				rows = map[string]bool{}
+			case rows != nil && rows[first]:
+				t.Errorf("%s:%d: a second row for %s", page, n+1, first)
+			case rows != nil:
+				rows[first] = true
+				checked++
+			}
+		}
+	}
+	if checked < 100 {
+		t.Errorf("rows of tables: got %d, want at least 100", checked)
+	}
+}
