@@ -61,11 +61,11 @@ image: ## Build the image from scratch, without a registry: bin/posthorn-linux-A
 	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar LICENSE THIRD_PARTY_LICENSES.md
 	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
 
-# hack/release makes the files. KEY signs the checksums.
+# hack/release makes the files. KEY signs the checksums; its fingerprint is in SECURITY.md.
 OUT ?= $(BIN)/release
 KEY ?=
 .PHONY: release
-release: ## Make all files of a release in OUT: make release VERSION=1.0.0 [OUT=DIR] [KEY=FILE]
+release: ## Make all files of a release in OUT: make release VERSION=1.0.0 KEY=FILE [OUT=DIR]
 	cd hack/release && $(ALONE) go run . make -root ../.. -out '$(abspath $(OUT))' -version '$(VERSION:v%=%)' $(if $(KEY),-key '$(abspath $(KEY))')
 
 .PHONY: run

@@ -1,9 +1,9 @@
 // Command release makes the files of a release in an empty folder: archives of the binaries, an
 // image for several architectures, the chart, an SBOM, the licences, and their checksums. Two runs
-// on one commit give equal files. With a key it signs the checksums; the signature is the one of
-// `cosign sign-blob`. `make release` runs it:
+// on one commit give equal files. It signs the checksums with the key whose fingerprint is in SECURITY.md;
+// the signature is the one of `cosign sign-blob`. `make release` runs it:
 //
-//	cd hack/release && GOWORK=off go run . make -root ../.. -out DIR -version 1.0.0 [-key KEY]
+//	cd hack/release && GOWORK=off go run . make -root ../.. -out DIR -version 1.0.0 -key KEY
 //	cd hack/release && GOWORK=off go run . keygen -key KEY
 //	cd hack/release && GOWORK=off go run . verify -out DIR -key KEY.pub
 package main
@@ -13,6 +13,7 @@ import (
 	"crypto"
 	"crypto/elliptic"
 	"crypto/sha256"
+	"crypto/x509"
 	"encoding/base64"
 	"errors"
 	"flag"
@@ -22,6 +23,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -34,6 +36,7 @@ import (
 const (
 	sumsName      = "SHA256SUMS"
 	signatureName = sumsName + ".sig"
+	publicName    = "cosign.pub"
 	// passwordEnv has the password of the private key, as for cosign.
 	passwordEnv = "COSIGN_PASSWORD"
 )
@@ -87,6 +90,10 @@ func (r *release) make(key string) error {
 	if r.version == "" || r.out == "" {
 		return errors.New("set -version and -out")
 	}
+	// Before the builds, which take minutes.
+	if err := checkKey(r.root, key); err != nil {
+		return err
+	}
 	var err error
 	for _, path := range []*string{&r.root, &r.out} {
 		if *path, err = filepath.Abs(*path); err != nil {
@@ -122,10 +129,46 @@ func (r *release) make(key string) error {
 			return err
 		}
 	}
-	if key == "" {
-		return nil
-	}
 	return sign(r.out, key)
+}
+
+// fingerprintLine is the line of SECURITY.md with the fingerprint of the key that signs releases.
+var fingerprintLine = regexp.MustCompile(`(?m)^SHA-256 fingerprint of the release key: (.*)$`)
+
+// checkKey fails unless a key signs the release whose fingerprint is in SECURITY.md, where users look for it.
+func checkKey(root, key string) error {
+	if key == "" {
+		return errors.New("a release is signed: set KEY to the private key; make one with: cd hack/release && COSIGN_PASSWORD=… go run . keygen -key cosign.key")
+	}
+	signer, err := signature.LoadSignerVerifierFromPEMFile(key, crypto.SHA256, password)
+	if err != nil {
+		return fmt.Errorf("read the key: %w; its password is in %s", err, passwordEnv)
+	}
+	public, err := signer.PublicKey()
+	if err != nil {
+		return err
+	}
+	want, err := fingerprint(public)
+	if err != nil {
+		return err
+	}
+	text, err := os.ReadFile(filepath.Join(root, "SECURITY.md"))
+	if err != nil {
+		return err
+	}
+	switch m := fingerprintLine.FindSubmatch(text); {
+	case m == nil:
+		return fmt.Errorf("SECURITY.md has no line %q", "SHA-256 fingerprint of the release key: "+want)
+	case string(m[1]) != want:
+		return fmt.Errorf("SECURITY.md names another release key, %q; the fingerprint of %s is %s", m[1], key, want)
+	}
+	return nil
+}
+
+// fingerprint is the SHA-256 of a public key in DER, as `openssl pkey -pubin -outform DER | sha256sum` prints it.
+func fingerprint(public crypto.PublicKey) (string, error) {
+	der, err := x509.MarshalPKIXPublicKey(public)
+	return fmt.Sprintf("%x", sha256.Sum256(der)), err
 }
 
 // commitTime is SOURCE_DATE_EPOCH, or the time of the last commit.
@@ -201,7 +244,7 @@ func checksums(dir string) ([]byte, error) {
 	}
 	var text bytes.Buffer
 	for _, entry := range entries {
-		if strings.HasPrefix(entry.Name(), sumsName) {
+		if strings.HasPrefix(entry.Name(), sumsName) || entry.Name() == publicName {
 			continue
 		}
 		f, err := os.Open(filepath.Join(dir, entry.Name()))
@@ -220,7 +263,7 @@ func checksums(dir string) ([]byte, error) {
 
 func password(bool) ([]byte, error) { return []byte(os.Getenv(passwordEnv)), nil }
 
-// keygen writes a key pair: KEY, encrypted by the password, and KEY.pub.
+// keygen writes a key pair: KEY, encrypted by the password, and KEY.pub. It prints the line for SECURITY.md.
 func keygen(key string) error {
 	if key == "" {
 		return errors.New("set -key")
@@ -229,10 +272,19 @@ func keygen(key string) error {
 	if err != nil {
 		return err
 	}
+	parsed, err := cryptoutils.UnmarshalPEMToPublicKey(public)
+	if err != nil {
+		return err
+	}
+	sum, err := fingerprint(parsed)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("SHA-256 fingerprint of the release key: %s\n", sum)
 	return errors.Join(os.WriteFile(key, private, 0o600), os.WriteFile(key+".pub", public, 0o644))
 }
 
-// sign writes the signature of the checksums, in the format of cosign sign-blob.
+// sign writes the signature of the checksums, in the format of cosign sign-blob, and the public key.
 func sign(dir, key string) error {
 	signer, err := signature.LoadSignerVerifierFromPEMFile(key, crypto.SHA256, password)
 	if err != nil {
@@ -246,7 +298,18 @@ func sign(dir, key string) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(dir, signatureName), []byte(base64.StdEncoding.EncodeToString(signed)+"\n"), 0o644)
+	public, err := signer.PublicKey()
+	if err != nil {
+		return err
+	}
+	text, err := cryptoutils.MarshalPublicKeyToPEM(public)
+	if err != nil {
+		return err
+	}
+	return errors.Join(
+		os.WriteFile(filepath.Join(dir, publicName), text, 0o644),
+		os.WriteFile(filepath.Join(dir, signatureName), []byte(base64.StdEncoding.EncodeToString(signed)+"\n"), 0o644),
+	)
 }
 
 // verify checks the signature of the checksums, and the checksums of all files.
