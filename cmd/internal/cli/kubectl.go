@@ -62,7 +62,8 @@ func ofPlugin(cmd *cobra.Command) {
 const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
 Secrets, its Sources, its filter or its endpoints, and the backlog. Without a name
 it prints the first problem of every object that has one, of all kinds; with a kind
-alone, such as sources, all objects of the kind. Exits 1 if there is a problem.`
+alone, such as sources, all objects of the kind. The count names the namespace unless
+it is of all. Exits 1 if there is a problem.`
 
 func newWhy() *cobra.Command {
 	var d direct
@@ -84,7 +85,7 @@ func newWhy() *cobra.Command {
 			}
 			if resource != "webhookdestinations" || name == "" {
 				namespace := d.ns
-				if all {
+				if all || name == "" && !cmd.Flags().Changed("namespace") {
 					namespace = ""
 				}
 				v, err := d.inventory(cmd.Context(), namespace)
@@ -103,8 +104,8 @@ func newWhy() *cobra.Command {
 	d.adminFlag(cmd)
 	cmd.ValidArgsFunction = completeObject(func() connector { return &d })
 	command.ColorFlag(cmd)
-	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
+	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the namespace; without a name, all are the default")
+	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, the default without a name")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }

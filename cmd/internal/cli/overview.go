@@ -39,6 +39,8 @@ type inventory struct {
 	operatorRenewed time.Time
 	liveState
 	now time.Time
+	// elsewhere counts the problems of other namespaces, as far as they are known.
+	elsewhere int
 }
 
 // conditioned is an object of any kind.
@@ -291,12 +293,24 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 		if n == 1 || len(names) == 1 {
 			verb = "has"
 		}
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s %s a problem.\n", n, plural.Count(len(names), "object"), verb)
+		where := ""
+		if namespace != "" {
+			where = " in namespace " + namespace
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem.%s\n", n, plural.Count(len(names), "object"), where, verb, v.otherProblems())
 	}
 	if len(found) > 0 {
 		return command.ErrFailed
 	}
 	return nil
+}
+
+// otherProblems reports the problems of other namespaces; it is empty without any.
+func (v *inventory) otherProblems() string {
+	if v.elsewhere == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" %s in other namespaces: see 'why -A'.", plural.Count(v.elsewhere, "problem"))
 }
 
 // troubled returns the objects in troubles, and those of rejected manifests, as "Kind namespace/name".
@@ -490,7 +504,17 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	if s, err := t.Log(ctx); err == nil && s != nil && !s.Owner && !s.Ready {
 		v.standby = &trouble{Kind: "Standby", Name: cmp.Or(s.Address, s.Pod), Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
 	}
-	return v, v.addLive(ctx, []target{t})
+	if err := v.addLive(ctx, []target{t}); err != nil || namespace == "" {
+		return v, err
+	}
+	all, err := d.inventory(ctx, "")
+	if err != nil {
+		return nil, err
+	}
+	found, _ := all.troubles("")
+	own, _ := v.troubles(namespace)
+	v.elsewhere = max(0, len(found)-len(own))
+	return v, nil
 }
 
 // inventory reads the objects of the user's namespace, or of all, with the user's permissions. It returns
@@ -523,13 +547,17 @@ type state struct {
 	Retrying     int64                  `json:"retrying"`
 	DeadLetters  int64                  `json:"deadLettersStored"`
 	Problems     []trouble              `json:"problems"`
-	Notices      []string               `json:"notices"`
+	// Elsewhere counts the problems of other namespaces.
+	Elsewhere int      `json:"problemsElsewhere,omitempty"`
+	Notices   []string `json:"notices"`
+
+	namespace string
 }
 
 // state sums up the reports.
 func (v *inventory) state(namespace string) state {
 	found, idle := v.troubles(namespace)
-	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace)}
+	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace), Elsewhere: v.elsewhere, namespace: namespace}
 	for _, r := range v.reports {
 		s.Ready = s.Ready && r.Ready
 		s.Storage.UsedBytes += r.Storage.UsedBytes
@@ -654,7 +682,14 @@ func (s *state) print(w io.Writer) {
 	fmt.Fprintf(w, "\nSources         %d; %s accepted, %d rejected\n", s.Sources, plural.Count(s.Accepted, "call"), s.Rejected)
 	fmt.Fprintf(w, "Destinations    %d; %s delivered, %d pending (%s), %s stored\n", s.Destinations,
 		plural.Count(s.Delivered, "message"), s.Pending, plural.Count(s.Retrying, "retry"), plural.Count(s.DeadLetters, "dead letter"))
-	fmt.Fprintf(w, "Problems        %d\n", len(s.Problems))
+	fmt.Fprintf(w, "Problems        %d", len(s.Problems))
+	if s.namespace != "" {
+		fmt.Fprint(w, " in namespace ", s.namespace)
+	}
+	if s.Elsewhere > 0 {
+		fmt.Fprintf(w, ", %d in others", s.Elsewhere)
+	}
+	fmt.Fprintln(w)
 	if len(s.Problems)+len(s.Notices) > 0 {
 		fmt.Fprintln(w)
 	}

@@ -59,6 +59,7 @@ func TestStatus(t *testing.T) {
 	since := time.Now().Add(time.Hour).Format(time.RFC3339) // A clock that differs must not change the text.
 	rejected := `[{"file":"a.yaml","line":4,"object":"Source default/web","message":"unknown field","since":"` + since + `","outdated":["Source default/web"],"effect":"the last valid version remains in effect"}]`
 	unreadable := `[{"file":"b.yaml","message":"not YAML","since":"` + since + `","outdated":["Source default/web","WebhookDestination default/crm"]}]`
+	const elsewhere = `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`
 	audience := `[{"file":"a.yaml","line":9,"object":"Audience default/vip","message":"unknown field","since":"` + since + `"}]`
 	for _, c := range []struct {
 		name, args, conditions, problems string
@@ -70,7 +71,13 @@ func TestStatus(t *testing.T) {
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 7 calls accepted, 2 rejected
 Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
-Problems        0
+Problems        0 in namespace default
+`},
+		{"healthy, a problem in another namespace", "status -n default", healthy, elsewhere, report, command.ExitOK, `Accepts calls   yes
+Storage         4 MiB used, 5 MiB free of 9 MiB
+Sources         1; 7 calls accepted, 2 rejected
+Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
+Problems        0 in namespace default, 1 in others
 `},
 		{"a missing Secret, all namespaces", "status", refused, "[]", report, command.ExitFailure, `Accepts calls   yes
 Storage         4 MiB used, 5 MiB free of 9 MiB
@@ -105,7 +112,12 @@ Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 
   To do: correct the manifest.
 0 of 2 objects have a problem.
 `},
-		{"why, of another namespace", "why", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitOK, "0 of 2 objects have a problem.\n"},
+		{"why, of another namespace", "why -n default", healthy, elsewhere, report, command.ExitOK, "0 of 2 objects in namespace default have a problem. 1 problem in other namespaces: see 'why -A'.\n"},
+		{"why of a kind, of another namespace", "why sources -n default", healthy, elsewhere, report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object in namespace default has a problem. 1 problem in other namespaces: see 'why -A'.\n"},
+		{"why, all namespaces by default", "why", healthy, elsewhere, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
+  To do: correct the manifest.
+0 of 2 objects have a problem.
+`},
 		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist","fix":"create the Secret in this namespace; no restart is necessary"}
 `},
 		{"why of a Source", "why source.posthorn.dev/web", refused, "[]", report, command.ExitFailure, `Source default/web: Secret "gone" does not exist.
