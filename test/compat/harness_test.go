@@ -118,7 +118,7 @@ kind: Source
 metadata: {name: web}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
-  allowedOrigins: ["`+origin+`"]
+  allowedOrigins: ["http://*.example:80", "null"]
 `+more)
 	p.deliver(url, enabled)
 	p.run()

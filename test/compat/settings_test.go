@@ -17,7 +17,8 @@ import (
 )
 
 // The vendor's browser client in Chromium loads its settings from Posthorn (cdnURL), sends every
-// type of call to the host that they name, and asks no other host for anything.
+// type of call to the host that they name, and asks no other host for anything. Pages send calls to hosts that end
+// with a slash, with large heads, with the cookies of their own site, and without an origin.
 func TestChromium(t *testing.T) {
 	needNode(t)
 	chromium := need.Program(t, "chromium")
@@ -25,18 +26,22 @@ func TestChromium(t *testing.T) {
 	p := start(t, url, true, "")
 	w := newWire(t, p, true, nil)
 	sent := calls(t, w, []string{"node", "node/chromium.js", chromium, w.URL, key, origin})
-	if len(sent) != 6 {
-		t.Errorf("calls: got %d, want 6", len(sent))
+	if len(sent) != 6+4 {
+		t.Errorf("calls: got %d, want 10", len(sent))
 	}
 	arrived := p.exactlyOnce(url, sent)
 	paths := map[string]int{}
 	for _, e := range w.seen() {
 		paths[e.Method+" "+e.Path]++
-		if e.Headers["Origin"] != origin {
-			t.Errorf("Origin of %s %s: got %q, want %q", e.Method, e.Path, e.Headers["Origin"], origin)
+		want := origin
+		if e.Path == "/v1/screen" {
+			want = "null"
+		}
+		if e.Headers["Origin"] != want {
+			t.Errorf("Origin of %s %s: got %q, want %q", e.Method, e.Path, e.Headers["Origin"], want)
 		}
 	}
-	for _, path := range []string{"GET /v1/projects/" + key + "/settings", "POST /v1/p", "POST /v1/t", "POST /v1/i", "POST /v1/s", "POST /v1/g", "POST /v1/a"} {
+	for _, path := range []string{"GET /v1/projects/" + key + "/settings", "POST /v1/p", "POST /v1/t", "POST /v1/i", "POST /v1/s", "POST /v1/g", "POST /v1/a", "POST //v1//track/", "POST /v1/screen"} {
 		if paths[path] != 1 {
 			t.Errorf("requests %s: got %d, want 1", path, paths[path])
 		}
