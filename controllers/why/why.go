@@ -538,6 +538,7 @@ func (e *explainer) sources() {
 				last = &metav1.Time{Time: r.LastAccepted}
 			}
 		}
+		refusing := Refusing(e.Reports, e.Namespace, s.Name, e.Now)
 		switch {
 		case s.Spec.Enabled != nil && !*s.Spec.Enabled:
 			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is disabled: its calls are answered 403", s.Name)
@@ -551,6 +552,8 @@ func (e *explainer) sources() {
 			}
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
 			e.add(Problem, cmp.Or(fixes[receiving.Reason].about, "Source"), fixes[receiving.Reason].fix, "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
+		case refusing != nil:
+			e.found = append(e.found, *refusing)
 		case calls.Accepted == 0:
 			e.add(Problem, "Source", "check the sender's address and write key: requests with a wrong key get 401 and are not counted for this Source", "no call has ever been accepted for Source %q", s.Name)
 			e.found[len(e.found)-1].Idle = true
@@ -560,6 +563,27 @@ func (e *explainer) sources() {
 			e.add(Fine, "Source", "", "Source %q has accepted %s, the last one %s", s.Name, plural.Count(calls.Accepted, "call"), ago(e.Now, last.Time))
 		}
 	}
+}
+
+// Refusing explains that a Source's calls, or some of them, got 503 within the last minute, because they could not be
+// stored; nil if that is not so. While the disk is nearly full, small requests may still fit.
+func Refusing(reports []*adminapi.Index, namespace, name string, now time.Time) *Finding {
+	for _, r := range reports {
+		n := r.Namespace(namespace)
+		if n == nil || n.Sources[name] == nil {
+			continue
+		}
+		s := n.Sources[name]
+		code, _, _ := strings.Cut(s.LastRejection, ": ")
+		if slices.Contains([]string{"storage_full", "storage_failed", "not_ready"}, code) && now.Sub(s.LastRejected) < time.Minute {
+			f := &Finding{Level: Problem, About: aboutDisk, Text: fmt.Sprintf("Source %q: calls are answered 503, the last one %s: %s", name, ago(now, s.LastRejected), s.LastRejection)}
+			if code == "storage_full" {
+				f.Fix = fixes[v1alpha1.ReasonStoragePressure].fix
+			}
+			return f
+		}
+	}
+	return nil
 }
 
 // Defects describes what could not be read or kept of a Source's accepted calls; "" if there is nothing.

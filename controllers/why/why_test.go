@@ -183,6 +183,15 @@ func TestExplain(t *testing.T) {
 			})(f)
 			failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "connection refused")(f)
 		}, "Endpoint", "connection refused", "that the receiver runs", "PROBLEM Disk the disk of dispatcher a is full"},
+		{"large calls are refused", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+			t.Sources[0].LastRejected, t.Sources[0].LastRejection = now.Add(-time.Second*59), "storage_full: storage is full"
+		}), "Disk", `Source "web": calls are answered 503, the last one 59s ago: storage_full: storage is full`, "fix the destinations with the largest backlog", ""},
+		{"large calls were refused a minute ago", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+			t.Sources[0].LastRejected, t.Sources[0].LastRejection = now.Add(-time.Minute), "storage_full: storage is full"
+		}), "", "", "", ""},
+		{"invalid calls are refused", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+			t.Sources[0].LastRejected, t.Sources[0].LastRejection = now, "no_event: no event"
+		}), "", "", "", ""},
 		{"a full share", s(func(s *v1alpha1.Source) {
 			meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503"))
 		}), "Disk", `Source "web": calls are answered 503 (StoragePressure)`, "fix the destinations with the largest backlog", ""},

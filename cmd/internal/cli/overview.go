@@ -153,7 +153,7 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	for i, d := range v.destinations {
 		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1], Reports: v.reports, Now: v.now}
 		findings := why.Explain(facts)
-		if cause := why.Cause(findings); cause != nil && !cause.Idle && (len(full) == 0 || cause.About != "Disk") {
+		if cause := why.Cause(findings); cause != nil && !cause.Idle && cause.About != "Disk" { // It is a problem of a dispatcher or a Source.
 			found = append(found, trouble{"WebhookDestination", d.Namespace, d.Name, *cause})
 		}
 		for _, f := range findings {
@@ -166,9 +166,19 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	for _, o := range v.others {
 		if c := o.problem(); c != nil && (len(full) == 0 || c.Reason != v1alpha1.ReasonStoragePressure) {
 			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason)}})
+		} else if f := v.refusing(&o); c == nil && f != nil && len(full) == 0 {
+			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, *f})
 		}
 	}
 	return found, idle
+}
+
+// refusing explains that a Source's calls get 503, although no condition says so; nil for other objects.
+func (v *inventory) refusing(o *conditioned) *why.Finding {
+	if o.kind != "Source" {
+		return nil
+	}
+	return why.Refusing(v.reports, o.Metadata.Namespace, o.Metadata.Name, v.now)
 }
 
 // problem returns the first condition that needs an action of the user, or nil. A rejected manifest is a
@@ -438,7 +448,11 @@ func (v *inventory) findings(kind, namespace, name string) []why.Finding {
 		switch {
 		case o.kind != kind:
 		case o.Metadata.Name == name:
-			return append(found, o.findings()...)
+			found = append(found, o.findings()...)
+			if f := v.refusing(&o); f != nil && o.problem() == nil {
+				found = append(found, *f)
+			}
+			return found
 		default:
 			names = append(names, o.Metadata.Name)
 		}
@@ -546,7 +560,9 @@ type state struct {
 	Pending      int64                  `json:"pending"`
 	Retrying     int64                  `json:"retrying"`
 	DeadLetters  int64                  `json:"deadLettersStored"`
-	Problems     []trouble              `json:"problems"`
+	// Refusing are the Sources, as namespace/name, whose calls get 503.
+	Refusing []string  `json:"refusing,omitempty"`
+	Problems []trouble `json:"problems"`
 	// Elsewhere counts the problems of other namespaces.
 	Elsewhere int      `json:"problemsElsewhere,omitempty"`
 	Notices   []string `json:"notices"`
@@ -558,6 +574,12 @@ type state struct {
 func (v *inventory) state(namespace string) state {
 	found, idle := v.troubles(namespace)
 	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace), Elsewhere: v.elsewhere, namespace: namespace}
+	for _, o := range v.others {
+		c := o.problem()
+		if c == nil && v.refusing(&o) != nil || c != nil && (c.Reason == v1alpha1.ReasonStoragePressure || c.Reason == v1alpha1.ReasonUnowned) {
+			s.Refusing = append(s.Refusing, o.Metadata.Namespace+"/"+o.Metadata.Name)
+		}
+	}
 	for _, r := range v.reports {
 		s.Ready = s.Ready && r.Ready
 		s.Storage.UsedBytes += r.Storage.UsedBytes
@@ -672,6 +694,10 @@ func (s *state) print(w io.Writer) {
 		ready = "no, the config is not loaded yet"
 	case s.Storage.Pressure:
 		ready = "no, the disk is full"
+	case len(s.Refusing) == s.Sources && s.Sources > 0:
+		ready = "no, calls are answered 503"
+	case len(s.Refusing) > 0:
+		ready = "not all: 503 for Source " + strings.Join(s.Refusing[:min(len(s.Refusing), 3)], ", ")
 	}
 	const mib = 1 << 20
 	fmt.Fprintf(w, "Accepts calls   %s\n", ready)

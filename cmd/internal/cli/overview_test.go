@@ -47,7 +47,8 @@ func TestStatus(t *testing.T) {
 		{Namespace: "default", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7, Rejected: 2}}, Destinations: []adminapi.DestinationReport{{Name: "crm", Retrying: 1, DeadLettersStored: 3, Ledger: adminapi.Ledger{Delivered: 4, Pending: 2}}}},
 		{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 100}}},
 	}}
-	starting, full := report, report
+	starting, full, refusing := report, report, report
+	refusing.Namespaces = []adminapi.NamespaceReport{{Namespace: "default", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7, Rejected: 3, LastAccepted: time.Now(), LastRejected: time.Now(), LastRejection: "storage_full: storage is full; send it again later"}}}}
 	starting.Ready = false
 	full.Pod, full.Storage.Pressure, full.Storage.LackingBytes = "d2", true, 3*mib
 	const pressure = `[{"type":"Receiving","status":"False","reason":"StoragePressure","message":"calls are answered 503"}]`
@@ -102,6 +103,22 @@ Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 
 		{"why, the disk is full", "why -A", pressure, "[]", full, command.ExitFailure, `Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 until 3 MiB become free; of 9 MiB, Posthorn uses 4 MiB and other files 0 MiB; the largest backlogs are default/crm (2 pending, 3 dead letters).
   To do: fix the receivers with the largest backlog, purge dead letters, or enlarge the volume.
 0 of 2 objects have a problem.
+`},
+		{"large calls are refused", "status", healthy, "[]", refusing, command.ExitFailure, `Accepts calls   no, calls are answered 503
+Storage         4 MiB used, 5 MiB free of 9 MiB
+Sources         1; 7 calls accepted, 3 rejected
+Destinations    0; 0 messages delivered, 0 pending (0 retries), 0 dead letters stored
+Problems        1
+
+Source default/web: Source "web": calls are answered 503, the last one just now: storage_full: storage is full; send it again later.
+  To do: fix the destinations with the largest backlog, or ask an administrator for disk space.
+`},
+		{"why of a Source whose large calls are refused", "why source/web", healthy, "[]", refusing, command.ExitFailure, `Source default/web: Source "web": calls are answered 503, the last one just now: storage_full: storage is full; send it again later.
+To do: fix the destinations with the largest backlog, or ask an administrator for disk space.
+
+OK        Accepted   the spec is valid
+OK        Ready      fine
+PROBLEM   Disk       Source "web": calls are answered 503, the last one just now: storage_full: storage is full; send it again later
 `},
 		{"why, a full share", "why -A", pressure, "[]", report, command.ExitFailure, `Source default/web: calls are answered 503.
   To do: fix the destinations with the largest backlog, or ask an administrator for disk space.
