@@ -28,6 +28,8 @@ type Problem struct {
 	Outdated []string `json:"outdated,omitempty"`
 	// Effect describes what is in effect in place of the manifest.
 	Effect string `json:"effect,omitempty"`
+	// Parked is true for an object that the store has and no manifest of this process has, although it was not deleted.
+	Parked bool `json:"parked,omitempty"`
 }
 
 // Problems is the answer of posthorn run to GET /problems.

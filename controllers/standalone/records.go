@@ -233,6 +233,9 @@ func NewLacks(o Options) func(values map[string][]byte) []string {
 	}
 }
 
+// parkedEffect is the effect of a problem of a parked object.
+const parkedEffect = "it is parked: its messages are kept and not sent, and its calls are answered 503"
+
 // parkedProblems returns a problem for each object that the log has and this process did not load.
 func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 	since := map[string]time.Time{}
@@ -258,7 +261,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		case isFound:
 			message = "the log has a newer version of this object; copy the manifest of the last owner, or, to return to this version, change the spec and change it back"
 		}
-		p := manifest.Problem{File: at.path, Object: object.String(), Message: message, Since: seconds(now).Time}
+		p := manifest.Problem{File: at.path, Object: object.String(), Message: message, Since: seconds(now).Time, Parked: true}
 		if before, ok := since[p.String()]; ok {
 			p.Since = before
 		}
@@ -268,7 +271,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		case object.kind == kindSecret:
 			p.Effect = "what uses it does not work"
 		default:
-			p.Effect = "it is parked: its messages are kept and not sent, and its calls are answered 503"
+			p.Effect = parkedEffect
 		}
 		list = append(list, p)
 	}

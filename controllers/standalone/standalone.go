@@ -651,5 +651,28 @@ func (c *Control) notAccepted() []manifest.Problem {
 func (c *Control) Problems() (problems, ignored []manifest.Problem) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	return append(append([]manifest.Problem{}, c.store.problems...), c.store.parked...), append([]manifest.Problem{}, c.store.ignored...)
+	return append(append([]manifest.Problem{}, c.store.problems...), c.parkedProblems()...), append([]manifest.Problem{}, c.store.ignored...)
+}
+
+// parkedProblems returns a problem for each parked object, also for those without a record: the state file was lost, or
+// belongs to another store. The mutex is held.
+func (c *Control) parkedProblems() []manifest.Problem {
+	list := slices.Clone(c.store.parked)
+	for _, config := range c.configs {
+		for _, p := range config.Parked {
+			var r liveconfig.Ref
+			if r.UnmarshalText([]byte(p.Object)) != nil {
+				continue
+			}
+			object := id{kindOfRef(r), config.Namespace, r.Name}
+			if slices.ContainsFunc(list, func(p manifest.Problem) bool { return p.Object == object.String() }) || c.store.objects[object] != nil {
+				continue
+			}
+			list = append(list, manifest.Problem{
+				Object: object.String(), Since: p.Since, Effect: parkedEffect, Parked: true,
+				Message: fmt.Sprintf("the store has this object, and no manifest has it, although it was not deleted; restore its manifest, or run posthorn discard %s/%s to delete the object", object.namespace, object.name),
+			})
+		}
+	}
+	return list
 }

@@ -291,6 +291,12 @@ func Manifests(problems []manifest.Problem, kind, namespace, name string, now ti
 	for _, level := range []Level{Problem, Notice} {
 		for _, p := range problems {
 			if p.Within(namespace) && p.About(own) == (level == Problem) {
+				if p.Parked {
+					parked := Parked(p, now)
+					parked.Level = level
+					found = append(found, parked)
+					continue
+				}
 				found = append(found, Finding{Level: level, About: "Manifest", Text: fmt.Sprintf("rejected %s: %s", ago(now, p.Since), p.Detail()), Fix: "correct the manifest"})
 			}
 		}
@@ -300,6 +306,12 @@ func Manifests(problems []manifest.Problem, kind, namespace, name string, now ti
 
 // Fix returns the action for the user for a reason of a condition; "" if the message is enough.
 func Fix(reason string) string { return fixes[reason].fix }
+
+// Parked explains a parked object of posthorn run.
+func Parked(p manifest.Problem, now time.Time) Finding {
+	p.Object = "" // It is the subject of the finding.
+	return Finding{Level: Problem, About: "Manifest", Text: fmt.Sprintf("parked %s: %s", ago(now, p.Since), p.Detail())}
+}
 
 // fixes maps a reason of Accepted, ResolvedRefs or Receiving to the action for the user.
 var fixes = map[string]struct{ about, fix string }{

@@ -37,7 +37,7 @@ the command shows the objects and asks for confirmation; otherwise it requires -
 			case err != nil:
 				return err
 			case len(objects) == 0:
-				return errors.New("no parked object has this name; posthorn problems lists the parked objects")
+				return errors.New("no parked object has this name; posthorn problems lists the parked objects. To delete an object that has a manifest, remove the manifest")
 			}
 			list := strings.Join(objects, ", ")
 			if !yes {

@@ -26,6 +26,8 @@ import (
 // inventory is what why and status read: the objects of some namespaces, and the state of the
 // dispatchers if it is available.
 type inventory struct {
+	// kind is that of the objects; empty for all.
+	kind         string
 	sources      []v1alpha1.Source
 	destinations []v1alpha1.WebhookDestination
 	// others are the objects of all kinds but WebhookDestination.
@@ -143,8 +145,14 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
 	}
 	for _, p := range v.manifests {
+		if kind, object, ok := strings.Cut(p.Object, " "); ok && p.Parked {
+			namespace, name, _ := strings.Cut(object, "/")
+			found = append(found, trouble{kind, namespace, name, why.Parked(p, v.now)})
+			continue
+		}
 		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
 	}
+	found = append(found, v.parked(namespace)...)
 	seen := map[string]bool{}
 	sources := map[string][]v1alpha1.Source{}
 	for _, s := range v.sources {
@@ -179,6 +187,26 @@ func (v *inventory) refusing(o *conditioned) *why.Finding {
 		return nil
 	}
 	return why.Refusing(v.reports, o.Metadata.Namespace, o.Metadata.Name, v.now)
+}
+
+// parked returns a trouble for each object of a namespace, "" for all, that the dispatchers park and no manifest explains.
+func (v *inventory) parked(namespace string) (list []trouble) {
+	for _, r := range v.reports {
+		for _, c := range r.Configs {
+			for _, p := range c.Parked {
+				section, name, _ := strings.Cut(p.Object, "/")
+				t := trouble{kindOf(section), c.Namespace, name, why.Finding{
+					Level: why.Problem, About: "Config", Text: "missing since " + p.Since.UTC().Format(time.RFC3339) + " although it was not deleted: its messages are kept and not sent, and its calls are answered 503",
+					Fix: "create it again; to discard its messages, create and delete it",
+				}}
+				isOfManifest := func(m manifest.Problem) bool { return m.Object == t.Kind+" "+t.Namespace+"/"+t.Name }
+				if (namespace == "" || namespace == t.Namespace) && (v.kind == "" || v.kind == t.Kind) && !slices.Contains(list, t) && !slices.ContainsFunc(v.manifests, isOfManifest) {
+					list = append(list, t)
+				}
+			}
+		}
+	}
+	return list
 }
 
 // problem returns the first condition that needs an action of the user, or nil. A rejected manifest is a
@@ -401,6 +429,7 @@ func (v *inventory) only(resource string) {
 		return
 	}
 	kind := kindOf(resource)
+	v.kind = kind
 	if resource != "webhookdestinations" {
 		v.destinations = nil
 	}

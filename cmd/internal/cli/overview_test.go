@@ -15,6 +15,8 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -333,6 +335,43 @@ func TestVersion(t *testing.T) {
 	for _, key := range []string{"version", "goVersion", "platform"} {
 		if got[key] == "" {
 			t.Errorf("no %q in %s", key, out.String())
+		}
+	}
+}
+
+// A parked object is a problem, once for all pods. A manifest of posthorn run explains it better.
+func TestParkedObjects(t *testing.T) {
+	parked := func(pod string) *adminapi.Index {
+		return adminapi.NewIndex(adminapi.Report{Pod: pod, Configs: []adminapi.ConfigReport{
+			{Namespace: "shop", Parked: []adminapi.ParkedObject{{Object: "destinations/crm"}, {Object: "sources/web"}}},
+			{Namespace: "news", Parked: []adminapi.ParkedObject{{Object: "audiences/buyers"}}},
+		}})
+	}
+	for name, c := range map[string]struct {
+		namespace, resource string
+		manifests           []manifest.Problem
+		want                []string
+	}{
+		"all":                    {"", "", nil, []string{"WebhookDestination shop/crm", "Source shop/web", "Audience news/buyers"}},
+		"a namespace":            {"news", "", nil, []string{"Audience news/buyers"}},
+		"a kind":                 {"", "sources", nil, []string{"Source shop/web"}},
+		"manifest of an object":  {"shop", "", []manifest.Problem{{Object: "Source shop/web", Parked: true}}, []string{"Source shop/web", "WebhookDestination shop/crm"}},
+		"another namespace":      {"other", "", nil, nil},
+		"destinations":           {"", "webhookdestinations", nil, []string{"WebhookDestination shop/crm"}},
+		"no object of this kind": {"shop", "audiences", nil, nil},
+	} {
+		v := &inventory{manifests: c.manifests, liveState: liveState{reports: []*adminapi.Index{parked("d-0"), parked("d-1")}}, now: time.Now()}
+		v.only(c.resource)
+		found, _ := v.troubles(c.namespace)
+		var got []string
+		for _, f := range found {
+			got = append(got, f.Kind+" "+f.Namespace+"/"+f.Name)
+			if f.Level != why.Problem || !strings.Contains(f.Text, "parked") && !strings.Contains(f.Text, "kept and not sent") {
+				t.Errorf("%s: got the finding %+v, want a problem that says what happens", name, f.Finding)
+			}
+		}
+		if diff := cmp.Diff(c.want, got); diff != "" {
+			t.Errorf("%s: problems (-want +got):\n%s", name, diff)
 		}
 	}
 }
