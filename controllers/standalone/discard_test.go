@@ -108,3 +108,33 @@ func TestDiscard(t *testing.T) {
 		t.Errorf("tombstones: got %v, want %v", objects, want)
 	}
 }
+
+// A new owner whose folder has what the last one deleted creates it again, as a new object, and says so.
+func TestObjectThatTheLastOwnerDeleted(t *testing.T) {
+	records := metaStore{}
+	own := func(dir string) (n *numbers, log *strings.Builder, stop func()) {
+		n, log = &numbers{}, &strings.Builder{}
+		c := New(Options{Dir: dir, StateFile: filepath.Join(t.TempDir(), "manifests.json"), Records: records, Sink: n, Changes: n.changes, Logger: slog.New(slog.NewTextHandler(log, nil))})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- c.Run(ctx) }()
+		<-c.started
+		return n, log, func() {
+			cancel()
+			check.NoError(t, "run", <-ended)
+		}
+	}
+	first, second := t.TempDir(), t.TempDir()
+	for _, dir := range []string{first, second} {
+		put(t, dir, "web.yaml", secret+"---\n"+webSource)
+	}
+	put(t, second, "crm.yaml", webDestination)
+	_, log, stop := own(first)
+	stop()
+	check.Equal(t, "objects that the first owner of a log created: "+log.String(), strings.Count(log.String(), "object created"), 0)
+	n, log, stop := own(second)
+	stop()
+	check.Equal(t, "messages about the destination: "+log.String(), strings.Count(log.String(), "object created that the log does not have"), 1)
+	check.Equal(t, "the message names it", strings.Contains(log.String(), "kind=WebhookDestination namespace=default name=crm"), true)
+	check.Equal(t, "the destination exists", len(n.runner.configs["default"].Destinations), 1)
+}

@@ -286,9 +286,14 @@ func (c *Control) load(marks []mark) []mark {
 		c.store.explainProblems(before, time.Now())
 	}
 	problems, parked, ignored := c.store.problems, c.store.parked, c.store.ignored
+	added := c.store.added
+	c.store.added = nil
 	sources := slices.ContainsFunc(slices.Collect(maps.Values(c.store.objects)), func(o *stored) bool { return o.kind == kindSource })
 	c.mu.Unlock()
 	c.logProblems(problems, parked, ignored)
+	for _, o := range added {
+		c.log.Warn("object created that the log does not have; if the last owner deleted it, remove its manifest here, too", "kind", o.kind, "namespace", o.namespace, "name", o.name)
+	}
 	if !sources && c.hadSources {
 		c.log.Warn("the manifests have no valid Source; every call is answered 401", "dir", c.options.Dir)
 	}

@@ -50,6 +50,8 @@ type store struct {
 	// unproved has the namespaces of which another process has applied a newer live config than this one, until
 	// the first load: it does not prove that an object was deleted.
 	unproved map[string]bool
+	// added are the objects of the first load that the log does not have: the last owner deleted them, or never had them.
+	added []id
 	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
@@ -156,6 +158,9 @@ func (s *store) load(marks []mark, now time.Time) {
 			}
 		case old == nil:
 			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
+			if s.unproved != nil && len(s.written) > 0 && o.resource != nil {
+				s.added = append(s.added, id)
+			}
 		case old.content == o.content:
 			o.generation, o.created, o.changed, o.previous = old.generation, old.created, old.changed, old.previous
 		default:
