@@ -27,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 	"github.com/posthorn/posthorn/test/witness"
 )
 
@@ -356,14 +357,6 @@ var planSteps = []step{
 	{"another installation joins", 3, (*world).join},
 	{"a folder differs", 6, (*world).differ},
 	{"a destination changes", 2, func(w *world) { w.edit(w.pods) }},
-	{"a receiver fails", 2, func(w *world) {
-		namespace := namespaces[w.rand.IntN(len(namespaces))]
-		end := w.begin(witness.Fault{Name: "failing receiver", Namespace: namespace})
-		w.failing.Store(namespace, true)
-		time.Sleep(time.Duration(1+w.rand.IntN(6)) * time.Second)
-		w.failing.Delete(namespace)
-		end()
-	}},
 	{"a user is deleted", 3, (*world).remove},
 }
 
@@ -372,6 +365,29 @@ func (w *world) fault(name, repeats string, run func()) {
 	end := w.begin(witness.Fault{Name: name, Repeats: repeats})
 	run()
 	end()
+}
+
+// failReceivers makes the receivers of a random choice of namespaces fail, so that messages are pending, until works.
+func (w *world) failReceivers() (works func()) {
+	var ends []func()
+	for _, namespace := range namespaces {
+		if w.rand.IntN(3) > 0 {
+			continue
+		}
+		w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), namespace)
+		end := w.begin(witness.Fault{Name: "failing receiver", Namespace: namespace})
+		w.failing.Store(namespace, true)
+		ends = append(ends, func() {
+			w.failing.Delete(namespace)
+			end()
+		})
+	}
+	time.Sleep(time.Second)
+	return func() {
+		for _, end := range ends {
+			end()
+		}
+	}
 }
 
 // until polls until a condition is true, or a time is over.
@@ -581,7 +597,7 @@ func (w *world) remove() {
 // run runs the plan, and judges its journals.
 func (w *world) run() {
 	w.t.Helper()
-	if w.owner(2*time.Minute) == nil {
+	if w.owner(wait.Limit) == nil {
 		w.t.Fatal("no process became the owner at the start of the plan")
 	}
 	ctx, cancel := context.WithCancel(w.t.Context())
@@ -605,8 +621,10 @@ func (w *world) run() {
 		for ; n >= planSteps[i].weight; i++ {
 			n -= planSteps[i].weight
 		}
+		works := w.failReceivers()
 		w.t.Logf("%v: %s", w.clock.Now().Round(time.Millisecond), planSteps[i].name)
 		planSteps[i].run(w)
+		works()
 		w.progress(5 * time.Second)
 	}
 	w.repair()

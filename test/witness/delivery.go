@@ -173,7 +173,9 @@ func judgeConfig(h *History, f *finding) {
 				matches = true
 				break
 			}
-			why, proof = fmt.Sprintf("revision %d: %s", revision.number, bad), append(proof, line)
+			if why == "" || slices.Contains(revision.URLs, r.Receipt.URL) {
+				why, proof = fmt.Sprintf("revision %d: %s", revision.number, bad), []*Line{r.Line, line}
+			}
 		}
 		if matches || r.to.denied[r.Receipt.URL] {
 			continue

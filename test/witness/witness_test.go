@@ -135,10 +135,10 @@ func good() *story {
 	return s
 }
 
-// check writes the journals and returns the verdicts by clause.
-func (s *story) check(t *testing.T) map[string]Verdict {
+// write writes the journals to a folder.
+func (s *story) write(t *testing.T) (dir string) {
 	t.Helper()
-	dir := t.TempDir()
+	dir = t.TempDir()
 	for _, role := range []Role{Sender, Receiver, Objects, Faults, Ledgers} {
 		rows := s.roles[role]
 		slices.SortStableFunc(rows, func(a, b *Line) int { return int(a.At - b.At) })
@@ -161,7 +161,13 @@ func (s *story) check(t *testing.T) map[string]Verdict {
 		}
 		check.NoError(t, "write a journal", os.WriteFile(filepath.Join(dir, string(role)+".jsonl"), []byte(result), 0o600))
 	}
-	h, err := Read(dir)
+	return dir
+}
+
+// check returns the verdicts by clause.
+func (s *story) check(t *testing.T) map[string]Verdict {
+	t.Helper()
+	h, err := Read(s.write(t))
 	check.NoError(t, "read the journals", err)
 	verdicts := map[string]Verdict{}
 	for _, v := range Check(h) {
@@ -382,6 +388,23 @@ func TestWrittenJournals(t *testing.T) {
 			want = Holds
 		}
 		check.Equal(t, v.Clause.ID+" in a story of one call", v.Result, want)
+	}
+}
+
+// The verdicts about the journals of a run that was kept, in the folder POSTHORN_JOURNALS, or about the good story.
+func TestJournals(t *testing.T) {
+	t.Parallel()
+	dir := os.Getenv("POSTHORN_JOURNALS")
+	if dir == "" {
+		dir = good().write(t)
+	}
+	h, err := Read(dir)
+	check.NoError(t, "read the journals", err)
+	for _, v := range Check(h) {
+		t.Logf("%v (%d facts)", v, v.Judged)
+		if v.Result == Violated {
+			t.Errorf("%s: %s", v.Clause.ID, v.Clause.Sentence)
+		}
 	}
 }
 
