@@ -11,6 +11,9 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"unicode/utf8"
+
+	"golang.org/x/text/encoding/charmap"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/admission"
@@ -72,8 +75,11 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 		body = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
 	}
 	b, bad := fill(q, body)
-	if bad != nil || !bytes.HasPrefix(b.bytes, gzipMagic) {
-		return b, bad
+	if bad != nil {
+		return nil, bad
+	}
+	if !bytes.HasPrefix(b.bytes, gzipMagic) {
+		return toUTF8(q, b)
 	}
 	// Only a body that has arrived is inflated: a slow sender occupies no inflater.
 	defer b.release()
@@ -85,7 +91,26 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 	if err := z.Reset(bytes.NewReader(b.bytes)); err != nil {
 		return nil, unreadable(err)
 	}
-	return fill(q, z)
+	inflated, bad := fill(q, z)
+	if bad != nil {
+		return nil, bad
+	}
+	return toUTF8(q, inflated)
+}
+
+// toUTF8 converts a body that is declared as Latin-1. Old clients declare it for bodies in UTF-8, too, and those are
+// kept. As in browsers, Latin-1 means its superset Windows-1252.
+func toUTF8(q *request, b *buffer) (*buffer, *admission.Refusal) {
+	_, charset, declared := strings.Cut(strings.ToLower(q.Header.Get(headerContentType)), "charset=")
+	if !declared || utf8.Valid(b.bytes) {
+		return b, nil
+	}
+	charset, _, _ = strings.Cut(charset, ";")
+	if !slices.Contains([]string{"iso-8859-1", "iso8859-1", "latin1", "windows-1252", "cp1252"}, strings.Trim(charset, `" `)) {
+		return b, nil
+	}
+	defer b.release()
+	return fill(q, charmap.Windows1252.NewDecoder().Reader(bytes.NewReader(b.bytes)))
 }
 
 // gzipMagic begins each gzip stream of the only method; JSON never begins with it.
