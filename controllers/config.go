@@ -36,7 +36,6 @@ import (
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
 )
 
 const (
@@ -94,8 +93,8 @@ type configReconciler struct {
 	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
 	// its memo, and there is one at a time.
 	memos map[string]*compile.Memo
-	// expressions are those of the last compilations.
-	expressions compile.ExpressionSizes
+	// expressions are those of all namespaces from the start.
+	expressions compile.Expressions
 
 	budget *configBudget
 }
@@ -273,10 +272,9 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 		r.own.fire(other)
 	}
 	snapshot.ForeignWriteKeys, snapshot.Memo = r.keys.foreign(namespace), r.memoOf(namespace)
-	snapshot.ForeignExpressions = r.foreignExpressions(namespace)
+	snapshot.ExpressionsOver = r.setExpressions(namespace, snapshot.Objects)
 	compilers := r.kinds.Compilers()
 	config, verdicts := compilers.Compile(snapshot)
-	r.setExpressions(namespace, verdicts)
 	r.logReserved(ctx, snapshot.ForeignWriteKeys)
 	present, err := r.present(ctx, namespace, config, compilers.Existing(snapshot.Objects), last)
 	if err != nil {
@@ -331,22 +329,16 @@ func (r *configReconciler) headBytes(namespace string, present compile.Present) 
 	}
 }
 
-// foreignExpressions returns the size of the filter expressions of all other namespaces.
-func (r *configReconciler) foreignExpressions(namespace string) expression.Size {
+// setExpressions records the filter expressions of a namespace, and compiles the namespaces whose expressions may fit
+// now. It returns those above a budget.
+func (r *configReconciler) setExpressions(namespace string, objects []compile.Object) map[string]string {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.expressions.Foreign(namespace)
-}
-
-// setExpressions records the size of a namespace's filter expressions, and compiles the namespaces whose expressions
-// may fit now.
-func (r *configReconciler) setExpressions(namespace string, verdicts compile.Verdicts) {
-	r.mu.Lock()
-	again := r.expressions.Set(namespace, verdicts)
+	again, over := r.expressions.Set(map[string][]compile.Object{namespace: objects}), r.expressions.Over(namespace)
 	r.mu.Unlock()
 	for _, other := range again {
 		r.own.fire(other)
 	}
+	return over
 }
 
 // memoOf returns the memo of a namespace.
@@ -784,15 +776,16 @@ func (r *configReconciler) last(ctx context.Context, namespace string) (liveconf
 	return live.Config, true, nil
 }
 
-// prime loads the write keys of all namespaces. It runs before the first compilation:
-// with an incomplete index, a Source could get the key of another namespace.
+// prime loads the write keys and the filter expressions of all namespaces. It runs before the first compilation:
+// with an incomplete index, a Source could get the key of another namespace, and a new expression the budget of one
+// that was accepted.
 func (r *configReconciler) prime(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.primed {
 		return nil
 	}
-	pending := map[string]bool{}
+	pending, objects := map[string]bool{}, map[string][]compile.Object{}
 	for _, k := range r.kinds {
 		list := k.NewList()
 		if err := r.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
@@ -800,6 +793,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		}
 		for _, o := range kinds.Objects(list) {
 			pending[o.GetNamespace()] = true
+			objects[o.GetNamespace()] = append(objects[o.GetNamespace()], o)
 		}
 	}
 	live, err := r.primeLive(ctx)
@@ -825,6 +819,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
+	r.expressions.Set(objects)
 	r.pending, r.primed = pending, true
 	return nil
 }

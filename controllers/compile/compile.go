@@ -18,7 +18,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
 )
 
 // Secret is a Kubernetes Secret that an object refers to.
@@ -40,8 +39,8 @@ type Snapshot struct {
 	Policy
 	// ForeignWriteKeys are the write keys, as hex SHA-256, that belong to another namespace.
 	ForeignWriteKeys map[string]KeyUse
-	// ForeignExpressions is the size of the accepted filter expressions of all other namespaces.
-	ForeignExpressions expression.Size
+	// ExpressionsOver are the destinations whose filter expressions are above a budget; see Expressions.
+	ExpressionsOver map[string]string
 	// Memo of the namespace's last compilation; nil compiles and encodes everything.
 	Memo *Memo
 }
@@ -74,8 +73,6 @@ type Verdict struct {
 	Destinations []string `json:"destinations,omitempty"`
 	// Key of an Audience is the key in effect; empty if the Audience is not accepted.
 	Key string `json:"key,omitempty"`
-	// Expression is the size of a destination's accepted filter expression.
-	Expression expression.Size `json:"-"`
 	// Waits is the reason why an accepted Redelivery does not start; empty if it may run.
 	Waits string `json:"waits,omitempty"`
 }

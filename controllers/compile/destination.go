@@ -31,9 +31,12 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 		}
 		results := map[string]destinationMemo{}
 		for _, o := range objects {
-			results[o.Name] = s.Memo.destination(s, o, sources, objects)
+			r := s.Memo.destination(s, o, sources, objects)
+			if over := s.ExpressionsOver[o.Name]; over != "" && r.size != (expression.Size{}) {
+				r.refuseExpression(over)
+			}
+			results[o.Name] = r
 		}
-		s.limitExpressions(objects, results)
 		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
 			r := results[o.Name]
 			return r.entry, true, r.verdict

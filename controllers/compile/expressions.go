@@ -3,10 +3,14 @@ package compile
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -20,47 +24,123 @@ var (
 	AllExpressions       = expression.Size{Instructions: 1_000_000, Nodes: 200_000}
 )
 
-// limitExpressions refuses the expressions above a budget. An object that was accepted in its present generation remains
-// accepted; the others are accepted in the order of their age.
-func (s Snapshot) limitExpressions(objects []*v1alpha1.WebhookDestination, results map[string]destinationMemo) {
-	order := slices.SortedStableFunc(slices.Values(byAge(objects)), func(a, b *v1alpha1.WebhookDestination) int {
-		return cmp.Compare(rank(a), rank(b))
+// The two budgets, as words of a message.
+const (
+	ofNamespace = "of this namespace"
+	ofAll       = "of all namespaces"
+)
+
+// Expressions are the filter expressions of all namespaces, and which of them are above a budget. One that was accepted
+// in its present generation, according to its status or by an earlier decision, remains accepted; the others are
+// accepted in the order of their age. The zero value has none. It must not be used concurrently.
+type Expressions struct {
+	byNamespace map[string][]*filterExpression
+	// over are the budgets that refused expressions exceed, by namespace and name.
+	over map[string]map[string]string
+}
+
+// filterExpression is the expression of a generation of a destination.
+type filterExpression struct {
+	namespace, name string
+	uid             types.UID
+	generation      int64
+	created         time.Time
+	text            string
+	size            expression.Size
+	accepted        bool
+}
+
+// Set replaces the expressions of namespaces, by their objects. It decides about all namespaces at once, so that the
+// result does not depend on their order. It returns the other namespaces whose refused expressions have changed.
+func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
+	if e.byNamespace == nil {
+		e.byNamespace = map[string][]*filterExpression{}
+	}
+	changed := false
+	for namespace, objects := range namespaces {
+		before := map[string]*filterExpression{}
+		for _, x := range e.byNamespace[namespace] {
+			before[x.name] = x
+		}
+		delete(e.byNamespace, namespace)
+		for _, o := range objectsOf[*v1alpha1.WebhookDestination](Snapshot{Objects: objects}) {
+			if o.Spec.Filter == nil || o.Spec.Filter.Expression == "" {
+				continue
+			}
+			x := &filterExpression{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time, text: o.Spec.Filter.Expression, accepted: isAccepted(o)}
+			if last := before[x.name]; last != nil && last.uid == x.uid && last.generation == x.generation && last.text == x.text {
+				changed = changed || x.accepted && !last.accepted
+				x.size, x.accepted = last.size, x.accepted || last.accepted
+				delete(before, x.name)
+			} else if p, err := expression.Compile(x.text); err == nil {
+				x.size, changed = p.Size(), true
+			}
+			e.byNamespace[namespace] = append(e.byNamespace[namespace], x)
+		}
+		changed = changed || len(before) > 0
+	}
+	if !changed {
+		return nil
+	}
+	before := e.over
+	e.decide()
+	for namespace := range e.byNamespace {
+		if _, own := namespaces[namespace]; !own && !maps.Equal(before[namespace], e.over[namespace]) {
+			again = append(again, namespace)
+		}
+	}
+	slices.Sort(again)
+	return again
+}
+
+// Over returns the budgets that refused expressions of a namespace exceed, by the name of the destination.
+func (e *Expressions) Over(namespace string) map[string]string { return e.over[namespace] }
+
+// decide accepts expressions while the budgets last.
+func (e *Expressions) decide() {
+	var all []*filterExpression
+	for _, list := range e.byNamespace {
+		all = append(all, list...)
+	}
+	slices.SortFunc(all, func(a, b *filterExpression) int {
+		if a.accepted != b.accepted {
+			return map[bool]int{true: -1, false: 1}[a.accepted]
+		}
+		return cmp.Or(a.created.Compare(b.created), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 	})
+	e.over = map[string]map[string]string{}
 	var sum expression.Size
-	for _, o := range order {
-		r := results[o.Name]
-		next := sum.Plus(r.size)
-		var over string
+	sums := map[string]expression.Size{}
+	for _, x := range all {
+		own, over := sums[x.namespace].Plus(x.size), ""
 		switch {
-		case r.size == (expression.Size{}) || rank(o) == 0:
-		case !next.Within(NamespaceExpressions):
-			over = "of this namespace"
-		case !s.ForeignExpressions.Plus(next).Within(AllExpressions):
-			over = "of all namespaces"
+		case x.accepted:
+		case !own.Within(NamespaceExpressions):
+			over = ofNamespace
+		case !sum.Plus(x.size).Within(AllExpressions):
+			over = ofAll
 		}
-		if over == "" {
-			sum = next
-			r.verdict.Expression = r.size
-		} else {
-			r.refuseExpression(over)
+		if over != "" {
+			if e.over[x.namespace] == nil {
+				e.over[x.namespace] = map[string]string{}
+			}
+			e.over[x.namespace][x.name] = over
+			continue
 		}
-		results[o.Name] = r
+		sum, sums[x.namespace], x.accepted = sum.Plus(x.size), own, true
 	}
 }
 
-// rank is 0 for an object that was accepted in its present generation.
-func rank(o *v1alpha1.WebhookDestination) int {
+// isAccepted reports whether an object was accepted in its present generation.
+func isAccepted(o *v1alpha1.WebhookDestination) bool {
 	c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted)
-	if c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.Generation && o.Generation > 0 {
-		return 0
-	}
-	return 1
+	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.Generation && o.Generation > 0
 }
 
 // refuseExpression pauses a destination and removes its expression.
 func (r *destinationMemo) refuseExpression(whose string) {
 	limit := NamespaceExpressions
-	if whose != "of this namespace" {
+	if whose == ofAll {
 		limit = AllExpressions
 	}
 	message := fmt.Sprintf("spec.filter.expression: it has %d nodes, and its patterns %d instructions; with them, the expressions %s would be above %d nodes or %d instructions; remove or shorten expressions, or filter by types and events",
@@ -74,50 +154,4 @@ func (r *destinationMemo) refuseExpression(whose string) {
 	}
 	r.entry.Revision = revision([]string{r.entry.Revision, v1alpha1.ReasonExpressionBudget}, nil, nil)
 	r.verdict.Revision = r.entry.Revision
-}
-
-// Expressions returns the size of the accepted expressions, and whether some were refused.
-func (v Verdicts) Expressions() (sum expression.Size, refused bool) {
-	for _, verdict := range v[sectionDestinations] {
-		sum = sum.Plus(verdict.Expression)
-		refused = refused || verdict.Reason == v1alpha1.ReasonExpressionBudget
-	}
-	return sum, refused
-}
-
-// ExpressionSizes are the sizes of the accepted expressions of the namespaces, and which of them have refused ones.
-type ExpressionSizes struct {
-	sizes   map[string]expression.Size
-	refused map[string]bool
-}
-
-// Foreign returns the size of the expressions of all other namespaces.
-func (e *ExpressionSizes) Foreign(namespace string) (sum expression.Size) {
-	for other, size := range e.sizes {
-		if other != namespace {
-			sum = sum.Plus(size)
-		}
-	}
-	return sum
-}
-
-// Set records the verdicts of a namespace. It returns the other namespaces with refused expressions, which may fit now.
-func (e *ExpressionSizes) Set(namespace string, v Verdicts) (again []string) {
-	if e.sizes == nil {
-		e.sizes, e.refused = map[string]expression.Size{}, map[string]bool{}
-	}
-	size, refused := v.Expressions()
-	fewer := !e.sizes[namespace].Within(size)
-	if e.sizes[namespace] = size; size == (expression.Size{}) {
-		delete(e.sizes, namespace)
-	}
-	if delete(e.refused, namespace); refused {
-		e.refused[namespace] = true
-	}
-	for other := range e.refused {
-		if fewer && other != namespace {
-			again = append(again, other)
-		}
-	}
-	return again
 }

@@ -30,21 +30,38 @@ func accepted(d *v1alpha1.WebhookDestination, generation int64) {
 	d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, ObservedGeneration: generation}}
 }
 
-// refused compiles a namespace with destinations, and returns the names of those above a budget.
-func refused(t *testing.T, foreign expression.Size, objects ...*v1alpha1.WebhookDestination) (names string) {
+// inNamespaces returns destinations as the argument of Set, for each namespace.
+func inNamespaces(destinations map[string][]*v1alpha1.WebhookDestination) map[string][]Object {
+	all := map[string][]Object{}
+	for namespace, list := range destinations {
+		all[namespace] = nil
+		for _, d := range list {
+			all[namespace] = append(all[namespace], d)
+		}
+	}
+	return all
+}
+
+// refused compiles a namespace with destinations, beside those of others, and returns the names of those above a budget.
+func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, objects ...*v1alpha1.WebhookDestination) (names string) {
 	t.Helper()
 	source := &v1alpha1.Source{}
 	source.Name = "web"
-	s := Snapshot{Namespace: "shop", ForeignExpressions: foreign, Objects: []Object{source}}
+	s := Snapshot{Namespace: "shop", Objects: []Object{source}}
 	for _, o := range objects {
 		s.Objects = append(s.Objects, o)
 	}
+	all := inNamespaces(others)
+	all["shop"] = s.Objects
+	var e Expressions
+	e.Set(all)
+	s.ExpressionsOver = e.Over("shop")
 	config, verdicts := Table{Sources, Destinations}.Compile(s)
 	for _, d := range config.Destinations {
 		v := verdicts[sectionDestinations][d.Name]
 		if v.Reason != v1alpha1.ReasonExpressionBudget {
-			if d.Filter.Expression == "" || v.Expression.Instructions != 1000 {
-				t.Errorf("%s: got the filter %+v and the size %+v; want them complete", d.Name, d.Filter, v.Expression)
+			if d.Filter.Expression == "" || !v.Accepted {
+				t.Errorf("%s: got the filter %+v and the verdict %+v; want it accepted with its expression", d.Name, d.Filter, v)
 			}
 			continue
 		}
@@ -62,56 +79,79 @@ func TestExpressionsAboveTheBudgetAreRefused(t *testing.T) {
 	for i := range 100 {
 		many = append(many, filtered(fmt.Sprintf("d%02d", i), thousand, i))
 	}
-	if got := refused(t, expression.Size{}, many...); got != "" {
+	if got := refused(t, nil, many...); got != "" {
 		t.Errorf("100,000 instructions: refused %s; want none", got)
 	}
 	younger := filtered("a", thousand, 1000)
-	if got := refused(t, expression.Size{}, append(many, younger)...); got != "a" {
+	if got := refused(t, nil, append(many, younger)...); got != "a" {
 		t.Errorf("101,000 instructions: refused %q; want the youngest", got)
 	}
 	accepted(younger, 1)
-	if got := refused(t, expression.Size{}, append(many, younger)...); got != "d99" {
+	if got := refused(t, nil, append(many, younger)...); got != "d99" {
 		t.Errorf("the youngest was accepted before: refused %q; want the youngest of the others", got)
 	}
 	accepted(younger, 0) // It was accepted before it was edited.
-	if got := refused(t, expression.Size{}, append(many, younger)...); got != "a" {
+	if got := refused(t, nil, append(many, younger)...); got != "a" {
 		t.Errorf("the youngest was edited: refused %q; want the youngest", got)
 	}
 	for _, d := range many {
 		accepted(d, 1)
 	}
-	almost := expression.Size{Instructions: 999_500}
-	if got := refused(t, almost, many[0], many[1], younger); got != "a" {
+	all := AllExpressions
+	t.Cleanup(func() { AllExpressions = all })
+	AllExpressions.Instructions = 2_500
+	other := filtered("x", thousand, 2000)
+	accepted(other, 1)
+	if got := refused(t, map[string][]*v1alpha1.WebhookDestination{"z": {other}}, many[0], younger); got != "a" {
 		t.Errorf("the budget of all namespaces: refused %q; want what was not accepted", got)
 	}
-	if got := refused(t, expression.Size{Nodes: 199_999}, younger); got != "a" {
+	AllExpressions = expression.Size{Instructions: all.Instructions, Nodes: 25}
+	if got := refused(t, map[string][]*v1alpha1.WebhookDestination{"z": {other}}, younger); got != "a" {
 		t.Errorf("the nodes of all namespaces: refused %q; want the destination", got)
 	}
 }
 
-// When a namespace has fewer expressions, those with refused ones are compiled again.
-func TestExpressionSizes(t *testing.T) {
-	of := func(instructions int, reason string) Verdicts {
-		return Verdicts{sectionDestinations: {"d": {Reason: reason, Expression: expression.Size{Instructions: instructions}}}}
+// The order of namespaces has no influence: expressions that were accepted, according to their status or by a decision of
+// this process, keep their part, and the oldest of the others are accepted.
+func TestTheBudgetOfAllNamespaces(t *testing.T) {
+	all := AllExpressions
+	t.Cleanup(func() { AllExpressions = all })
+	AllExpressions.Instructions = 2_000
+	list := func(d ...*v1alpha1.WebhookDestination) []*v1alpha1.WebhookDestination { return d }
+	kept, older, newer := filtered("kept", thousand, 9), filtered("older", thousand, 1), filtered("newer", thousand, 2)
+	accepted(kept, 1)
+	of := map[string][]*v1alpha1.WebhookDestination{"a": list(newer), "b": list(older), "c": list(kept), "d": list(filtered("broken", "call.a ==", 0))}
+	var e Expressions
+	over := func(step, want string, again ...string) {
+		t.Helper()
+		var got []string
+		for _, namespace := range []string{"a", "b", "c", "d", "e"} {
+			for name, whose := range e.Over(namespace) {
+				got = append(got, name)
+				if whose != ofAll {
+					t.Errorf("%s: %s is above the budget %s; want that %s", step, name, whose, ofAll)
+				}
+			}
+		}
+		if text := strings.Join(got, " "); text != want {
+			t.Errorf("%s: refused %q; want %q", step, text, want)
+		}
+		if text := strings.Join(again, " "); step != "the start" && text != "" {
+			t.Errorf("%s: compiled again: %s", step, text)
+		}
 	}
-	var e ExpressionSizes
-	if again := e.Set("a", of(10, "Accepted")); again != nil {
-		t.Errorf("got %v; want none", again)
+	e.Set(inNamespaces(of))
+	over("the start", "newer")
+	ancient := filtered("ancient", thousand, 0)
+	over("an older object that is new", "newer ancient", e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"e": list(ancient)}))...)
+	over("without a change", "newer ancient", e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"b": list(older)}))...)
+	if again := e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"c": nil})); strings.Join(again, " ") != "e" {
+		t.Errorf("after a deletion: compiled again %v; want the namespace of the oldest one", again)
 	}
-	if again := e.Set("b", of(0, v1alpha1.ReasonExpressionBudget)); again != nil {
-		t.Errorf("got %v; want none", again)
+	over("after a deletion", "newer")
+	ancient.Generation = 2
+	if again := e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"e": list(ancient), "b": nil})); strings.Join(again, " ") != "a" {
+		t.Errorf("after an edit and a deletion: compiled again %v; want the namespace of the one that fits now", again)
 	}
-	e.Set("c", of(5, "Accepted"))
-	if got := e.Foreign("a").Instructions; got != 5 {
-		t.Errorf("the others have %d instructions, want 5", got)
-	}
-	if again := e.Set("a", of(9, "Accepted")); len(again) != 1 || again[0] != "b" {
-		t.Errorf("after fewer expressions: got %v; want b", again)
-	}
-	if again := e.Set("a", of(9, "Accepted")); again != nil {
-		t.Errorf("without a change: got %v; want none", again)
-	}
-	if again := e.Set("c", nil); len(again) != 1 {
-		t.Errorf("after a deletion: got %v; want b", again)
-	}
+	over("after an edit and a deletion", "")
 }

@@ -59,11 +59,11 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 	s.load(marks, time.Now())
 	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored, Objects: len(s.objects)}
 	snapshots := s.snapshots(policy)
-	var expressions compile.ExpressionSizes
+	var expressions compile.Expressions
+	expressions.Set(objectsOf(snapshots))
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		snapshots[namespace].ForeignExpressions = expressions.Foreign(namespace)
+		snapshots[namespace].ExpressionsOver = expressions.Over(namespace)
 		config, verdicts := compilers.Compile(snapshots[namespace].Snapshot)
-		expressions.Set(namespace, verdicts)
 		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)

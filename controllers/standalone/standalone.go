@@ -90,8 +90,8 @@ type Control struct {
 	sent     map[string]sentConfig
 	// compiled are the inputs of the namespaces' last compilations; none for a result that depends on more.
 	compiled map[string]inputs
-	// expressions are those of the namespaces' last compilations.
-	expressions compile.ExpressionSizes
+	// expressions are the filter expressions of all namespaces.
+	expressions compile.Expressions
 	// logged are the problems that the log already has.
 	logged map[string]bool
 	// hadSources is true if the objects of the last load had a Source, and before the first load.
@@ -317,27 +317,24 @@ func (c *Control) apply() {
 			snapshots[namespace] = &snapshot{Snapshot: compile.Snapshot{Namespace: namespace}}
 		}
 	}
-	var again []string // Namespaces with refused expressions that may fit now.
-	for queue := slices.Sorted(maps.Keys(snapshots)); len(queue)+len(again) > 0; {
-		if len(queue) == 0 {
-			queue, again = again, nil
-		}
-		namespace := queue[0]
-		queue = queue[1:]
+	changed := maps.Clone(snapshots)
+	maps.DeleteFunc(changed, func(namespace string, s *snapshot) bool { return c.isCompiled(namespace, s) })
+	for _, namespace := range c.expressions.Set(objectsOf(changed)) {
+		delete(c.compiled, namespace)
+	}
+	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		if c.store.lacksRun(namespace) {
 			continue // Without its live config, the dispatcher parks the namespace.
 		}
 		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
-		if last, ok := c.compiled[namespace]; ok && exists && last.equal(snapshot.inputs) {
+		if c.isCompiled(namespace, snapshot) {
 			c.compiled[namespace] = snapshot.inputs // Its manifests are those of the objects in the store.
 			continue                                // followReport sends a changed head.
 		}
 		delete(c.compiled, namespace)
-		snapshot.ForeignExpressions = c.expressions.Foreign(namespace)
+		snapshot.ExpressionsOver = c.expressions.Over(namespace)
 		config, verdicts := compilers.Compile(snapshot.Snapshot)
-		_, refused := verdicts.Expressions()
-		again = append(again, c.expressions.Set(namespace, verdicts)...)
 		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
@@ -349,7 +346,7 @@ func (c *Control) apply() {
 			continue
 		}
 		c.verdicts[namespace] = encoded.Verdicts
-		if isSent && !encoded.TooLarge && !refused { // Evictions depend on the last config, refused expressions on other namespaces.
+		if isSent && !encoded.TooLarge { // Evictions depend on the last config.
 			c.compiled[namespace] = snapshot.inputs
 		}
 		c.mu.Lock()
@@ -358,6 +355,22 @@ func (c *Control) apply() {
 	}
 	c.save()
 	c.dueNow()
+}
+
+// isCompiled reports whether the live config of a namespace is that of a snapshot.
+func (c *Control) isCompiled(namespace string, s *snapshot) bool {
+	last, ok := c.compiled[namespace]
+	_, sent := c.sent[namespace]
+	return ok && sent && last.equal(s.inputs)
+}
+
+// objectsOf returns the objects of snapshots.
+func objectsOf(snapshots map[string]*snapshot) map[string][]compile.Object {
+	all := map[string][]compile.Object{}
+	for namespace, s := range snapshots {
+		all[namespace] = s.Objects
+	}
+	return all
 }
 
 // restoreHistories makes the restored objects the last live configs, so that the objects whose manifests were removed

@@ -522,6 +522,45 @@ func TestCompile(t *testing.T) {
 	}
 }
 
+// compile and run refuse the same expression above a budget, with the same text.
+func TestExpressionsAboveTheBudget(t *testing.T) {
+	own := compile.NamespaceExpressions
+	compile.NamespaceExpressions.Instructions = 200
+	dir := t.TempDir()
+	filtered := func(name string) string {
+		return strings.Replace(strings.Replace(webDestination, "crm", name, 1), "spec: {", "spec: {filter: {expression: \"call.a.matches('a{200}')\"}, ", 1)
+	}
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+filtered("a")+"---\n"+filtered("b"))
+	compiled, err := Compile(dir, nil, compile.Policy{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := start(t, dir, "")
+	t.Cleanup(func() {
+		f.stop()
+		compile.NamespaceExpressions = own
+	})
+	f.runs("default/a Active", "default/b Paused")
+	const want = "spec.filter.expression: it has 4 nodes, and its patterns 200 instructions; with them, the expressions of this namespace would be above 20000 nodes or 200 instructions; remove or shorten expressions, or filter by types and events"
+	var text string
+	f.until("the condition of b", func() bool {
+		for _, d := range f.destinations("default").Items {
+			if c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionAccepted); d.Name == "b" && c != nil && c.Reason == v1alpha1.ReasonExpressionBudget {
+				text = c.Message
+			}
+		}
+		return text != ""
+	})
+	if text != want {
+		t.Errorf("condition of run:\n got %s\nwant %s", text, want)
+	}
+	if len(compiled.NotAccepted) != 1 || compiled.NotAccepted[0].Message != want+" (ExpressionBudget)" {
+		t.Errorf("problems of compile: got %v; want one, %s", compiled.NotAccepted, want)
+	}
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+filtered("b"))
+	f.until("b is accepted", func() bool { return slices.Contains(f.runner.destinations(), "default/b Active") })
+}
+
 func TestHandler(t *testing.T) {
 	dir := t.TempDir()
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.Replace(webDestination, "name: crm", "name: crm, namespace: other", 1))
