@@ -4,12 +4,15 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -140,4 +143,47 @@ func cut(text, kind string) string {
 		}
 	}
 	return strings.Join(kept, "---\n")
+}
+
+// The folder of the owner vanishes, as that of a volume that is unmounted, and then that of the standby is empty at its
+// takeover: nothing is deleted, no call gets 401, and all messages are delivered when the files are back.
+func TestFolderThatVanishes(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	r.answer.Store(http.StatusServiceUnavailable)
+	flags := []string{"--log", s.url, "--log-name", "vanishing", "--log-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+	pods := startPods(t, 2, manifests(r.URL), flags...)
+	first := ownerOfCopied(t, pods)
+	second := pods[0]
+	if second == first {
+		second = pods[1]
+	}
+	all := &sender{pods: []*pod{first}}
+	stop := all.start(t, "pending")
+	acknowledge(t, all, 100)
+	check.NoError(t, "move the folder of the owner away", os.Rename(first.manifests, first.manifests+".away"))
+	time.Sleep(5 * folderGrace)
+	acknowledge(t, all, 100)
+	stop()
+	check.Equal(t, "discarded messages without the folder", report(t, []*pod{first}).Discarded, 0)
+
+	check.NoError(t, "empty the folder of the standby", os.Remove(filepath.Join(second.manifests, "all.yaml")))
+	waitCopied(t, first, []*pod{second})
+	first.lose()
+	owner(t, []*pod{second})
+	time.Sleep(5 * folderGrace)
+	all.setPods([]*pod{second})
+	if status, text := all.post(0, batchOf([]string{"parked"})); status != http.StatusServiceUnavailable {
+		t.Errorf("call to an owner with an empty folder: got status %d: %s; want 503", status, text)
+	}
+	check.Equal(t, "discarded messages with an empty folder", report(t, []*pod{second}).Discarded, 0)
+	if out := problems(second); !strings.Contains(out, "Source default/web") || !strings.Contains(out, "parked") {
+		t.Errorf("posthorn problems: got\n%s\nwant Source default/web, parked", out)
+	}
+	r.answer.Store(0)
+	check.NoError(t, "write the file again", process.Replace(filepath.Join(second.manifests, "all.yaml"), manifests(r.URL)["all.yaml"]))
+	stop = all.start(t, "after")
+	acknowledge(t, all, 40)
+	stop()
+	checkLedger(t, []*pod{second}, all, r)
 }
