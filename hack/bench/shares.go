@@ -67,11 +67,15 @@ func (b *bench) sharedDisk(ctx context.Context) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	ended := closedAfter(2 * b.window())
+	ended := make(chan struct{})
 	var group errgroup.Group
 	for source := 1; source <= 2; source++ {
 		group.Go(func() error { return fillDisk(ctx, p.Addr, source, ended, &accepted, &refused) })
 	}
+	for full := time.Now().Add(2 * time.Minute); refused.Load() == 0 && time.Now().Before(full); {
+		time.Sleep(10 * time.Millisecond) // The row is about the time when the namespace has its share.
+	}
+	time.AfterFunc(2*b.window(), func() { close(ended) })
 	beside, err := goodLatencies(p, &id, ended)
 	if e := group.Wait(); err == nil {
 		err = e
