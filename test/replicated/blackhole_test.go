@@ -91,6 +91,7 @@ func (h *blackHole) pass(from io.Reader, to io.Writer) {
 // An owner that no longer reaches the log, without a closed connection, accepts and sends nothing; the
 // standby takes over; and no acknowledged call is lost. When it reaches the log again, it is a standby.
 func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
+	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	var pods []*pod
 	holes := map[*pod]*blackHole{}

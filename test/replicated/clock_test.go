@@ -4,7 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -46,13 +48,16 @@ func failingReceiver(t *testing.T) (r *receiver, fails *atomic.Bool) {
 	return r, fails
 }
 
+// buildWithClock builds the program once for all tests.
+var buildWithClock = sync.OnceValues(func() (string, error) { return process.BuildWithClock(filepath.Dir(binary)) })
+
 // startWithClock starts processes whose clocks can be set, with a receiver that answers 503 while fails is true.
 func startWithClock(t *testing.T, n int) (pods []*pod, r *receiver, fails *atomic.Bool) {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("builds the binary with another package time")
 	}
-	withClock, err := process.BuildWithClock(t.TempDir())
+	withClock, err := buildWithClock()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,6 +70,7 @@ func startWithClock(t *testing.T, n int) (pods []*pod, r *receiver, fails *atomi
 // receiver that fails. The standby takes over and delivers all of them: none has become a dead letter, and
 // no retry is planned six hours later. The former owner takes no slot until its clock is right.
 func TestClockOfTheOwner(t *testing.T) {
+	t.Parallel()
 	pods, r, fails := startWithClock(t, 2)
 	before := owner(t, pods)
 	next := pods[0]
@@ -108,6 +114,7 @@ func TestClockOfTheOwner(t *testing.T) {
 // receiver that fails. It continues to send, and no message becomes a dead letter. After its clock was corrected,
 // its next start does not wait six hours for the retries.
 func TestClockOfTheOnlyProcess(t *testing.T) {
+	t.Parallel()
 	pods, r, fails := startWithClock(t, 1)
 	only := owner(t, pods)
 	all := &sender{pods: pods}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"net/http"
@@ -36,7 +37,10 @@ type withServer struct{ m *testing.M }
 
 func (w withServer) Run() int {
 	var err error
-	if server, err = process.BuildNATS(filepath.Dir(binary)); err != nil {
+	if server, err = process.BuildNATS(filepath.Dir(binary)); err == nil {
+		err = flag.Set("test.parallel", "4") // The tests wait most of their time.
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}

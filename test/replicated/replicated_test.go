@@ -278,6 +278,7 @@ const (
 // test/witness judges the journals of a round. POSTHORN_FAULT_ROUNDS repeats all faults, POSTHORN_FAULT selects
 // those with a text in their name.
 func TestNothingAcknowledgedIsLost(t *testing.T) {
+	t.Parallel()
 	t.Run("processes", func(t *testing.T) {
 		t.Parallel()
 		testFaults(t, startServers(t), faultsOfProcesses)

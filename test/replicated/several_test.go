@@ -320,6 +320,7 @@ func get(t *testing.T, h *host, path string) response {
 // none. A process without a connection to the log loses its slots to the others, one that ends hands them
 // over, and no acknowledged call is lost.
 func TestSeveralSlots(t *testing.T) {
+	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	configs := severalConfigs(t, r.URL)
 	var hosts []*host
