@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/admission"
@@ -134,4 +135,25 @@ func TestNamesOfExcludedDestinationsAreBounded(t *testing.T) {
 	if got := f.memory.Used(); got != 0 {
 		t.Errorf("memory for requests at the end: got %d, want 0", got)
 	}
+}
+
+// The deadline of the store begins with each commit: the turns of a request before it can take longer.
+func TestEachCommitHasADeadlineOfItsOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t)
+		name := strings.Repeat("d", maxCommitPart)
+		f.Skip = func(string, *event.Call) []string { return []string{name} }
+		commits := 0
+		f.Append = func(ctx context.Context, part []queue.Message) ([]bool, error) {
+			commits++
+			if deadline, _ := ctx.Deadline(); time.Until(deadline) < limits.StoreTimeout {
+				t.Errorf("commit %d: got %v until the deadline, want at least %v", commits, time.Until(deadline), limits.StoreTimeout)
+			}
+			time.Sleep(limits.StoreTimeout / 2)
+			return make([]bool, len(part)), nil
+		}
+		if got := f.serve(post("/v1/batch", "web-key", tracks(4))).Code; got != http.StatusOK || commits != 4 {
+			t.Errorf("got status %d and %d commits; want 200 and 4", got, commits)
+		}
+	})
 }

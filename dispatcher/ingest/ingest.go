@@ -650,7 +650,6 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 // persist makes the messages of calls durable, in parts. It starts within the turn of parse. If the client disconnects
 // during this time, the calls are stored anyway, and its retry is a duplicate.
 func (h *Handler) persist(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) *admission.Refusal {
-	ctx := h.deadlines.Context()
 	var duplicates []bool
 	var waited time.Duration
 	reserved := callBytes // for the names of a part
@@ -663,7 +662,7 @@ func (h *Handler) persist(q *request, routing admission.Routing, calls []event.C
 			reserved = names
 		}
 		started := time.Now()
-		repeated, err := routing.Append(ctx, part)
+		repeated, err := routing.Append(h.deadlines.Context(), part)
 		took := time.Since(started)
 		if err != nil {
 			if len(rest) < len(calls) && errors.Is(err, queue.ErrFull) {
