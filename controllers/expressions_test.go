@@ -14,7 +14,7 @@ import (
 )
 
 var _ = Describe("The budget of filter expressions", func() {
-	It("counts what was accepted before a restart, and then the oldest", func() {
+	It("counts the objects that were accepted before a restart, and then the oldest", func() {
 		all := compile.AllExpressions
 		DeferCleanup(func() { compile.AllExpressions = all }) // After the operator has stopped.
 		compile.AllExpressions.Instructions = 400

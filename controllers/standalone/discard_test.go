@@ -109,7 +109,7 @@ func TestDiscard(t *testing.T) {
 	}
 }
 
-// A new owner whose folder has what the last one deleted creates it again, as a new object, and says so.
+// A new owner whose folder has an object that the last one deleted creates it again, as a new object, and logs it.
 func TestObjectThatTheLastOwnerDeleted(t *testing.T) {
 	records := metaStore{}
 	own := func(dir string) (n *numbers, log *strings.Builder, stop func()) {

@@ -32,7 +32,7 @@ var (
 
 // Normalize returns the handler of clients' requests.
 //
-// It removes the empty segments of paths, which come from a host setting that ends with a slash, and rejects dot
+// It removes the empty segments of paths, which a host setting that ends with a slash causes, and rejects dot
 // segments: a ServeMux would redirect both, and browsers reject a preflight that is redirected. It removes cookies,
 // which nothing reads, and all of a head that is too large but what identifies the Source, which counts the calls.
 func Normalize(next http.Handler) http.Handler {

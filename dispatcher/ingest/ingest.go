@@ -241,7 +241,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	rejected, bad := h.recoverPanics(w, &q, typ, begin)
 	if bad != nil {
-		if isCut(r) { // What was found while the Source was looked for.
+		if isCut(r) { // Found while the Source was looked for.
 			bad = headTooLarge
 		}
 		if bad.Status == http.StatusUnauthorized && q.origin == "" {

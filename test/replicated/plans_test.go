@@ -390,7 +390,7 @@ func (w *world) failReceivers() (works func()) {
 	}
 }
 
-// until polls until a condition is true, or a time is over.
+// until polls until a condition is true, or a time has passed.
 func until(limit time.Duration, is func() bool) bool {
 	for end := time.Now().Add(limit); ; time.Sleep(100 * time.Millisecond) {
 		if is() {

@@ -12,19 +12,19 @@ import (
 // Result is what the journals say about a clause.
 type Result string
 
-// The results of a clause. CannotTell is the result of each clause whose journals are cut, out of order or by two
+// The results of a clause. Unclear is the result of each clause whose journals are cut, out of order or by two
 // clocks, unless its violation is proved by the lines that exist, and of a clause about which no line says anything.
 const (
-	Holds      Result = "holds"
-	Violated   Result = "violated"
-	CannotTell Result = "cannot tell"
+	Holds    Result = "holds"
+	Violated Result = "violated"
+	Unclear  Result = "unclear"
 )
 
 // Verdict is the result of a clause.
 type Verdict struct {
 	Clause Clause
 	Result Result
-	// Judged is the number of facts that were compared, and Reason the first one that is wrong or cannot be told.
+	// Judged is the number of facts that were compared, and Reason the first one that is wrong or unclear.
 	Judged int
 	Reason string
 	// Lines prove a violation.
@@ -84,7 +84,7 @@ var Clauses = []Clause{
 		needs: []Role{Sender, Receiver, Objects}, judge: judgeWindow},
 	{ID: "wait", Sentence: "A message waits for a working receiver no longer than for a takeover and the next probe.",
 		needs: []Role{Sender, Receiver, Objects, Faults}, judge: judgeWait},
-	{ID: "isolation", Sentence: "What harms one namespace does not delay the messages of another.",
+	{ID: "isolation", Sentence: "Harm to one namespace does not delay the messages of another.",
 		needs: []Role{Sender, Receiver, Objects, Faults}, judge: judgeIsolation},
 	{ID: "ids", Sentence: "Two different messages never have the same id or the same Idempotency-Key.",
 		needs: []Role{Receiver}, present: true, untimed: true, judge: judgeIDs},
@@ -115,11 +115,11 @@ func Check(h *History) (all []Verdict) {
 		case f.violations > 0 && clocks == "" && (flaw == "" || c.present):
 			v.Result, v.Reason, v.Lines, v.Count = Violated, f.violation, f.proof, f.violations
 		case flaw+clocks != "":
-			v.Result, v.Reason = CannotTell, cmp.Or(flaw, clocks)
+			v.Result, v.Reason = Unclear, cmp.Or(flaw, clocks)
 		case f.doubt != "":
-			v.Result, v.Reason = CannotTell, f.doubt
+			v.Result, v.Reason = Unclear, f.doubt
 		case f.judged == 0:
-			v.Result, v.Reason = CannotTell, "no line is about it"
+			v.Result, v.Reason = Unclear, "no line is about it"
 		default:
 			v.Result = Holds
 		}
@@ -157,7 +157,7 @@ func (f *finding) violated(lines []*Line, format string, args ...any) {
 	}
 }
 
-// unclear notes that a fact cannot be told.
+// unclear notes that the journals do not decide a fact.
 func (f *finding) unclear(format string, args ...any) {
 	if f.doubt == "" {
 		f.doubt = fmt.Sprintf(format, args...)

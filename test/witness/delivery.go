@@ -48,7 +48,7 @@ func judgeAccepted(h *History, f *finding) {
 		f.judged++
 		switch {
 		case m == nil:
-			f.violated([]*Line{r.Line}, "nobody sent message %s", r.id)
+			f.violated([]*Line{r.Line}, "message %s was not sent", r.id)
 		case !m.open:
 			f.violated([]*Line{m.first, r.Line}, "message %s was rejected, and delivered", r.id)
 		case r.to != nil && !slices.Contains(m.Due, r.to.name) && !slices.Contains(m.May, r.to.name):
@@ -184,7 +184,7 @@ func judgeConfig(h *History, f *finding) {
 			f.unclear("a request to %s may have begun before the fault %q", r.Receipt.URL, h.spans[i].Name)
 			continue
 		}
-		f.violated(proof, "a request to %s is of no config in effect (%s)", r.Receipt.URL, why)
+		f.violated(proof, "a request to %s matches no config in effect (%s)", r.Receipt.URL, why)
 	}
 }
 
@@ -376,7 +376,7 @@ func judgeOnce(h *History, f *finding) {
 		}
 		if got[at][r.Receipt.Key] = r; most[at] == 0 && (at.content != "" || r.body.Type == "delete") {
 			f.judged++
-			f.violated([]*Line{r.Line}, "%s got a message that nobody demanded there", at.to)
+			f.violated([]*Line{r.Line}, "%s got a message that no call demanded there", at.to)
 		}
 	}
 	for at, n := range most {

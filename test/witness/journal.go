@@ -22,7 +22,7 @@ type Role string
 
 // The roles of journals.
 const (
-	Sender   Role = "sender"   // the plan, and what was sent
+	Sender   Role = "sender"   // the plan, and the calls
 	Receiver Role = "receiver" // what receivers got
 	Objects  Role = "objects"  // what was applied, confirmed and removed
 	Faults   Role = "faults"   // what was injected
@@ -153,11 +153,11 @@ type Fault struct {
 	// Process is the process that it affects, "" if none or all, and Namespace the only namespace, "" for all.
 	Process   string `json:"process,omitempty"`
 	Namespace string `json:"namespace,omitempty"`
-	// Repeats says what is delivered again.
+	// Repeats names the messages that are delivered again.
 	Repeats string `json:"repeats,omitempty"`
 }
 
-// What a fault repeats. The ledger can only fall after one with Unrecorded.
+// The repeats that a fault causes. The ledger can only fall after one with Unrecorded.
 const (
 	InFlight   = "in flight"
 	Unrecorded = "unrecorded"

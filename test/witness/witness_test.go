@@ -189,7 +189,7 @@ var violations = map[string]func(*story){
 	"outcome: lost behind a failing receiver": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "m3" && l.Receipt.Status == 200 })
 	},
-	"accepted: nobody sent it": func(s *story) { s.track(9500, newsURL, "stranger") },
+	"accepted: not sent": func(s *story) { s.track(9500, newsURL, "stranger") },
 	"accepted: it was rejected": func(s *story) {
 		s.call(9400, Calls, "news/web", track("n2", news)).Call.Status = 400
 		s.track(9500, newsURL, "n2")
@@ -310,7 +310,7 @@ func TestFlawedJournals(t *testing.T) {
 			for id, v := range s.check(t) {
 				needs := slices.Contains(v.Clause.needs, role) || name == "cut at the begin"
 				if v.Result == Holds && needs || v.Result == Violated && !v.Clause.present {
-					t.Errorf("%s with the journal of role %s %s: got %v, want cannot tell", id, role, name, v)
+					t.Errorf("%s with the journal of role %s %s: got %v, want unclear", id, role, name, v)
 				}
 			}
 		}
@@ -319,7 +319,7 @@ func TestFlawedJournals(t *testing.T) {
 	s.clock[Receiver] = "another"
 	for id, v := range s.check(t) {
 		if v.Result == Holds && !v.Clause.untimed {
-			t.Errorf("%s with two clocks: got %v, want cannot tell", id, v)
+			t.Errorf("%s with two clocks: got %v, want unclear", id, v)
 		}
 	}
 }
@@ -337,7 +337,7 @@ func TestProofsOfFlawedJournals(t *testing.T) {
 			}
 		}
 		v := s.check(t)[id]
-		want := CannotTell
+		want := Unclear
 		if v.Clause.present {
 			want = Violated
 		}
@@ -350,11 +350,11 @@ func TestNothingToJudge(t *testing.T) {
 	t.Parallel()
 	s := &story{roles: map[Role][]*Line{}}
 	for id, v := range s.check(t) {
-		check.Equal(t, id+" in an empty story", v.Result, CannotTell)
+		check.Equal(t, id+" in an empty story", v.Result, Unclear)
 	}
 }
 
-// What may still happen is no violation.
+// An outcome that may still come is no violation.
 func TestDoubts(t *testing.T) {
 	t.Parallel()
 	s := good()
@@ -363,7 +363,7 @@ func TestDoubts(t *testing.T) {
 	l.Ledger.Delivered, l.Ledger.Pending = 4, 2
 	got := s.check(t)
 	for _, id := range []string{"outcome", "once"} {
-		check.Equal(t, id+" with pending messages", got[id].Result, CannotTell)
+		check.Equal(t, id+" with pending messages", got[id].Result, Unclear)
 	}
 }
 
@@ -383,7 +383,7 @@ func TestWrittenJournals(t *testing.T) {
 	check.NoError(t, "read the journals", err)
 	check.Same(t, "flaws", h.flaws, map[Role]string{})
 	for _, v := range Check(h) {
-		want := CannotTell
+		want := Unclear
 		if v.Clause.ID == "refusal" {
 			want = Holds
 		}

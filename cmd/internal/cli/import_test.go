@@ -179,7 +179,7 @@ func TestImportContinues(t *testing.T) {
 	}
 }
 
-// What is not Posthorn ends the import, unless it answers as a proxy does whose server is away.
+// An answer of another server ends the import, unless it is a proxy's answer without its server.
 func TestImportEndsAtAnotherServer(t *testing.T) {
 	for _, c := range []struct {
 		status int

@@ -181,7 +181,7 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	return found, idle
 }
 
-// refusing explains that a Source's calls get 503, although no condition says so; nil for other objects.
+// refusing explains that a Source's calls get 503, although no condition has this; nil for other objects.
 func (v *inventory) refusing(o *conditioned) *why.Finding {
 	if o.kind != "Source" {
 		return nil

@@ -367,7 +367,7 @@ func TestParkedObjects(t *testing.T) {
 		for _, f := range found {
 			got = append(got, f.Kind+" "+f.Namespace+"/"+f.Name)
 			if f.Level != why.Problem || !strings.Contains(f.Text, "parked") && !strings.Contains(f.Text, "kept and not sent") {
-				t.Errorf("%s: got the finding %+v, want a problem that says what happens", name, f.Finding)
+				t.Errorf("%s: got the finding %+v, want a problem with its effect", name, f.Finding)
 			}
 		}
 		if diff := cmp.Diff(c.want, got); diff != "" {
