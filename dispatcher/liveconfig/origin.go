@@ -30,7 +30,8 @@ func CanonicalOrigin(text string) string {
 	if addr, err := netip.ParseAddr(strings.Trim(host, "[]")); err == nil && addr.Is6() {
 		host = "[" + addr.String() + "]"
 	}
-	if port != "" && !(scheme == "http" && port == "80" || scheme == "https" && port == "443") {
+	isDefault := scheme == "http" && port == "80" || scheme == "https" && port == "443"
+	if port != "" && !isDefault {
 		host += ":" + port
 	}
 	return scheme + "://" + host
