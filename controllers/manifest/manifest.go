@@ -42,6 +42,15 @@ type Problems struct {
 	Ignored []Problem `json:"ignored"`
 }
 
+// EffectOfParked is the effect of a problem of a parked object of a kind.
+func EffectOfParked(kind string) string {
+	effect := "its messages are kept and not sent"
+	if kind == "Source" {
+		effect += ", and its calls are answered 503"
+	}
+	return effect
+}
+
 // Position is "file:line", or the file if the line is unknown.
 func (p Problem) Position() string {
 	if p.Line == 0 {

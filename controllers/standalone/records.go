@@ -233,9 +233,6 @@ func NewLacks(o Options) func(values map[string][]byte) []string {
 	}
 }
 
-// parkedEffect is the effect of a problem of a parked object.
-const parkedEffect = "it is parked: its messages are kept and not sent, and its calls are answered 503"
-
 // parkedProblems returns a problem for each object that the log has and this process did not load.
 func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 	since := map[string]time.Time{}
@@ -271,7 +268,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		case object.kind == kindSecret:
 			p.Effect = "what uses it does not work"
 		default:
-			p.Effect = parkedEffect
+			p.Effect = "it is parked: " + manifest.EffectOfParked(object.kind)
 		}
 		list = append(list, p)
 	}

@@ -687,7 +687,7 @@ func (c *Control) parkedProblems() []manifest.Problem {
 				continue
 			}
 			list = append(list, manifest.Problem{
-				Object: object.String(), Since: p.Since, Effect: parkedEffect, Parked: true,
+				Object: object.String(), Since: p.Since, Effect: "it is parked: " + manifest.EffectOfParked(object.kind), Parked: true,
 				Message: fmt.Sprintf("the store has this object, and no manifest has it, although it was not deleted; restore its manifest, or run posthorn discard %s/%s to delete the object", object.namespace, object.name),
 			})
 		}

@@ -196,7 +196,7 @@ func (v *inventory) parked(namespace string) (list []trouble) {
 			for _, p := range c.Parked {
 				section, name, _ := strings.Cut(p.Object, "/")
 				t := trouble{kindOf(section), c.Namespace, name, why.Finding{
-					Level: why.Problem, About: "Config", Text: "missing since " + p.Since.UTC().Format(time.RFC3339) + " although it was not deleted: its messages are kept and not sent, and its calls are answered 503",
+					Level: why.Problem, About: "Config", Text: "missing since " + p.Since.UTC().Format(time.RFC3339) + " although it was not deleted: " + manifest.EffectOfParked(kindOf(section)),
 					Fix: "create it again; to discard its messages, create and delete it",
 				}}
 				isOfManifest := func(m manifest.Problem) bool { return m.Object == t.Kind+" "+t.Namespace+"/"+t.Name }
@@ -302,6 +302,7 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 // also prints the objects without a problem.
 func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, each bool) error {
 	found, idle := v.troubles(namespace)
+	failed := len(found) > 0
 	if output == "json" {
 		out := json.NewEncoder(cmd.OutOrStdout())
 		for _, t := range found {
@@ -331,13 +332,16 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 		if n == 1 || len(names) == 1 {
 			verb = "has"
 		}
-		where := ""
+		where, others := "", ""
 		if namespace != "" {
 			where = " in namespace " + namespace
 		}
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem.%s\n", n, plural.Count(len(names), "object"), where, verb, v.otherProblems())
+		if n == 0 && failed {
+			others = "; " + plural.Count(len(found), "other problem") + " above"
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem%s.%s\n", n, plural.Count(len(names), "object"), where, verb, others, v.otherProblems())
 	}
-	if len(found) > 0 {
+	if failed {
 		return command.ErrFailed
 	}
 	return nil

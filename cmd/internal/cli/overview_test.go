@@ -104,7 +104,7 @@ Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 
 `},
 		{"why, the disk is full", "why -A", pressure, "[]", full, command.ExitFailure, `Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 until 3 MiB become free; of 9 MiB, Posthorn uses 4 MiB and other files 0 MiB; the largest backlogs are default/crm (2 pending, 3 dead letters).
   To do: fix the receivers with the largest backlog, purge dead letters, or enlarge the volume.
-0 of 2 objects have a problem.
+0 of 2 objects have a problem; 1 other problem above.
 `},
 		{"large calls are refused", "status", healthy, "[]", refusing, command.ExitFailure, `Accepts calls   no, calls are answered 503
 Storage         4 MiB used, 5 MiB free of 9 MiB
@@ -129,13 +129,13 @@ PROBLEM   Disk       Source "web": calls are answered 503, the last one just now
 		{"why, healthy", "why", healthy, "[]", report, command.ExitOK, "0 of 2 objects have a problem.\n"},
 		{"why, a rejected manifest", "why", healthy, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
   To do: correct the manifest.
-0 of 2 objects have a problem.
+0 of 2 objects have a problem; 1 other problem above.
 `},
 		{"why, of another namespace", "why -n default", healthy, elsewhere, report, command.ExitOK, "0 of 2 objects in namespace default have a problem. 1 problem in other namespaces: see 'why -A'.\n"},
 		{"why of a kind, of another namespace", "why sources -n default", healthy, elsewhere, report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object in namespace default has a problem. 1 problem in other namespaces: see 'why -A'.\n"},
 		{"why, all namespaces by default", "why", healthy, elsewhere, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
   To do: correct the manifest.
-0 of 2 objects have a problem.
+0 of 2 objects have a problem; 1 other problem above.
 `},
 		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist","fix":"create the Secret in this namespace; no restart is necessary"}
 `},
@@ -166,7 +166,7 @@ NOTICE   Programmed   a dispatcher rejected the config
 `},
 		{"why, a manifest of another namespace, all", "why -A", healthy, `[{"file":"a.yaml","line":4,"object":"Source shop/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
   To do: correct the manifest.
-0 of 2 objects have a problem.
+0 of 2 objects have a problem; 1 other problem above.
 `},
 		{"why of a kind", "why sources", healthy, "[]", report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object has a problem.\n"},
 		{"why of a kind with a problem", "why psrc", rejecting, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"},{"file":"a.yaml","line":9,"object":"Audience default/all","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
@@ -229,7 +229,7 @@ NOTICE    Ready      1 of 9
 		{"why of another kind with that file", "why redeliveries", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
   To do: correct the manifest.
 Redelivery default/again: no problem found.
-0 of 1 object has a problem.
+0 of 1 object has a problem; 1 other problem above.
 `},
 		{"why of a kind with problems of other kinds", "why redeliveries", healthy, `[{"file":"a.yaml","line":1,"object":"Sorce default/ios","message":"kind: unknown"},{"file":"a.yaml","line":9,"object":"Secret default/key","message":"unknown field"},{"file":"c.yaml","line":2,"object":"Audience default/vip","message":"twice","outdated":["Redelivery default/again"]}]`, report, command.ExitFailure, `Manifest a.yaml:1: Sorce default/ios: kind: unknown.
   To do: correct the manifest.
