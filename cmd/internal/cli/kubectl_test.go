@@ -528,7 +528,7 @@ spec:
 	}
 	has(call(command.ExitFailure, "why", "crm", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why"), "WebhookDestination shop/crm: the operator has not processed this version of the destination yet.")
-	has(call(command.ExitFailure, "why"), "1 of 1 object has a problem.")
+	has(call(command.ExitFailure, "why"), "1 of 1 object in namespace shop has a problem.")
 	has(call(command.ExitFailure, "why", "-n", "default"), "forbidden")
 	has(call(command.ExitFailure, "why", "source/web"), `there is no Source "web" in namespace "shop"`)
 	has(call(command.ExitUsage, "why", "-A"), "set either --namespace or --all-namespaces")
