@@ -128,7 +128,7 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 	if err != nil || found < 18 {
 		t.Errorf("reasons in the dispatcher: got %d and error %v, want at least 18", found, err)
 	}
-	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "Damaged"} {
+	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "FilterFailed"} {
 		if row := regexp.MustCompile("(?m)^.*`posthorn_messages_dead_lettered_total`.*$").FindString(read(t, "docs", "metrics.md")); !strings.Contains(row, "`"+reason+"`") {
 			t.Errorf("docs/metrics.md: the reason %s of dead letters is missing: %s", reason, row)
 		}
