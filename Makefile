@@ -85,6 +85,10 @@ test: ## Install what tests start (root on Debian), and run all tests against a 
 	assets=$(ASSETS); export KUBEBUILDER_ASSETS=$$assets; \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 
+.PHONY: test-race
+test-race: ## Run make test with the race detector for the packages that link Kubernetes' libraries, too: twice the time.
+	RACE=all $(MAKE) --no-print-directory test
+
 # Packages that test what depends on the version of Kubernetes: CEL rules, schemas, manifests,
 # what the operator reads and writes.
 VERSIONED := ./test/cel ./test/crds ./test/manifests ./test/helm ./controllers
