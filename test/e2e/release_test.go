@@ -150,7 +150,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 
 		load.arrived(s)
 		Eventually(func() error { return t.balanced(s, late) }, "2m", time.Second).Should(Succeed())
-		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+Ready\s+True\s+0\s+0\s`), MatchRegexp(`(?m)^late\s+True\s+True\s+0\s+0\s`)))
+		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+Ready\s+True\s+0\s+0\s`), MatchRegexp(`(?m)^late\s+True\s+Ready\s+True\s+0\s+0\s`)))
 		uninstall()
 		removeVolumes() // They have the stores of the previous commit.
 	})
