@@ -152,9 +152,8 @@ func (c *conn) Read(p []byte) (int, error) {
 		c.framing.countFrom(time.Now())
 	}
 	sound, events, fault := c.framing.scan(p[:n])
-	if more := c.framing.head - c.held; more != 0 {
+	if more := c.framing.head - c.held; more != 0 && c.server.conns.Hold(c.limit, more) {
 		c.held += more
-		c.server.conns.Hold(c.limit, more)
 	}
 	if c.framing.state == inFrames && !c.frames.Load() {
 		c.frames.Store(true)
