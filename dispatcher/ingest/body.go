@@ -101,12 +101,14 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.R
 // toUTF8 converts a body that is declared as Latin-1. Old clients declare it for bodies in UTF-8, too, and those are
 // kept. As in browsers, Latin-1 means its superset Windows-1252.
 func toUTF8(q *request, b *buffer) (*buffer, *admission.Refusal) {
-	_, charset, declared := strings.Cut(strings.ToLower(q.Header.Get(headerContentType)), "charset=")
-	if !declared || utf8.Valid(b.bytes) {
+	_, charset, _ := strings.Cut(strings.ToLower(q.Header.Get(headerContentType)), "charset=")
+	charset, _, _ = strings.Cut(charset, ";")
+	switch strings.Trim(charset, `" `) {
+	case "iso-8859-1", "iso8859-1", "latin1", "windows-1252", "cp1252":
+	default:
 		return b, nil
 	}
-	charset, _, _ = strings.Cut(charset, ";")
-	if !slices.Contains([]string{"iso-8859-1", "iso8859-1", "latin1", "windows-1252", "cp1252"}, strings.Trim(charset, `" `)) {
+	if utf8.Valid(b.bytes) {
 		return b, nil
 	}
 	defer b.release()
