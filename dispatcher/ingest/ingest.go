@@ -650,6 +650,10 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 // persist makes the messages of calls durable, in parts. It starts within the turn of parse. If the client disconnects
 // during this time, the calls are stored anyway, and its retry is a duplicate.
 func (h *Handler) persist(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) *admission.Refusal {
+	if len(calls) == 0 {
+		q.turn.Leave(unpaid)
+		return nil
+	}
 	var duplicates []bool
 	var waited time.Duration
 	reserved := callBytes // for the names of a part
@@ -680,10 +684,6 @@ func (h *Handler) persist(q *request, routing admission.Routing, calls []event.C
 			unpaid = 0
 			q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
 		}
-	}
-	if len(calls) == 0 {
-		q.turn.Leave(unpaid)
-		return nil
 	}
 	h.metrics.durable.Observe(waited.Seconds())
 	q.source.Accepted(now, len(calls), duplicates)
