@@ -103,8 +103,11 @@ func (e *Expressions) decide() {
 		all = append(all, list...)
 	}
 	slices.SortFunc(all, func(a, b *filterExpression) int {
-		if a.accepted != b.accepted {
-			return map[bool]int{true: -1, false: 1}[a.accepted]
+		switch {
+		case a.accepted && !b.accepted:
+			return -1
+		case b.accepted && !a.accepted:
+			return 1
 		}
 		return cmp.Or(a.created.Compare(b.created), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 	})
