@@ -302,7 +302,6 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 // also prints the objects without a problem.
 func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, each bool) error {
 	found, idle := v.troubles(namespace)
-	failed := len(found) > 0
 	if output == "json" {
 		out := json.NewEncoder(cmd.OutOrStdout())
 		for _, t := range found {
@@ -336,12 +335,12 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 		if namespace != "" {
 			where = " in namespace " + namespace
 		}
-		if n == 0 && failed {
+		if n == 0 && len(found) > 0 {
 			others = "; " + plural.Count(len(found), "other problem") + " above"
 		}
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem%s.%s\n", n, plural.Count(len(names), "object"), where, verb, others, v.otherProblems())
 	}
-	if failed {
+	if len(found) > 0 {
 		return command.ErrFailed
 	}
 	return nil
