@@ -98,7 +98,7 @@ test-oldest: ## Run the tests of CEL rules, manifests and controllers on the old
 	go test -count=1 $(VERSIONED)
 
 # Packages whose tests start no built program; with -short they start no API server either.
-UNIT := ./analytics/... ./api/... ./cmd/... ./controllers/... ./dispatcher/... ./test/crds ./test/imports
+UNIT := ./analytics/... ./api/... ./cmd/... ./contract/... ./controllers/... ./dispatcher/... ./internal/... ./test/crds ./test/imports
 .PHONY: test-unit
 test-unit: ## Run the tests that need only Go, in a minute: no API server, no race detector, few random trials.
 	@# Some packages wait for timeouts, so more run at once than there are CPUs.

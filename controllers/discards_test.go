@@ -13,8 +13,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/health"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // existingObjects is a reader of objects that have only a name, "Source namespace/name".

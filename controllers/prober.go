@@ -14,8 +14,8 @@ import (
 
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/health"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (

@@ -8,8 +8,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // The directory of the slots can lack namespaces whose messages are in a store: it was restored from an

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 const (

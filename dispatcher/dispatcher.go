@@ -30,28 +30,28 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/admission"
-	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/changes"
-	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/forward"
-	"github.com/posthorn/posthorn/dispatcher/ingest"
-	"github.com/posthorn/posthorn/dispatcher/jobs"
-	"github.com/posthorn/posthorn/dispatcher/listen"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/notices"
-	"github.com/posthorn/posthorn/dispatcher/peer"
-	"github.com/posthorn/posthorn/dispatcher/promtext"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/intake/admission"
+	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
+	"github.com/posthorn/posthorn/dispatcher/intake/listen"
+	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
+	"github.com/posthorn/posthorn/dispatcher/jobs/deletion"
+	"github.com/posthorn/posthorn/dispatcher/jobs/forward"
+	"github.com/posthorn/posthorn/dispatcher/jobs/notices"
+	"github.com/posthorn/posthorn/dispatcher/jobs/records"
+	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // Options configure a Dispatcher. Optional fields have working defaults.
@@ -295,11 +295,11 @@ func New(o Options) (*Dispatcher, error) {
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	records, err := jobs.Open(d.store, time.Now)
+	jobRecords, err := records.Open(d.store, time.Now)
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: records, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
+	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: jobRecords, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
 	if d.notices, err = notices.New(notices.Options{
 		Gate: d.gate, Store: d.store, Changes: d.Changes, Pod: o.Pod, Namespace: o.Namespace,
 		DiskLeft: d.gate.DiskLeft, Logger: o.Logger,
@@ -307,7 +307,7 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	if d.forget, err = deletion.New(deletion.Options{
-		Gate: d.gate, Store: tracker, Records: records,
+		Gate: d.gate, Store: tracker, Records: jobRecords,
 		Passive: o.AudienceOwner != "", BegunOnly: o.Drain, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())

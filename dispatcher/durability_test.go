@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // Servers that lack records cause one repair, as soon as the store is open, and each read that finds a gap counts.

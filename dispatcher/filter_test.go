@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 // A destination gets no call that its filter excludes or that opts out, even while it is added,

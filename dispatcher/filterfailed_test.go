@@ -7,10 +7,10 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
 	"github.com/posthorn/posthorn/test/check"
 )
 

@@ -11,10 +11,10 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/peer"
-	"github.com/posthorn/posthorn/dispatcher/promtext"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // serve serves the listeners of the process until ctx is done.

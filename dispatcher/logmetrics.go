@@ -3,8 +3,8 @@ package dispatcher
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/posthorn/posthorn/dispatcher/peer"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // logMetrics are the metrics of a slot of the replicated log.

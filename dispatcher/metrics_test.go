@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/metrics"
 )

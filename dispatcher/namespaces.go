@@ -9,9 +9,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/front"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/replicated/front"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // namespaces has the live configs of a process with several slots. Each Dispatcher gets those of its

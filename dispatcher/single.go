@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // single is a process with one slot among the others with the same log. By the heartbeats, an owner with a

@@ -20,18 +20,18 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/admission"
-	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/backup"
-	"github.com/posthorn/posthorn/dispatcher/ingest"
-	"github.com/posthorn/posthorn/dispatcher/limits"
-	"github.com/posthorn/posthorn/dispatcher/listen"
-	"github.com/posthorn/posthorn/dispatcher/peer"
-	"github.com/posthorn/posthorn/dispatcher/promtext"
+	"github.com/posthorn/posthorn/dispatcher/intake/admission"
+	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
+	"github.com/posthorn/posthorn/dispatcher/intake/limits"
+	"github.com/posthorn/posthorn/dispatcher/intake/listen"
+	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // OpenSlot opens the stream and the object stores of a slot, and creates them when they are missing.

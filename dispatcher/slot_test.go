@@ -25,14 +25,14 @@ import (
 
 	"github.com/cockroachdb/pebble/v2"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/peer"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots"
-	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
 	"github.com/posthorn/posthorn/test/wait"
 )
 

@@ -10,10 +10,10 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
 	"github.com/posthorn/posthorn/cmd/internal/otlp"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 func newDispatcher() *cobra.Command {

@@ -17,11 +17,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher"
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/ingest"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 

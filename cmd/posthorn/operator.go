@@ -11,10 +11,10 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
 // operatorHeapGrowth is the growth of the heap, in percent, at which the garbage collector runs.

@@ -4,7 +4,7 @@ import (
 	"slices"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 // Deletions are the kind DeletionRequest.

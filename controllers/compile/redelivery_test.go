@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 var redeliveryStart = metav1.NewTime(time.Unix(1_800_000_000, 0))

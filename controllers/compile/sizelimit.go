@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 // Encoded is an encoded config, with the verdicts that apply to it.

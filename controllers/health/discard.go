@@ -6,9 +6,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/observed"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 // maxNamedInDiscard bounds the names in the announcement of discards.

@@ -10,8 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // discarding returns a pod that runs the destination crm and the Source web, with discards ahead.

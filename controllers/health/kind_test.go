@@ -5,9 +5,9 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // paced returns the object that a caller of Kind.Next writes.

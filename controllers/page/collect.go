@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // key names an object.

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until": until, "clock": clock, "span": span, "size": size, "parts": parts, "lower": strings.ToLower,

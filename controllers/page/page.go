@@ -1,6 +1,6 @@
 // Package page serves the status page: read-only HTML about the objects of posthorn.dev and the
 // messages in the dispatchers. It reads the objects by the paths of a Kubernetes API server, which
-// posthorn run serves, too, and everything else by dispatcher/adminapi. It contains no message body
+// posthorn run serves, too, and everything else by contract/adminapi. It contains no message body
 // and no secret. The main type is Page.
 package page
 
@@ -21,8 +21,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/why"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Options are the sources of the data.

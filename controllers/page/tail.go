@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 const (

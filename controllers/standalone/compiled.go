@@ -6,9 +6,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/manifest"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // Compiled is the result of Compile.

@@ -7,10 +7,10 @@ import (
 	"slices"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // serveDiscard deletes the parked objects with a name, and answers with their list; with dryRun it only lists them.

@@ -21,7 +21,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 // Prefix is the path of the kinds of posthorn.dev in Handler.

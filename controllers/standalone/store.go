@@ -23,11 +23,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/manifest"
-	"github.com/posthorn/posthorn/dispatcher/durable"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/durable"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 // store is the replacement of an API server: it keeps the last valid form of each

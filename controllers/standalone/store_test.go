@@ -12,8 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Each case replaces a file of three objects, in a store that has read the file before, and

@@ -17,10 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/observed"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 // Level is the severity of a finding.

@@ -11,8 +11,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 var now = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // backupWriteTimeout bounds a write to a client that does not read: a backup keeps disk space.

@@ -13,12 +13,12 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/intake/admission"
+	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
-	"github.com/posthorn/posthorn/dispatcher/termsafe"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {

@@ -7,8 +7,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // mountDebug adds data for the diagnosis of the dispatcher itself:

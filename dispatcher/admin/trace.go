@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )

@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // FreeBytes returns the free bytes of the file system of a folder.

@@ -8,7 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // TokenName is the file, in a data directory, of the token that a request for a backup needs

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size

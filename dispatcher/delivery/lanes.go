@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"slices"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // Lanes returns the state of every lane, sorted.

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // A process that may not send cancels its requests and sends none. Later it continues, and no message

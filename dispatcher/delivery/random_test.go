@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
 // An endpoint that fails at random gets nearly as many attempts as one that works: at least 0.6 of

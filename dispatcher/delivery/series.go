@@ -5,8 +5,8 @@ import (
 	"maps"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // destinationSeries has the values of a destination's series.

@@ -16,15 +16,15 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/admission"
-	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/intake/admission"
+	"github.com/posthorn/posthorn/dispatcher/intake/admission/admissiontest"
+	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
 // TestStorm runs random operations in virtual time on the real store: receivers with random

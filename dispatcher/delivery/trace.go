@@ -8,8 +8,8 @@ import (
 	"go.opentelemetry.io/otel/codes"
 	"go.opentelemetry.io/otel/trace"
 
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/tracing"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/internal/tracing"
 )
 
 // trace starts an attempt's span, as a child of the span of the message's acceptance, and sends its

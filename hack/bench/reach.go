@@ -18,7 +18,7 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 // gatewayAddrs are the addresses of a gateway: it forwards TLS connections to the sink, either

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // receivers has programs for the snippets of docs/receiving.md. Each reads lines

@@ -15,7 +15,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/dispatcher/audience"
+	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 )
 
 func read(t *testing.T, path ...string) string {
@@ -185,15 +185,15 @@ func TestReasonsAreDocumented(t *testing.T) {
 func audienceCodes(t *testing.T) map[string]bool {
 	t.Helper()
 	values := map[string]string{}
-	for _, m := range regexp.MustCompile(`(Code\w+)\s*= "(\w+)"`).FindAllStringSubmatch(read(t, "dispatcher", "admission", "refusal.go"), -1) {
+	for _, m := range regexp.MustCompile(`(Code\w+)\s*= "(\w+)"`).FindAllStringSubmatch(read(t, "dispatcher", "intake", "admission", "refusal.go"), -1) {
 		values[m[1]] = m[2]
 	}
 	codes := map[string]bool{}
-	files, err := filepath.Glob(filepath.Join(root, "dispatcher", "audience", "*.go"))
+	files, err := filepath.Glob(filepath.Join(root, "dispatcher", "jobs", "audience", "*.go"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, file := range append(files, filepath.Join(root, "dispatcher", "admission", "authenticate.go")) {
+	for _, file := range append(files, filepath.Join(root, "dispatcher", "intake", "admission", "authenticate.go")) {
 		text, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)

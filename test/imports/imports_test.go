@@ -28,16 +28,18 @@ var rules = []struct {
 	{"api/v1alpha1", nil, []string{"k8s.io/apimachinery"}},
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
-	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig", "dispatcher/plural"}, nil},
-	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi", "dispatcher/plural"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
-	{"dispatcher/adminapi", []string{"analytics/event"}, []string{}},
-	{"dispatcher/durable", []string{}, []string{}},
-	{"dispatcher/backup", []string{"dispatcher/durable"}, []string{}},
-	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
+	{"controllers", []string{"api/", "config/crd", "contract", "controllers", "internal"}, nil},
+	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "contract/adminapi", "internal/plural"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
+	{"contract/adminapi", []string{"analytics/event"}, []string{}},
+	{"contract", []string{"analytics/event", "contract"}, nil},
+	{"internal", []string{}, nil},
+	{"internal/durable", []string{}, []string{}},
+	{"dispatcher/backup", []string{"internal/durable"}, []string{}},
+	{"dispatcher", []string{"analytics/event", "contract", "dispatcher", "internal"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
-	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/changes", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},
-	{"dispatcher/changes", []string{"dispatcher/adminapi", "dispatcher/liveconfig"}, []string{"golang.org/x/time"}},
-	{"dispatcher/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
+	{"dispatcher/intake/admission", []string{"analytics/event", "contract", "dispatcher/changes", "dispatcher/intake/admission", "dispatcher/intake/limits", "dispatcher/intake/route", "dispatcher/queue"}, nil},
+	{"dispatcher/changes", []string{"contract/adminapi", "contract/liveconfig"}, []string{"golang.org/x/time"}},
+	{"dispatcher/intake/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
 	{"test/witness", []string{}, []string{}},
 }
 
@@ -48,7 +50,7 @@ var pure = map[string][]string{"dispatcher/delivery/endpoint": {"math/bits", "ti
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
 // only has the packages of other modules that one package alone may import.
-var only = map[string]string{"github.com/nats-io/": "dispatcher/queue/slots/jetstream"}
+var only = map[string]string{"github.com/nats-io/": "dispatcher/replicated/slots/jetstream"}
 
 // linked has packages with the packages of this module that they may link, directly or not, and
 // with those of other modules that they must not link.
@@ -58,7 +60,7 @@ var linked = []struct {
 	external []string
 }{
 	// The client commands are small, and build for every platform of kubectl.
-	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/observed", "controllers/page", "controllers/why", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/plural", "dispatcher/termsafe"},
+	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/observed", "controllers/page", "controllers/why", "contract/adminapi", "internal/durable", "internal/plural", "internal/termsafe"},
 		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
 }
 

@@ -17,7 +17,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/wait"
 )
 

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/check"
 )
 

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // /debug shows lanes, the config and profiles, without secrets.

@@ -8,8 +8,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/notices"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/jobs/notices"
 	"github.com/posthorn/posthorn/test/check"
 )
 

@@ -3,7 +3,7 @@ package cli
 import (
 	"testing"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 func TestProgressLines(t *testing.T) {

@@ -1,5 +1,5 @@
 // Package cli has the client commands of the programs posthorn and kubectl-posthorn. They use the
-// admin API of dispatchers (dispatcher/adminapi), the tracking API, and the API server of a
+// admin API of dispatchers (contract/adminapi), the tracking API, and the API server of a
 // cluster.
 //
 // The package imports neither the dispatcher's engine nor controller-runtime nor the API server's

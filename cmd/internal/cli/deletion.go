@@ -22,7 +22,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/durable"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 func newDeleteUser() *cobra.Command {

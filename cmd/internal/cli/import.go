@@ -25,8 +25,8 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/durable"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/internal/durable"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 const (

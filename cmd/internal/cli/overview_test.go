@@ -15,9 +15,9 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const healthy = `[{"type":"Accepted","status":"True","reason":"Accepted","message":"the spec is valid"},{"type":"Ready","status":"True","reason":"Ready","message":"fine"}]`

@@ -18,7 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/termsafe"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 func newSink() *cobra.Command {

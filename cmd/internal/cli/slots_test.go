@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 func TestSlots(t *testing.T) {

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/plural"
-	"github.com/posthorn/posthorn/dispatcher/termsafe"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/internal/plural"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 func newTail(flags connectorFlags) *cobra.Command {

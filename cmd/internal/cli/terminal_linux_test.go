@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/why"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // openTerminal returns both ends of a pseudo terminal.

@@ -16,8 +16,8 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
-	"github.com/posthorn/posthorn/dispatcher/plural"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 func newTrace(flags connectorFlags) *cobra.Command {

@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 func signed(secret, body string) string {

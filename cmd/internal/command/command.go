@@ -23,7 +23,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/term"
 
-	"github.com/posthorn/posthorn/dispatcher/termsafe"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 // Exit codes, for scripts.

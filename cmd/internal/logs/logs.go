@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/posthorn/posthorn/dispatcher/termsafe"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 // Flags are the log flags of every server.

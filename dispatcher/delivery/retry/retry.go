@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
 // Expired is the reason of a message that was not delivered within its retry window.

@@ -14,8 +14,8 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
 // scheme is one signing scheme with its keys.

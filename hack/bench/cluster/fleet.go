@@ -15,11 +15,11 @@ import (
 
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // fleet is many simulated dispatcher pods. They load the live configs and report with the
