@@ -19,6 +19,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
+	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 // Options are the parts of the dispatcher that the admin server shows.
@@ -62,13 +63,9 @@ func NewServer(o Options) *http.Server {
 		writeChanges(w, o.Changes(r.URL.Query().Get(adminapi.ReportCursor)))
 	})
 	mux.HandleFunc("GET /unknownkeys", func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set(contentType, ndjson)
-		out := newEncoder(w)
-		for _, k := range o.Gate.UnknownKeys.List(o.Gate.Now()) {
-			_ = out.Encode(k)
-		}
+		writeLines(w, o.Gate.UnknownKeys.List(o.Gate.Now()))
 	})
-	mountDeadLetters(mux, o.Gate, o.Store, o.Engine, audit{cmp.Or(o.Audit, slog.Default())})
+	letters{o, audit{cmp.Or(o.Audit, slog.Default())}, make(chan struct{}, maxBodyTails)}.mount(mux)
 	MountLog(mux, o.Log)
 	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
@@ -103,8 +100,7 @@ func MountLog(mux *http.ServeMux, state func() *adminapi.LogState) {
 			http.Error(w, "the log of this process is in its data directory", http.StatusNotFound)
 			return
 		}
-		w.Header().Set(contentType, "application/json")
-		_ = json.NewEncoder(w).Encode(s)
+		writeJSON(w, s)
 	})
 }
 
@@ -163,7 +159,7 @@ func writeChanges(w http.ResponseWriter, report *adminapi.Report) {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
-	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set(contentType, "application/json")
 	_, _ = w.Write(body)
 }
 
@@ -178,4 +174,42 @@ func MountHealth(mux *http.ServeMux, ready func() error) {
 		}
 		_, _ = w.Write([]byte("ok\n"))
 	})
+}
+
+const contentType = "Content-Type"
+
+// newEncoder makes an encoder for output that may be shown in a terminal: event names, messageIds
+// and receivers' responses are external text.
+func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.NewWriter(w)) }
+
+// writeJSON answers with a value.
+func writeJSON(w http.ResponseWriter, v any) {
+	w.Header().Set(contentType, "application/json")
+	_ = newEncoder(w).Encode(v)
+}
+
+// newLines makes the encoder of an answer of lines of JSON.
+func newLines(w http.ResponseWriter) *json.Encoder {
+	w.Header().Set(contentType, "application/x-ndjson")
+	return newEncoder(w)
+}
+
+// writeLines answers with a line of JSON for each value.
+func writeLines[T any](w http.ResponseWriter, values []T) {
+	out := newLines(w)
+	for _, v := range values {
+		_ = out.Encode(v)
+	}
+}
+
+// stream begins an answer of lines of JSON that may last longer than the server's timeouts. send adds a line.
+func stream(w http.ResponseWriter) (send func(v any) error) {
+	out, control := newLines(w), http.NewResponseController(w)
+	_ = control.SetReadDeadline(time.Time{})
+	_ = control.Flush()
+	return func(v any) error {
+		err := out.Encode(v)
+		_ = control.Flush()
+		return err
+	}
 }

@@ -5,20 +5,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"iter"
 	"net/http"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
-	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
@@ -38,63 +33,74 @@ const (
 	maxAction = 1 << 20
 	// maxBodyTails bounds the memory of clients that follow message bodies.
 	maxBodyTails = 4
-	ndjson       = "application/x-ndjson"
-	contentType  = "Content-Type"
 )
 
-// newEncoder makes an encoder for output that may be shown in a terminal: event names, messageIds
-// and receivers' responses are external text.
-func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.NewWriter(w)) }
+// letters serves dead letters and attempts.
+type letters struct {
+	Options
+	audit audit
+	// bodyTails has an item for each client that follows message bodies.
+	bodyTails chan struct{}
+}
 
-// mountDeadLetters adds the paths of dead letters and attempts:
-//
-//	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   one line of JSON each, oldest first
-//	GET  /deadletters/count?destination=ns/name                   the number of all
-//	GET  /deadletters/{key}?destination=ns/name                   one, without its body
-//	GET  /bodies/deadletters/{key}?destination=ns/name            one, with its body
-//	POST /deadletters/redeliver, /deadletters/purge               an adminapi.DeadLetterAction
-//	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
-//	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
-//	GET  /bodies/tail[?destination=ns/name][&endpoint=E]          the same, with the bodies of the requests
-func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery.Store, engine *delivery.Engine, audit audit) {
-	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
-		destination, limit := r.URL.Query().Get("destination"), maxListed
-		if text := r.URL.Query().Get("limit"); text != "" {
-			n, err := strconv.Atoi(text)
-			if err != nil || n < 1 || n > maxListed {
-				http.Error(w, fmt.Sprintf("limit must be a number from 1 to %d", maxListed), http.StatusBadRequest)
-				return
-			}
-			limit = n
+func (l letters) mount(mux *http.ServeMux) {
+	// A destination is "namespace/name". These answer with a line of JSON for each dead letter, the oldest first, the
+	// number of all, and one.
+	mux.HandleFunc("GET /deadletters", ofDestination(l.list)) // [&limit=N][&after=KEY]
+	mux.HandleFunc("GET /deadletters/count", ofDestination(l.count))
+	mux.HandleFunc("GET /deadletters/{key}", ofDestination(l.one(false)))
+	mux.HandleFunc("GET "+adminapi.BodiesPath+"/deadletters/{key}", ofDestination(l.one(true)))
+	// The body is an adminapi.DeadLetterAction.
+	mux.HandleFunc("POST /deadletters/redeliver", l.redeliver)
+	mux.HandleFunc("POST /deadletters/purge", l.purge)
+	// The last attempts, and attempts as they end; for those all parameters are optional.
+	mux.HandleFunc("GET /attempts", ofDestination(l.attempts)) // [&endpoint=NAME]
+	mux.HandleFunc("GET /tail", l.tail)
+	mux.HandleFunc("GET "+adminapi.BodiesPath+"/tail", l.tailWithBodies)
+}
+
+type destinationHandler = func(w http.ResponseWriter, r *http.Request, destination string)
+
+// ofDestination returns a handler of requests with the parameter destination.
+func ofDestination(next destinationHandler) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if destination := r.FormValue("destination"); named(w, destination) {
+			next(w, r, destination)
 		}
-		if !named(w, destination) {
+	}
+}
+
+func (l letters) list(w http.ResponseWriter, r *http.Request, destination string) {
+	limit := maxListed
+	if text := r.FormValue("limit"); text != "" {
+		var err error
+		if limit, err = strconv.Atoi(text); err != nil || limit < 1 || limit > maxListed {
+			http.Error(w, fmt.Sprintf("limit must be a number from 1 to %d", maxListed), http.StatusBadRequest)
 			return
 		}
-		w.Header().Set(contentType, ndjson)
-		out := newEncoder(w)
-		err := store.DeadLetters(r.Context(), destination, r.URL.Query().Get("after"), func(d queue.DeadLetter) bool {
-			limit--
-			return out.Encode(show(d, false)) == nil && limit > 0
-		})
-		if err != nil {
-			_ = out.Encode(map[string]string{"error": err.Error()})
-		}
+	}
+	out := newLines(w)
+	err := l.Store.DeadLetters(r.Context(), destination, r.FormValue("after"), func(d queue.DeadLetter) bool {
+		limit--
+		return out.Encode(show(d, false)) == nil && limit > 0
 	})
-	mux.HandleFunc("GET /deadletters/count", func(w http.ResponseWriter, r *http.Request) {
-		if destination := r.URL.Query().Get("destination"); named(w, destination) {
-			w.Header().Set(contentType, "application/json")
-			_ = newEncoder(w).Encode(adminapi.DeadLetterCount{Stored: engine.DeadLettersStored(destination)})
-		}
-	})
-	one := func(w http.ResponseWriter, r *http.Request, body bool) {
-		destination, key := r.URL.Query().Get("destination"), r.PathValue("key")
-		if !named(w, destination) {
-			return
-		}
+	if err != nil {
+		_ = out.Encode(map[string]string{"error": err.Error()})
+	}
+}
+
+func (l letters) count(w http.ResponseWriter, _ *http.Request, destination string) {
+	writeJSON(w, adminapi.DeadLetterCount{Stored: l.Engine.DeadLettersStored(destination)})
+}
+
+// one returns the handler for one dead letter.
+func (l letters) one(withBody bool) destinationHandler {
+	return func(w http.ResponseWriter, r *http.Request, destination string) {
+		key := r.PathValue("key")
 		var found *adminapi.DeadLetter
-		err := store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
+		err := l.Store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
 			if d.Key == key {
-				letter := show(d, body)
+				letter := show(d, withBody)
 				found = &letter
 			}
 			return found == nil
@@ -105,99 +111,86 @@ func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery
 		case found == nil:
 			http.Error(w, fmt.Sprintf("destination %s has no dead letter %s", destination, key), http.StatusNotFound)
 		default:
-			if body {
-				audit.log(r, "audit: body of a dead letter read", "destination", destination, "key", key, "messageId", found.MessageID)
+			if withBody {
+				l.audit.log(r, "audit: body of a dead letter read", "destination", destination, "key", key, "messageId", found.MessageID)
 			}
-			w.Header().Set(contentType, "application/json")
-			_ = newEncoder(w).Encode(found)
+			writeJSON(w, found)
 		}
 	}
-	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) { one(w, r, false) })
-	mux.HandleFunc("GET "+adminapi.BodiesPath+"/deadletters/{key}", func(w http.ResponseWriter, r *http.Request) { one(w, r, true) })
-	type action = func(context.Context, adminapi.DeadLetterAction, redelivery.Options) (adminapi.DeadLetterProgress, error)
-	act := func(run action, message string) http.HandlerFunc {
-		return func(w http.ResponseWriter, r *http.Request) {
-			var a adminapi.DeadLetterAction
-			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
-			dec.DisallowUnknownFields()
-			if err := dec.Decode(&a); err != nil {
-				http.Error(w, "the body is not a valid action: "+err.Error(), http.StatusBadRequest)
-				return
-			}
-			if !named(w, a.Destination) {
-				return
-			}
-			w.Header().Set(contentType, ndjson)
-			out, control := newEncoder(w), http.NewResponseController(w)
-			// A large redelivery runs longer than the server's timeouts.
-			_ = control.SetReadDeadline(time.Time{})
-			_ = control.Flush()
-			p, err := run(r.Context(), a, redelivery.Options{
-				Rate: a.Rate, DryRun: a.DryRun, Takes: engine.Takes,
-				OnProgress: func(p adminapi.DeadLetterProgress) {
-					_ = out.Encode(p)
-					_ = control.Flush()
-				},
-			})
-			if !a.DryRun {
-				audit.log(r, message, "destination", a.Destination, "matched", p.Matched, "processed", p.Redelivered)
-			}
-			last := p
-			last.Done = err == nil
-			if err != nil && !errors.Is(err, context.Canceled) {
-				last.Error = err.Error()
-			}
-			_ = out.Encode(last)
-		}
+}
+
+func (l letters) redeliver(w http.ResponseWriter, r *http.Request) {
+	l.act(w, r, "audit: dead letters redelivered", func(ctx context.Context, from redelivery.Store, destination string, s adminapi.DeadLetterSelector, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
+		return redelivery.Run(ctx, l.Gate, from, destination, s, o)
+	})
+}
+
+func (l letters) purge(w http.ResponseWriter, r *http.Request) {
+	l.act(w, r, "audit: dead letters purged", redelivery.Purge)
+}
+
+// action is redelivery.Purge, or redelivery.Run through a gate.
+type action = func(ctx context.Context, from redelivery.Store, destination string, s adminapi.DeadLetterSelector, o redelivery.Options) (adminapi.DeadLetterProgress, error)
+
+// act runs the action in the body, and streams its progress.
+func (l letters) act(w http.ResponseWriter, r *http.Request, message string, run action) {
+	var a adminapi.DeadLetterAction
+	dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&a); err != nil {
+		http.Error(w, "the body is not a valid action: "+err.Error(), http.StatusBadRequest)
+		return
 	}
-	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
-		return redelivery.Run(ctx, gate, store, a.Destination, a.Selector, o)
-	}, "audit: dead letters redelivered"))
-	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
-		return redelivery.Purge(ctx, store, a.Destination, a.Selector, o)
-	}, "audit: dead letters purged"))
-	mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {
-		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
-		if !named(w, destination) {
-			return
-		}
-		w.Header().Set(contentType, ndjson)
-		out := newEncoder(w)
-		for _, a := range engine.Attempts(destination, endpoint) {
-			_ = out.Encode(a)
-		}
-	})
-	follow := func(w http.ResponseWriter, attempts iter.Seq[adminapi.AttemptWithBody]) (sent int) {
-		w.Header().Set(contentType, ndjson)
-		out, control := newEncoder(w), http.NewResponseController(w)
-		_ = control.SetReadDeadline(time.Time{})
-		_ = control.Flush()
-		for a := range attempts {
-			if out.Encode(a) != nil {
-				return sent
-			}
-			sent++
-			_ = control.Flush()
-		}
-		return sent
+	if !named(w, a.Destination) {
+		return
 	}
-	mux.HandleFunc("GET /tail", func(w http.ResponseWriter, r *http.Request) {
-		follow(w, engine.Tail(r.Context(), r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")).Attempts())
+	send := stream(w)
+	p, err := run(r.Context(), l.Store, a.Destination, a.Selector, redelivery.Options{
+		Rate: a.Rate, DryRun: a.DryRun, Takes: l.Engine.Takes,
+		OnProgress: func(p adminapi.DeadLetterProgress) { _ = send(p) },
 	})
-	free := make(chan struct{}, maxBodyTails)
-	mux.HandleFunc("GET "+adminapi.BodiesPath+"/tail", func(w http.ResponseWriter, r *http.Request) {
-		select {
-		case free <- struct{}{}:
-			defer func() { <-free }()
-		default:
-			http.Error(w, fmt.Sprintf("%d clients follow message bodies already; end one of them", maxBodyTails), http.StatusTooManyRequests)
-			return
+	if !a.DryRun {
+		l.audit.log(r, message, "destination", a.Destination, "matched", p.Matched, "processed", p.Redelivered)
+	}
+	p.Done = err == nil
+	if err != nil && !errors.Is(err, context.Canceled) {
+		p.Error = err.Error()
+	}
+	_ = send(p)
+}
+
+func (l letters) attempts(w http.ResponseWriter, r *http.Request, destination string) {
+	writeLines(w, l.Engine.Attempts(destination, r.FormValue("endpoint")))
+}
+
+func (l letters) tail(w http.ResponseWriter, r *http.Request) {
+	follow(w, l.Engine.Tail(r.Context(), r.FormValue("destination"), r.FormValue("endpoint")))
+}
+
+func (l letters) tailWithBodies(w http.ResponseWriter, r *http.Request) {
+	select {
+	case l.bodyTails <- struct{}{}:
+		defer func() { <-l.bodyTails }()
+	default:
+		http.Error(w, fmt.Sprintf("%d clients follow message bodies already; end one of them", maxBodyTails), http.StatusTooManyRequests)
+		return
+	}
+	destination, endpoint := r.FormValue("destination"), r.FormValue("endpoint")
+	l.audit.log(r, "audit: reading of bodies started", "destination", destination, "endpoint", endpoint)
+	sent := follow(w, l.Engine.TailWithBodies(r.Context(), destination, endpoint))
+	l.audit.log(r, "audit: reading of bodies ended", "destination", destination, "endpoint", endpoint, "bodies", sent)
+}
+
+// follow streams attempts, and returns their number.
+func follow(w http.ResponseWriter, tail *delivery.Tail) (sent int) {
+	send := stream(w)
+	for a := range tail.Attempts() {
+		if send(a) != nil {
+			return sent
 		}
-		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
-		audit.log(r, "audit: reading of bodies started", "destination", destination, "endpoint", endpoint)
-		sent := follow(w, engine.TailWithBodies(r.Context(), destination, endpoint).Attempts())
-		audit.log(r, "audit: reading of bodies ended", "destination", destination, "endpoint", endpoint, "bodies", sent)
-	})
+		sent++
+	}
+	return sent
 }
 
 // named answers 400 if the destination is not given as namespace/name.

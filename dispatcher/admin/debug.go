@@ -18,8 +18,7 @@ import (
 //	GET /debug/pprof/   the Go runtime's profiles
 func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveconfig.View) {
 	mux.HandleFunc("GET /debug/config", func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set(contentType, ndjson)
-		out := newEncoder(w)
+		out := newLines(w)
 		current := view()
 		if current == nil {
 			return
@@ -33,11 +32,7 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 		}
 	})
 	mux.HandleFunc("GET /debug/lanes", func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set(contentType, ndjson)
-		out := newEncoder(w)
-		for _, l := range engine.Lanes() {
-			_ = out.Encode(l)
-		}
+		writeLines(w, engine.Lanes())
 	})
 	profile := http.NewServeMux()
 	profile.HandleFunc("/debug/pprof/", pprof.Index)

@@ -72,8 +72,7 @@ func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
 		}
-		w.Header().Set(contentType, "application/json")
-		_ = newEncoder(w).Encode(t)
+		writeJSON(w, t)
 	})
 }
 
