@@ -6,7 +6,8 @@ import (
 )
 
 // Scheduler limits how many requests use the CPU at the same time, and gives one namespace at most
-// half of the slots. The next waiting request is one of the namespace with the lowest usage, and within it of the Source
+// half of the slots, or a quarter for a Source whose turns are long while another namespace has turns, so
+// that a CPU remains for the others. The next waiting request is one of the namespace with the lowest usage, and within it of the Source
 // with the lowest usage, counted in bytes of its requests and messages, and in the time of its filters
 // (start-time fair queueing). So a namespace with many Sources, a Source that floods, or
 // one whose small bodies become large messages, delays itself and not the others.
@@ -16,9 +17,15 @@ type Scheduler struct {
 	busy  int
 	// clock is the virtual time: that of the namespace of the last admitted request.
 	clock int64
+	// last is the namespace of the last admitted request. Until sharedUntil, at least two namespaces count as active.
+	last        *Share
+	sharedUntil time.Time
 	// queues are the queues with waiting requests.
 	queues []*WaitQueue
 }
+
+// longTurn is the charge from which a turn counts as long: it takes milliseconds, in which a CPU does nothing else.
+const longTurn = 256 << 10
 
 // Share is one namespace's use of a Scheduler, whose lock guards it.
 type Share struct {
@@ -33,6 +40,8 @@ type WaitQueue struct {
 	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
 	waiting []chan struct{}
+	// long is whether the last turn was long.
+	long bool
 }
 
 // Turn is one request's use of the scheduler.
@@ -46,8 +55,12 @@ type Turn struct {
 
 // Enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
 func (t *Turn) Enter(s *Scheduler, q *WaitQueue) {
+	now := time.Now()
 	s.mu.Lock()
-	if s.busy < s.slots && s.admits(q) {
+	if s.last != q.share {
+		s.last, s.sharedUntil = q.share, now.Add(sharedFor)
+	}
+	if s.busy < s.slots && s.admits(q, now) {
 		s.start(q)
 		s.mu.Unlock()
 	} else {
@@ -68,15 +81,17 @@ func (t *Turn) Leave(bytes int) {
 	if s == nil {
 		return
 	}
+	now := time.Now()
 	t.scheduler, t.queue = nil, nil
-	t.Used += time.Since(t.began)
+	t.Used += now.Sub(t.began)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
 	q.share.next += int64(bytes)
+	q.long = bytes >= longTurn
 	q.share.running--
 	s.busy--
-	for s.busy < s.slots && s.startNext() {
+	for s.busy < s.slots && s.startNext(now) {
 	}
 }
 
@@ -84,7 +99,13 @@ func (t *Turn) Leave(bytes int) {
 func NewScheduler(slots int) *Scheduler { return &Scheduler{slots: slots} }
 
 // admits reports whether a namespace may run one more request.
-func (s *Scheduler) admits(q *WaitQueue) bool { return q.share.running < max(1, s.slots/2) }
+func (s *Scheduler) admits(q *WaitQueue, now time.Time) bool {
+	most := s.slots / 2
+	if q.long && now.Before(s.sharedUntil) {
+		most = s.slots / 4
+	}
+	return q.share.running < max(1, most)
+}
 
 func (s *Scheduler) start(q *WaitQueue) {
 	share := q.share
@@ -105,10 +126,10 @@ func (q *WaitQueue) before(o *WaitQueue) bool {
 }
 
 // startNext admits the first request of the Source with the lowest usage in the namespace with the lowest usage.
-func (s *Scheduler) startNext() bool {
+func (s *Scheduler) startNext(now time.Time) bool {
 	least := -1
 	for i, q := range s.queues {
-		if s.admits(q) && (least < 0 || q.before(s.queues[least])) {
+		if s.admits(q, now) && (least < 0 || q.before(s.queues[least])) {
 			least = i
 		}
 	}

@@ -5,7 +5,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
 func queueIn(share *Share) *WaitQueue { return &WaitQueue{share: share} }
@@ -129,4 +132,47 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 			t.Errorf("%d slots are taken and %d queues wait at the end", s.busy, len(s.queues))
 		}
 	})
+}
+
+// While another namespace is active, a Source with long turns gets a quarter of the slots: a long turn keeps its CPU.
+func TestLongTurnsLeaveACPU(t *testing.T) {
+	for name, c := range map[string]struct {
+		charge      int
+		otherWas    time.Duration // the time since a turn of the other namespace
+		runTogether int
+	}{
+		"long, beside another namespace":  {longTurn, 0, 1},
+		"short, beside another namespace": {longTurn - 1, 0, 2},
+		"long, alone for a second":        {longTurn, sharedFor, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s, source := NewScheduler(4), queueIn(new(Share))
+				var turns [3]Turn
+				turns[0].Enter(s, source)
+				turns[0].Leave(c.charge)
+				var other Turn
+				other.Enter(s, queueIn(new(Share)))
+				other.Leave(0)
+				turns[0].Enter(s, source) // The switch back counts as activity of both.
+				time.Sleep(c.otherWas)
+				turns[0].Leave(c.charge)
+				running := 0
+				for i := range turns {
+					go func() {
+						turns[i].Enter(s, source)
+						running++
+					}()
+					synctest.Wait()
+				}
+				check.Equal(t, "turns at the same time", running, c.runTogether)
+				for i := range turns {
+					synctest.Wait()
+					turns[i].Leave(0)
+				}
+				synctest.Wait()
+				check.Equal(t, "turns in all", running, len(turns))
+			})
+		})
+	}
 }
