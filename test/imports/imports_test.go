@@ -12,41 +12,32 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // root is the prefix of the import paths of the repository.
 const root = "github.com/posthorn/posthorn/"
 
-// rules has the allowed imports of packages whose path starts with pkg: packages of this
-// module that start with one of own, and packages of other modules that start with one of
-// external (nil allows all).
-var rules = []struct {
-	pkg      string
-	own      []string
-	external []string
-}{
-	{"api/v1alpha1", nil, []string{"k8s.io/apimachinery"}},
-	{"analytics/event", nil, []string{}},
-	{"analytics", []string{"analytics"}, []string{}},
-	{"controllers", []string{"api/", "config/crd", "contract", "controllers", "internal"}, nil},
-	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "contract/adminapi", "internal/plural"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
-	{"contract/adminapi", []string{"analytics/event"}, []string{}},
-	{"contract", []string{"analytics/event", "contract"}, nil},
-	{"internal", []string{}, nil},
-	{"internal/durable", []string{}, []string{}},
-	{"dispatcher/backup", []string{"internal/durable"}, []string{}},
-	{"dispatcher", []string{"analytics/event", "contract", "dispatcher", "internal"}, nil},
-	{"dispatcher/delivery/endpoint", []string{}, []string{}},
-	{"dispatcher/intake/admission", []string{"analytics/event", "contract", "dispatcher/changes", "dispatcher/intake/admission", "dispatcher/intake/limits", "dispatcher/intake/route", "dispatcher/queue"}, nil},
-	{"dispatcher/changes", []string{"contract/adminapi", "contract/liveconfig"}, []string{"golang.org/x/time"}},
-	{"dispatcher/intake/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
-	{"test/witness", []string{}, []string{}},
+// external has packages with all that they may import of other modules; other packages may import any.
+var external = map[string][]string{
+	"api/v1alpha1":             {"k8s.io/apimachinery"},
+	"analytics":                nil,
+	"analytics/analyticstest":  nil,
+	"analytics/event":          nil,
+	"contract/adminapi":        nil,
+	"controllers/page":         {"k8s.io/apimachinery", "sigs.k8s.io/yaml"},
+	"dispatcher/backup":        nil,
+	"dispatcher/changes":       {"golang.org/x/time"},
+	"dispatcher/intake/limits": {"golang.org/x/sync", "golang.org/x/time"},
+	"internal/durable":         nil,
+	"test/witness":             nil,
 }
 
 // pure has the packages without I/O, goroutines, locks and clocks, and all that they import.
 var pure = map[string][]string{"dispatcher/delivery/endpoint": {"math/bits", "time"}}
 
-// forbidden has the packages of other modules that must not be imported.
+// forbidden has the packages of other modules that packages below a folder must not import.
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
 // only has the packages of other modules that one package alone may import.
@@ -69,34 +60,89 @@ type pkg struct {
 	GoFiles, Imports, Deps []string
 }
 
-func TestImportDirection(t *testing.T) {
+// TestFolders compares the table of docs/architecture.md with the packages and what they import.
+func TestFolders(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join("..", "..", "docs", "architecture.md"))
+	check.NoError(t, "read the page", err)
+	rows := map[string][]string{} // What each folder may import.
+	for _, row := range regexp.MustCompile("(?m)^\\| (`.*) \\| .* \\|(.*)\\|$").FindAllStringSubmatch(string(text), -1) {
+		for _, folder := range quoted(row[1]) {
+			rows[folder] = append(quoted(row[2]), folder)
+			if strings.TrimSpace(row[2]) == "all" {
+				rows[folder] = []string{""}
+			}
+			if _, err := os.Stat(filepath.Join("..", "..", folder)); err != nil {
+				t.Errorf("folder %s of the table: got %v, want a folder", folder, err)
+			}
+		}
+	}
+	pkgs := list(t)
+	isPackage := map[string]bool{}
+	for _, p := range pkgs {
+		isPackage[strings.TrimPrefix(p.ImportPath, root)] = true
+	}
+	// part is a package that belongs to another one: internal/NAME inside of it, or a helper of its tests.
+	part := regexp.MustCompile(`^(.+)/(internal/\w+|\w+test)$`)
+	for _, p := range pkgs {
+		path := strings.TrimPrefix(p.ImportPath, root)
+		may, ok := rows[path]
+		if m := part.FindStringSubmatch(path); !ok && m != nil && isPackage[m[1]] {
+			may, ok = rows[m[1]]
+		}
+		if top, _, _ := strings.Cut(path, "/"); !ok {
+			may, ok = rows[top]
+		}
+		if !ok {
+			t.Errorf("row of %s in docs/architecture.md: got none, want one", path)
+		}
+		for _, imported := range p.Imports {
+			own, ok := strings.CutPrefix(imported, root)
+			if !ok || strings.HasPrefix(own, path+"/") {
+				continue
+			}
+			if m := part.FindStringSubmatch(own); m != nil && isPackage[m[1]] && strings.HasPrefix(m[2], "internal/") {
+				continue // Go permits it to the package and its folders only.
+			}
+			if !slices.ContainsFunc(may, func(name string) bool {
+				return name == "" || own == name || strings.HasSuffix(own, "/"+name) || !isPackage[name] && strings.HasPrefix(own, name+"/")
+			}) {
+				t.Errorf("import of %s in %s: not in its row of docs/architecture.md", own, path)
+			}
+		}
+	}
+}
+
+// quoted returns the names in backquotes.
+func quoted(cell string) (names []string) {
+	for _, m := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(cell, -1) {
+		names = append(names, m[1])
+	}
+	return names
+}
+
+func TestExternalImports(t *testing.T) {
 	checked := 0
 	for _, p := range list(t) {
 		path := strings.TrimPrefix(p.ImportPath, root)
-		for _, rule := range rules {
-			if !strings.HasPrefix(path+"/", rule.pkg) {
+		allowed, limited := external[path]
+		if limited {
+			checked++
+		}
+		for _, imported := range p.Imports {
+			if strings.HasPrefix(imported, root) || !strings.Contains(strings.Split(imported, "/")[0], ".") {
 				continue
 			}
-			checked++
-			for _, imported := range p.Imports {
-				if own, ok := strings.CutPrefix(imported, root); ok {
-					if !hasPrefix(own, rule.own) {
-						t.Errorf("import of %s in %s: not allowed by the rule for %s", own, path, rule.pkg)
-					}
-					continue
-				}
-				if rule.external != nil && strings.Contains(strings.Split(imported, "/")[0], ".") && !hasPrefix(imported, rule.external) {
-					t.Errorf("import of %s in %s: not allowed by the rule for %s", imported, path, rule.pkg)
-				}
-				if hasPrefix(imported, forbidden[rule.pkg]) {
-					t.Errorf("import of %s in %s: not allowed by the rule for %s", imported, path, rule.pkg)
+			if limited && !hasPrefix(imported, allowed) {
+				t.Errorf("import of %s in %s: not allowed", imported, path)
+			}
+			for folder, prefixes := range forbidden {
+				if strings.HasPrefix(path+"/", folder+"/") && hasPrefix(imported, prefixes) {
+					t.Errorf("import of %s in %s: not allowed below %s", imported, path, folder)
 				}
 			}
 		}
 	}
-	if checked < len(rules) {
-		t.Fatalf("checked packages: got %d, want at least %d", checked, len(rules))
-	}
+	check.Equal(t, "checked packages", checked, len(external))
 }
 
 func TestOnlyImporter(t *testing.T) {
