@@ -29,6 +29,7 @@ var external = map[string][]string{
 	"controllers/page":         {"k8s.io/apimachinery", "sigs.k8s.io/yaml"},
 	"dispatcher/backup":        nil,
 	"dispatcher/changes":       {"golang.org/x/time"},
+	"dispatcher/queue":         nil,
 	"dispatcher/intake/limits": {"golang.org/x/sync", "golang.org/x/time"},
 	"internal/durable":         nil,
 	"test/witness":             nil,
