@@ -48,7 +48,6 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/internal/promtext"
@@ -106,8 +105,6 @@ type Options struct {
 	Memory int64
 	// Queue configures the store.
 	Queue pebblestore.Options
-	// Repair repairs a damaged store at the start instead of refusing to start.
-	Repair bool
 	// Drain delivers what the store has, and adds nothing: no listener for calls, no notices, and of
 	// the DeletionRequests only those that this store has begun. The admin listener is optional.
 	// Nothing is discarded: OrphanGrace has no end, and all retry windows begin again. Backlog returns the rest.
@@ -240,7 +237,7 @@ func New(o Options) (*Dispatcher, error) {
 		plan.bound()
 		q.Quiet = onQuiet()
 	}
-	if d.store, err = openStore(filepath.Join(o.DataDir, backup.QueueFolder), q, o.Repair); err != nil {
+	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, backup.QueueFolder), q); err != nil {
 		d.listeners.Close()
 		return nil, err
 	}
@@ -333,31 +330,6 @@ func (d *Dispatcher) warnOfOpenAccess() {
 	if info, err := os.Stat(d.options.DataDir); err == nil && info.Mode().Perm()&0o002 != 0 && info.Mode()&os.ModeSticky == 0 {
 		d.log.Warn("every user may replace files of the data directory; remove that permission: chmod o-w", "path", d.options.DataDir, "mode", info.Mode().String())
 	}
-}
-
-// openStore opens the store and repairs a damaged one if repairDamage is set.
-func openStore(dir string, o pebblestore.Options, repairDamage bool) (*pebblestore.Store, error) {
-	if !repairDamage || !pebblestore.Damaged(dir) {
-		s, err := pebblestore.Open(dir, o)
-		var corrupt *pebblestore.CorruptError
-		if !repairDamage || !errors.As(err, &corrupt) {
-			return s, err
-		}
-		o.Logger.Error("the store is damaged", "error", err)
-	}
-	o.Logger.Warn("repairing the store", "path", dir)
-	r, err := repair.Run(dir, true, pebblestore.Verify)
-	for _, d := range r.Damaged {
-		o.Logger.Error("a file of the store is damaged", "path", d.Path, "error", d.What)
-	}
-	for _, lost := range r.Lost {
-		o.Logger.Error("lost with a damaged file", "what", lost)
-	}
-	if err != nil {
-		return nil, err
-	}
-	o.Logger.Warn("the store is repaired; the damaged store is kept", "path", r.Aside, "messages", r.Messages, "deadLetters", r.DeadLetters)
-	return pebblestore.Open(dir, o)
 }
 
 // Addr returns the address of the tracking API, or nil.

@@ -95,10 +95,7 @@ func RunSlots(ctx context.Context, o Options, s Slots) error {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	switch {
-	case o.Repair:
-		return errRepairedLog
-	case o.Listeners.peers == nil:
+	if o.Listeners.peers == nil {
 		return errors.New("dispatcher: several slots need an address for the other processes; set --peer-listen")
 	}
 	identity, err := peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String())
@@ -110,8 +107,6 @@ func RunSlots(ctx context.Context, o Options, s Slots) error {
 	defer o.Listeners.Close()
 	return h.run(ctx)
 }
-
-var errRepairedLog = errors.New("dispatcher: a store with a replicated log is not repaired; remove --repair: damaged files are restored from the log")
 
 // host is a process with several slots.
 type host struct {

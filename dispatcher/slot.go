@@ -71,9 +71,6 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	if o.Repair {
-		return errRepairedLog
-	}
 	if o.Listeners.peers != nil {
 		var err error
 		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {

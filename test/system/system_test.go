@@ -351,7 +351,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 }
 
 // A dispatcher with a damaged store does not start, and its error names the repair command.
-// The command and the flag repair the store.
+// The command repairs the store.
 func TestDamagedStoreIsRepaired(t *testing.T) {
 	r := newReceiver(t)
 	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
@@ -398,9 +398,6 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	}
 	p.run()
 	send(20)
-	damage()
-	p.Args = append(p.Args, "--repair")
-	p.run()
 	p.write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 40)
 	delivered, _, dead, discarded := p.ledger("crm")

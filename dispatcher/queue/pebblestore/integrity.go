@@ -4,8 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -43,12 +41,6 @@ func (s *Store) loadDamageMark() {
 		s.corrupt.Store(&damaged)
 		s.log.Error("queue file corrupt since an earlier run; run posthorn repair", "path", damaged)
 	}
-}
-
-// Damaged reports whether a run found a damaged file in the closed store in dir.
-func Damaged(dir string) bool {
-	_, err := os.Stat(filepath.Join(dir, integrity.DamagedName))
-	return err == nil
 }
 
 // inspect detects damage that the engine ignores.
