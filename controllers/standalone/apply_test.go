@@ -147,8 +147,8 @@ spec: {sourceRef: {name: web}, displayName: First Name}
 		{"nothing", load, nil},
 		{"an earlier creation", func() {
 			o := c.store.objects[id{"Source", "d", "web"}]
-			o.created = seconds(time.Now().Add(-time.Hour))
-			o.setServerFields(nil, c.store.version())
+			o.Created = seconds(time.Now().Add(-time.Hour))
+			o.setServerFields(nil, c.store.nextVersion())
 			c.apply()
 		}, []string{"d"}},
 		{"a destination", write("a.yaml", strings.Replace(a, "primary", "edited", 1)), []string{"a"}},

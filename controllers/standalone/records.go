@@ -11,8 +11,6 @@ import (
 	"strings"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/manifest"
 )
@@ -26,20 +24,32 @@ type Records interface {
 
 const recordPrefix = "manifest/"
 
-// record is the state of an object that another process must not make again: the UID of the object, and the
-// revisions of what uses a Secret, follow from it. Otherwise each takeover would create all objects again: failed
+// record is the state of an object that a restart or another process must not make again: the UID of the object, and
+// the revisions of what uses a Secret, follow from it. Otherwise each takeover would create all objects again: failed
 // runs would be repeated, and open circuits would be probed at once. It contains no manifest and no Secret.
 type record struct {
-	Generation int64       `json:"generation"`
-	Created    metav1.Time `json:"created"`
-	Changed    metav1.Time `json:"changed,omitzero"`
-	// Content is the hash of the spec. It is empty for a Secret: a new owner takes the Secret for unchanged. Previous
-	// are those of the specs before it, the newest first: a folder with one of them is older than the log.
-	Content  string   `json:"content,omitempty"`
-	Previous []string `json:"previous,omitempty"`
-	// AudienceKey and Status have the meaning of stateObject.
+	version
+	// Content is the hash of the spec. It is empty for a Secret: a new owner takes the Secret for unchanged.
+	Content string `json:"content,omitempty"`
+	// AudienceKey is the key in effect of an Audience, and Status the status of a run that has started.
 	AudienceKey string          `json:"audienceKey,omitempty"`
 	Status      json.RawMessage `json:"status,omitempty"`
+}
+
+// record returns the record of an object.
+func (o *stored) record() (r record, err error) {
+	r = record{version: o.version, Content: o.hashed()}
+	if o.resource == nil {
+		return r, nil
+	}
+	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+		r.AudienceKey = a.Status.Key
+	}
+	if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
+		status, _ := o.of.Health.Status(o.resource)
+		r.Status, err = json.Marshal(status)
+	}
+	return r, err
 }
 
 func (i id) recordName() string {
@@ -88,13 +98,13 @@ func (s *store) setRecords(all map[string][]byte) {
 		r, ok := s.records[o.recordName()]
 		switch {
 		case len(s.written) == 0: // The store had no log before.
-		case !ok, !r.Created.Equal(&o.created), !r.isOf(o), r.Content != o.hashed(): // Another process has a newer one.
+		case !ok, !r.Created.Equal(&o.Created), !r.isOf(o), r.Content != o.hashed(): // Another process has a newer one.
 			delete(s.objects, id)
 		default:
 			delete(s.records, o.recordName())
-			o.generation, o.changed, o.previous = r.Generation, r.Changed, r.Previous
-			o.setServerFields(nil, s.version())
-			r.restoreStatus(o)
+			o.version = r.version
+			o.setServerFields(nil, s.nextVersion())
+			_ = r.restoreStatus(o) // The report restores what cannot be decoded.
 		}
 	}
 }
@@ -119,13 +129,13 @@ func ForgetRecords(in Records) error {
 
 // takeRecord returns the record of an object that is loaded now. It has one until its first load: an object that is
 // deleted and created again later is a new one.
-func (s *store) takeRecord(of id) (record, bool) {
+func (s *store) takeRecord(of *stored) (r record, ok bool) {
 	if len(s.records) == 0 {
-		return record{}, false
+		return r, false
 	}
-	r, ok := s.records[of.recordName()]
+	r, ok = s.records[of.recordName()]
 	delete(s.records, of.recordName())
-	return r, ok
+	return r, ok && r.isOf(of)
 }
 
 // isOf reports whether an object is that of the record. The spec of a run cannot be changed, so an object with
@@ -135,18 +145,16 @@ func (r record) isOf(o *stored) bool {
 }
 
 // restoreStatus sets the status of an object.
-func (r record) restoreStatus(o *stored) {
-	if o.resource == nil {
-		return
-	}
+func (r record) restoreStatus(o *stored) error {
 	if a, ok := o.resource.(*v1alpha1.Audience); ok {
 		a.Status.Key = r.AudienceKey
 	}
-	if len(r.Status) > 0 {
-		status, _ := o.of.Health.Status(o.resource)
-		reflect.ValueOf(status).Elem().SetZero()
-		_ = json.Unmarshal(r.Status, status) // The report restores what cannot be decoded.
+	if o.resource == nil || len(r.Status) == 0 {
+		return nil
 	}
+	status, _ := o.of.Health.Status(o.resource)
+	reflect.ValueOf(status).Elem().SetZero()
+	return json.Unmarshal(r.Status, status)
 }
 
 // decodeRecords returns the records in values of a store.
@@ -308,16 +316,15 @@ func (s *store) writeRecords(to Records) error {
 		next[name] = s.written[name]
 	}
 	for _, o := range s.objects {
-		r := record{Generation: o.generation, Created: o.created, Changed: o.changed, Content: o.hashed(), Previous: o.previous}
-		var err error
-		if r.AudienceKey, r.Status, err = o.savedStatus(); err != nil {
-			return err
+		r, err := o.record()
+		if err == nil {
+			next[o.recordName()], err = json.Marshal(r)
 		}
-		if next[o.recordName()], err = json.Marshal(r); err != nil {
+		if err != nil {
 			return err
 		}
 	}
-	for name := range maps.Clone(s.written) {
+	for name := range s.written {
 		if next[name] == nil {
 			next[name] = nil
 		}

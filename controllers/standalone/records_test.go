@@ -98,7 +98,7 @@ func TestRecordsOfTheLastOwner(t *testing.T) {
 	for _, o := range []id{{"DeletionRequest", "default", "forget"}, {"Source", "default", "web"}} {
 		check.Equal(t, "UID of "+o.String(), next.objects[o].resource.GetUID(), first.objects[o].resource.GetUID())
 	}
-	check.Equal(t, "generation of the Source with another spec", next.object("Source", "web").generation, 3)
+	check.Equal(t, "generation of the Source with another spec", next.object("Source", "web").Generation, 3)
 	got := next.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
 	check.Equal(t, "start of the run", got.Status.StartTime != nil && got.Status.StartTime.Time.Equal(begin), true)
 	version := func(p *standby) string {
@@ -151,7 +151,7 @@ func TestRecordsAreNewerThanTheState(t *testing.T) {
 	after := &standby{t, before.dir, newStore()}
 	check.NoError(t, "restore the state", after.restore(path, nil))
 	after.own(records, begin.Add(2*time.Hour))
-	check.Equal(t, "generation of the Source", after.object("Source", "web").generation, 7)
+	check.Equal(t, "generation of the Source", after.object("Source", "web").Generation, 7)
 	check.Equal(t, "the UID of the Source differs", after.object("Source", "web").resource.GetUID() != before.object("Source", "web").resource.GetUID(), true)
 	check.Equal(t, "the run has started", after.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest).Status.StartTime != nil, true)
 }
@@ -275,7 +275,7 @@ func TestOlderVersionOfTheSameProcess(t *testing.T) {
 	for i, text := range []string{newer, webDestination, newer} {
 		put(t, p.dir, "crm.yaml", text)
 		p.reload(records, begin.Add(time.Duration(i)*time.Hour))
-		check.Equal(t, "generation", p.object("WebhookDestination", "crm").generation, int64(i+2))
+		check.Equal(t, "generation", p.object("WebhookDestination", "crm").Generation, int64(i+2))
 	}
 	path := t.TempDir() + "/manifests.json"
 	check.NoError(t, "save the state", p.save(path))
@@ -283,7 +283,7 @@ func TestOlderVersionOfTheSameProcess(t *testing.T) {
 	again := &standby{t, p.dir, newStore()}
 	check.NoError(t, "restore the state", again.restore(path, nil))
 	again.own(records, begin.Add(5*time.Hour))
-	check.Equal(t, "generation after a restart with the older version", again.object("WebhookDestination", "crm").generation, 5)
+	check.Equal(t, "generation after a restart with the older version", again.object("WebhookDestination", "crm").Generation, 5)
 	check.Equal(t, "parked objects", len(again.parked), 0)
 }
 

@@ -156,7 +156,7 @@ func (s *store) readSecretValues() *file {
 		}
 		v.value = value
 	}
-	f := &file{unread: unread, parsed: parseSecretValues(s.secretValues)}
+	f := &file{path: secretValuesFile, unread: unread, parsed: parseSecretValues(s.secretValues)}
 	f.problems = append(f.problems, problems...)
 	return f
 }
@@ -164,6 +164,6 @@ func (s *store) readSecretValues() *file {
 // restoreSecretValues adds the Secrets of the values to restored objects, which do not include them.
 func (s *store) restoreSecretValues(now time.Time) {
 	for _, o := range parseSecretValues(s.secretValues).objects {
-		s.objects[o.id] = &stored{object: o, file: secretValuesFile, generation: 1, created: seconds(now), changed: seconds(now)}
+		s.objects[o.id] = &stored{object: o, file: secretValuesFile, version: version{Generation: 1, Created: seconds(now), Changed: seconds(now)}}
 	}
 }

@@ -609,7 +609,7 @@ func (c *Control) update(o *stored, pods []health.Pod, now time.Time) []health.E
 	if equality.Semantic.DeepEqual(before, after) {
 		return nil
 	}
-	next.SetResourceVersion(c.store.version())
+	next.SetResourceVersion(c.store.nextVersion())
 	o.resource = next
 	return health.Transitions(*conditions, *conditionsAfter)
 }

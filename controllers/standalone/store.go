@@ -33,8 +33,8 @@ import (
 // store is the replacement of an API server: it keeps the last valid form of each
 // object, counts generations, and sets creation times. It is not safe for concurrent use.
 type store struct {
-	files   map[string]*file
-	objects map[id]*stored
+	files map[string]*file
+	objects
 	// writes counts changes. Resource versions are values of it.
 	writes   int64
 	problems []manifest.Problem
@@ -56,7 +56,11 @@ type store struct {
 	unread bool
 }
 
+// objects are those of a store.
+type objects map[id]*stored
+
 type file struct {
+	path string
 	text []byte
 	// good is the newest text that was neither empty nor cut off nor unreadable; nil if
 	// there is none.
@@ -69,34 +73,90 @@ type file struct {
 // stored is an object with the fields that a server sets.
 type stored struct {
 	*object
+	version
 	file string
-	// generation counts the changes of the spec, or of the Secret's data.
-	generation int64
-	created    metav1.Time
-	// changed is when this generation was loaded; zero after an upgrade from a version that did
-	// not store it.
-	changed metav1.Time
-	// previous are the hashes of earlier specs, as a record has them.
-	previous []string
+}
+
+// version is what the store counts of an object.
+type version struct {
+	// Generation counts the changes of the spec, or of the Secret's data.
+	Generation int64       `json:"generation"`
+	Created    metav1.Time `json:"created"`
+	// Changed is when this generation was loaded.
+	Changed metav1.Time `json:"changed,omitzero"`
+	// Previous are the hashes of the specs before this one, the newest first: a folder with one of them is older than
+	// a replicated log with this one.
+	Previous []string `json:"previous,omitempty"`
 }
 
 func newStore() *store {
-	return &store{files: map[string]*file{}, objects: map[id]*stored{}}
+	return &store{files: map[string]*file{}, objects: objects{}}
 }
 
-// load replaces the objects by those in the present manifests. It keeps the objects of a
-// file that is unreadable now, and the last valid form of an object that is invalid now.
+// load replaces the objects by those in the present manifests, as merge does.
 func (s *store) load(marks []mark, now time.Time) {
-	s.problems, s.ignored, s.unread = nil, nil, false
-	next := map[id]*stored{}
-	before := s.byFile()
-	present := map[id]bool{}
 	if len(s.secretValues) > 0 {
 		marks = append([]mark{{path: secretValuesFile}}, marks...)
 	}
-	files := s.read(marks)
+	next, files, problems := merge(s.objects, s.read(marks), s.isOutdated)
+	s.ignored, s.unread = nil, false
 	for _, f := range files {
-		s.unread = s.unread || f.unread
+		s.ignored, s.unread = append(s.ignored, f.ignored...), s.unread || f.unread
+		if !f.unreadable {
+			f.good = f.text
+		}
+	}
+	for id, o := range next {
+		s.setVersion(o, s.objects[id], now)
+	}
+	s.keepRecords(next)
+	s.objects, s.problems = next, problems
+	s.parked = s.parkedProblems(now)
+}
+
+// merge returns the objects after a load, without their versions, and the problems of the files. It keeps the old objects
+// of a file that is unreadable or incomplete now, and the last valid form of an object that is invalid now. Of the files
+// with an object the first one takes precedence. In effective, an incomplete file is an unreadable one.
+func merge(old objects, files []*file, isOutdated func(*object) bool) (next objects, effective []*file, problems []manifest.Problem) {
+	before := old.byFile()
+	next, effective = objects{}, complete(before, files)
+	for _, f := range effective {
+		own := slices.Clone(f.problems)
+		for _, o := range f.objects {
+			errs := o.admitUpdate(old[o.id])
+			switch other := next[o.id]; {
+			case other != nil:
+				errs = []error{fmt.Errorf("the object is also in %s, which takes precedence; remove one of them", other.file)}
+			case len(errs) > 0:
+				next[o.id] = &stored{object: old[o.id].object, file: f.path}
+			case !isOutdated(o):
+				next[o.id] = &stored{object: o, file: f.path}
+			}
+			for _, err := range errs {
+				own = append(own, manifest.Problem{File: f.path, Line: o.line, Object: o.String(), Message: err.Error()})
+			}
+		}
+		for _, o := range before[f.path] {
+			misspelt := f.misspells(o.id)
+			if next[o.id] != nil || !f.unreadable && misspelt == "" && !slices.Contains(f.broken, o.id) {
+				continue
+			}
+			next[o.id] = &stored{object: o.object, file: f.path}
+			for i := range own {
+				if own[i].Object == misspelt && misspelt != "" {
+					own[i].Object = o.String()
+				}
+			}
+		}
+		problems = append(problems, own...)
+	}
+	return next, effective, problems
+}
+
+// complete returns the files, with an unreadable one in place of each that is probably not completely written.
+func complete(before map[string][]*stored, files []*file) []*file {
+	present := map[id]bool{}
+	for _, f := range files {
 		for _, o := range f.objects {
 			present[o.id] = true
 		}
@@ -104,82 +164,41 @@ func (s *store) load(marks []mark, now time.Time) {
 			present[id] = true
 		}
 	}
-	for _, mark := range marks {
-		f := files[mark.path]
-		if problem := incomplete(f, before[mark.path], present); problem != "" {
-			f = &file{parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: mark.path, Message: problem}}}}
-		} else if !f.unreadable {
-			f.good = f.text
-		}
-		s.problems = append(s.problems, f.problems...)
-		s.ignored = append(s.ignored, f.ignored...)
-		add := func(o *object) {
-			if other := next[o.id]; other != nil {
-				s.problems = append(s.problems, manifest.Problem{File: mark.path, Line: o.line, Object: o.String(), Message: "the object is also in " + other.file + ", which takes precedence; remove one of them"})
-				return
-			}
-			if errs := o.admitUpdate(s.objects[o.id]); len(errs) > 0 {
-				for _, err := range errs {
-					s.problems = append(s.problems, manifest.Problem{File: mark.path, Line: o.line, Object: o.String(), Message: err.Error()})
-				}
-				o = s.objects[o.id].object
-			}
-			if !s.isOutdated(o) {
-				next[o.id] = &stored{object: o, file: mark.path}
-			}
-		}
-		for _, o := range f.objects {
-			add(o)
-		}
-		for _, old := range before[mark.path] {
-			if next[old.id] != nil {
-				continue
-			}
-			misspelt := f.misspells(old.id)
-			if f.unreadable || misspelt != "" || slices.Contains(f.broken, old.id) {
-				add(old.object)
-			}
-			for i := range s.problems {
-				if p := &s.problems[i]; p.File == mark.path && p.Object == misspelt && misspelt != "" {
-					p.Object = old.String()
-				}
-			}
+	list := slices.Clone(files)
+	for i, f := range files {
+		if problem := incomplete(f, before[f.path], present); problem != "" {
+			list[i] = &file{path: f.path, unread: f.unread, parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: f.path, Message: problem}}}}
 		}
 	}
-	for id, o := range next {
-		old := s.objects[id]
-		kept, recorded := s.takeRecord(id)
-		recorded = recorded && kept.isOf(o)
-		switch {
-		case old == nil && recorded:
-			o.generation, o.created, o.changed, o.previous = kept.Generation, kept.Created, kept.Changed, kept.Previous
-			if o.resource != nil && kept.Content != o.hashed() {
-				o.generation, o.changed, o.previous = kept.Generation+1, seconds(now), kept.replaced(o.hashed())
-			}
-		case old == nil:
-			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
-			if s.unproved != nil && len(s.written) > 0 && o.resource != nil {
-				s.added = append(s.added, id)
-			}
-		case old.content == o.content:
-			o.generation, o.created, o.changed, o.previous = old.generation, old.created, old.changed, old.previous
-		default:
-			o.generation, o.created, o.changed = old.generation+1, old.created, seconds(now)
-			o.previous = record{Content: old.hashed(), Previous: old.previous}.replaced(o.hashed())
-		}
-		if old != nil && old.object == o.object {
-			next[id] = old
-			old.file = o.file
-			continue
-		}
-		o.setServerFields(old, s.version())
-		if recorded {
-			kept.restoreStatus(o)
+	return list
+}
+
+// setVersion sets the version of a loaded object, and the fields that a server sets. They continue those of the old
+// object, or else those of its record.
+func (s *store) setVersion(o, old *stored, now time.Time) {
+	last, recorded := s.takeRecord(o)
+	isChanged := true
+	switch {
+	case old != nil && old.object == o.object:
+		o.version = old.version
+		return
+	case old != nil:
+		last, isChanged = record{version: old.version, Content: old.hashed()}, old.content != o.content
+	case recorded:
+		isChanged = o.resource != nil && last.Content != o.hashed()
+	default:
+		last = record{version: version{Created: seconds(now)}}
+		if s.unproved != nil && len(s.written) > 0 && o.resource != nil {
+			s.added = append(s.added, o.id)
 		}
 	}
-	s.keepRecords(next)
-	s.files, s.objects = files, next
-	s.parked = s.parkedProblems(now)
+	if o.version = last.version; isChanged {
+		o.Generation, o.Changed, o.Previous = last.Generation+1, seconds(now), last.replaced(o.hashed())
+	}
+	o.setServerFields(old, s.nextVersion())
+	if old == nil {
+		_ = last.restoreStatus(o) // The report restores what cannot be decoded.
+	}
 }
 
 // misspells returns the text of the object with a kind that does not exist and the name of another one;
@@ -236,10 +255,10 @@ func effect(p manifest.Problem, kept []*stored) (outdated []string, text string)
 		return nil, "there is no earlier valid version, so the object does not exist"
 	case len(kept) > 1:
 		return outdated, fmt.Sprintf("the last valid versions of its %d objects remain in effect", len(kept))
-	case kept[0].changed.IsZero():
+	case kept[0].Changed.IsZero():
 		return outdated, "the last valid version remains in effect"
 	}
-	return outdated, "the version of " + kept[0].changed.UTC().Format(time.RFC3339) + " remains in effect"
+	return outdated, "the version of " + kept[0].Changed.UTC().Format(time.RFC3339) + " remains in effect"
 }
 
 // rejected returns the first problem of each object of which an earlier version remains in effect,
@@ -256,15 +275,15 @@ func (s *store) rejected() map[string]manifest.Problem {
 	return first
 }
 
-// read reads the files and parses those that have changed, in parallel. The result has them by path.
-func (s *store) read(marks []mark) map[string]*file {
+// read replaces the files. It reads them and parses those that have changed, in parallel.
+func (s *store) read(marks []mark) []*file {
 	list := make([]*file, len(marks))
 	inParallel(len(marks), func(i int) { list[i] = s.readFile(marks[i].path) })
-	files := make(map[string]*file, len(marks))
-	for i, mark := range marks {
-		files[mark.path] = list[i]
+	s.files = make(map[string]*file, len(marks))
+	for _, f := range list {
+		s.files[f.path] = f
 	}
-	return files
+	return list
 }
 
 // inParallel calls do with each number below n, on all processors.
@@ -287,22 +306,20 @@ func (s *store) readFile(path string) *file {
 	}
 	text, err := readFile(path)
 	old := s.files[path]
-	if err != nil {
-		if pathErr, ok := errors.AsType[*os.PathError](err); ok {
-			err = pathErr.Err
-		}
-		f := &file{unread: true, parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: path, Message: err.Error()}}}}
-		if old != nil {
-			f.good = old.good
-		}
-		return f
-	}
-	if old != nil && old.text != nil && bytes.Equal(old.text, text) {
+	if err == nil && old != nil && old.text != nil && bytes.Equal(old.text, text) {
 		return old
 	}
-	f := &file{text: text, parsed: parse(path, text)}
+	f := &file{path: path, text: text, unread: err != nil}
 	if old != nil {
 		f.good = old.good
+	}
+	if pathErr, ok := errors.AsType[*os.PathError](err); ok {
+		err = pathErr.Err
+	}
+	if err != nil {
+		f.parsed = parsed{unreadable: true, problems: []manifest.Problem{{File: path, Message: err.Error()}}}
+	} else {
+		f.parsed = parse(path, text)
 	}
 	return f
 }
@@ -387,21 +404,21 @@ func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.V
 	}
 }
 
-func (s *store) version() string {
+func (s *store) nextVersion() string {
 	s.writes++
 	return strconv.FormatInt(s.writes, 10)
 }
 
 // setServerFields sets the metadata that a server sets, and copies the status of the old
 // object.
-func (o *stored) setServerFields(old *stored, version string) {
+func (o *stored) setServerFields(old *stored, resourceVersion string) {
 	if o.kind == kindSecret {
 		return
 	}
-	o.resource.SetGeneration(o.generation)
-	o.resource.SetCreationTimestamp(o.created)
-	o.resource.SetResourceVersion(version)
-	o.resource.SetUID(types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.created.UTC().String())).String()))
+	o.resource.SetGeneration(o.Generation)
+	o.resource.SetCreationTimestamp(o.Created)
+	o.resource.SetResourceVersion(resourceVersion)
+	o.resource.SetUID(types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.Created.UTC().String())).String()))
 	if old == nil {
 		return
 	}
@@ -409,12 +426,12 @@ func (o *stored) setServerFields(old *stored, version string) {
 }
 
 // sorted returns the objects by kind, namespace and name.
-func (s *store) sorted() []*stored { return s.sortedIf(func(*stored) bool { return true }) }
+func (all objects) sorted() []*stored { return all.sortedIf(func(*stored) bool { return true }) }
 
 // sortedIf returns the selected objects, sorted.
-func (s *store) sortedIf(selected func(*stored) bool) []*stored {
+func (all objects) sortedIf(selected func(*stored) bool) []*stored {
 	var list []*stored
-	for _, o := range s.objects {
+	for _, o := range all {
 		if selected(o) {
 			list = append(list, o)
 		}
@@ -426,9 +443,9 @@ func (s *store) sortedIf(selected func(*stored) bool) []*stored {
 }
 
 // byFile returns the objects of each file, sorted.
-func (s *store) byFile() map[string][]*stored {
+func (all objects) byFile() map[string][]*stored {
 	files := map[string][]*stored{}
-	for _, o := range s.sorted() {
+	for _, o := range all.sorted() {
 		files[o.file] = append(files[o.file], o)
 	}
 	return files
@@ -453,7 +470,7 @@ func (s *store) snapshots(policy compile.Policy) map[string]*snapshot {
 	}
 	for _, o := range objects {
 		if of := out[o.namespace]; o.kind == kindSecret && of != nil {
-			of.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.created.Unix(), o.generation), Data: o.secret}
+			of.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.Created.Unix(), o.Generation), Data: o.secret}
 			of.inputs.objects = append(of.inputs.objects, inputOf(o))
 		}
 	}
@@ -507,7 +524,7 @@ type input struct {
 }
 
 func inputOf(o *stored) input {
-	in := input{id: o.id, manifest: o.manifest, generation: o.generation, created: o.created}
+	in := input{id: o.id, manifest: o.manifest, generation: o.Generation, created: o.Created}
 	if a, ok := o.resource.(*v1alpha1.Audience); ok {
 		in.status = a.Status.Key
 	} else if o.resource != nil && o.of.Input != nil {
@@ -535,15 +552,8 @@ type state struct {
 }
 
 type stateObject struct {
-	File       string      `json:"file"`
-	Generation int64       `json:"generation"`
-	Created    metav1.Time `json:"created"`
-	// Changed is when this generation was loaded.
-	Changed metav1.Time `json:"changed,omitzero"`
-	// AudienceKey is the key in effect of an Audience.
-	AudienceKey string `json:"audienceKey,omitempty"`
-	// Status is the status of an object whose run has started or ended.
-	Status   json.RawMessage `json:"status,omitempty"`
+	File string `json:"file"`
+	record
 	Manifest json.RawMessage `json:"manifest"`
 }
 
@@ -557,12 +567,11 @@ func (s *store) save(path string) error {
 		if o.file == secretValuesFile { // The value should have no other copy on the disk.
 			continue
 		}
-		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Changed: o.changed, Manifest: o.manifest}
-		var err error
-		if saved.AudienceKey, saved.Status, err = o.savedStatus(); err != nil {
+		r, err := o.record()
+		if err != nil {
 			return fmt.Errorf("save manifests: %w", err)
 		}
-		out.Objects = append(out.Objects, saved)
+		out.Objects = append(out.Objects, stateObject{o.file, r, o.manifest})
 	}
 	text, err := json.Marshal(out)
 	if err != nil {
@@ -580,22 +589,6 @@ func (s *store) save(path string) error {
 	return nil
 }
 
-// savedStatus returns the part of the status that a restart must not lose: the key of an Audience, and the status of a
-// run that has started.
-func (o *stored) savedStatus() (audienceKey string, status json.RawMessage, err error) {
-	if o.resource == nil {
-		return "", nil, nil
-	}
-	if a, ok := o.resource.(*v1alpha1.Audience); ok {
-		audienceKey = a.Status.Key
-	}
-	if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
-		value, _ := o.of.Health.Status(o.resource)
-		status, err = json.Marshal(value)
-	}
-	return audienceKey, status, err
-}
-
 // restore loads the file that save writes. A missing file means an empty store. It reads the files of
 // manifests first: their parser validates an object that has not changed in the meantime.
 func (s *store) restore(path string, marks []mark) error {
@@ -610,9 +603,9 @@ func (s *store) restore(path string, marks []mark) error {
 	if err := json.Unmarshal(text, &in); err != nil || in.Version != stateVersion {
 		return fmt.Errorf("restore manifests: %s is not a valid state file of this version; correct or remove it", path)
 	}
-	s.files, s.heads = s.read(marks), in.Heads
+	s.heads = in.Heads
 	valid := map[[sha256.Size]byte]*object{}
-	for _, f := range s.files {
+	for _, f := range s.read(marks) {
 		for _, o := range f.objects {
 			valid[sha256.Sum256(o.manifest)] = o
 		}
@@ -631,16 +624,10 @@ func (s *store) restore(path string, marks []mark) error {
 		if objects[i] == nil {
 			continue // It is not valid in this version; the manifest has the same problem.
 		}
-		object := &stored{object: objects[i], file: o.File, generation: o.Generation, created: o.Created, changed: o.Changed}
-		object.setServerFields(nil, s.version())
-		if a, ok := object.resource.(*v1alpha1.Audience); ok {
-			a.Status.Key = o.AudienceKey
-		}
-		if object.resource != nil && len(o.Status) > 0 {
-			status, _ := object.of.Health.Status(object.resource)
-			if err := json.Unmarshal(o.Status, status); err != nil {
-				return fmt.Errorf("restore manifests: the status of %s in %s is not valid; correct or remove it: %w", object.id, path, err)
-			}
+		object := &stored{object: objects[i], file: o.File, version: o.version}
+		object.setServerFields(nil, s.nextVersion())
+		if err := o.restoreStatus(object); err != nil {
+			return fmt.Errorf("restore manifests: the status of %s in %s is not valid; correct or remove it: %w", object.id, path, err)
 		}
 		s.objects[object.id] = object
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // Each case replaces a file of three objects, in a store that has read the file before, and
@@ -77,15 +78,15 @@ func TestIncompleteFiles(t *testing.T) {
 			}
 			s := newStore()
 			load(s, good, all, "")
-			revisions := s.objects[id{"Source", "default", "web"}].generation
+			revisions := s.objects[id{"Source", "default", "web"}].Generation
 			if err := s.save(state); err != nil {
 				t.Fatal(err)
 			}
 			for range 2 { // Loading the same text again has the same result.
 				load(s, c.text, c.objects, c.problem)
 			}
-			if web := s.objects[id{"Source", "default", "web"}]; web != nil && web.generation != revisions {
-				t.Errorf("the Source has generation %d, want its last valid form, %d", web.generation, revisions)
+			if web := s.objects[id{"Source", "default", "web"}]; web != nil && web.Generation != revisions {
+				t.Errorf("the Source has generation %d, want its last valid form, %d", web.Generation, revisions)
 			}
 			load(s, good, all, "")
 
@@ -140,37 +141,64 @@ func TestFileCutWithinALine(t *testing.T) {
 		if got := strings.Join(problems, "\n"); (step.problem == "") != (got == "") || !strings.Contains(got, step.problem) {
 			t.Errorf("%q: problems %q, want one with %q", step.text, got, step.problem)
 		}
-		if o := s.objects[id{"Secret", "default", "web-key"}]; o == nil || o.generation != step.generation {
+		if o := s.objects[id{"Secret", "default", "web-key"}]; o == nil || o.Generation != step.generation {
 			t.Errorf("%q: the Secret is %+v, want generation %d", step.text, o, step.generation)
 		}
 	}
 }
 
-// A file without objects may be empty, and the objects of a file may move to another one.
-func TestEmptyFilesWithoutObjects(t *testing.T) {
-	dir := t.TempDir()
-	load := func(s *store, want ...string) {
-		t.Helper()
-		marks, err := manifests(dir)
-		if err != nil {
-			t.Fatal(err)
-		}
-		s.load(marks, time.Now())
-		var objects []string
-		for _, o := range s.sorted() {
-			objects = append(objects, o.String())
-		}
-		if !slices.Equal(objects, want) || len(s.problems) > 0 {
-			t.Errorf("objects %q, want %q; problems %v", objects, want, s.problems)
-		}
+// Each case reads files again that had a Source, a destination and a request.
+func TestMerge(t *testing.T) {
+	const (
+		source, crm, request = "Source default/web", "WebhookDestination default/crm", "DeletionRequest default/forget"
+		kept                 = " is kept"
+	)
+	all := webSource + "---\n" + webDestination + "---\n" + forget
+	newSource := strings.ReplaceAll(webSource, "name: web,", "name: ios,")
+	read := func(path, text string) *file {
+		return &file{path: path, text: []byte(text), parsed: parse(path, []byte(text))}
 	}
-	put(t, dir, "a.yaml", "# objects follow\n")
-	put(t, dir, "b.yaml", secret)
-	s := newStore()
-	load(s, "Secret default/web-key")
-	put(t, dir, "b.yaml", "")
-	put(t, dir, "a.yaml", secret)
-	load(s, "Secret default/web-key")
+	in := func(file string, names ...string) map[string]string {
+		all := map[string]string{}
+		for _, name := range names {
+			all[name] = file
+		}
+		return all
+	}
+	for name, c := range map[string]struct {
+		a, b string
+		// The objects by name, each with its file, and a part of each problem.
+		want     map[string]string
+		problems []string
+	}{
+		"removed":                {webSource, "", in("a.yaml", source), nil},
+		"not readable":           {"{", "", in("a.yaml"+kept, source, crm, request), []string{"not YAML"}},
+		"empty":                  {"", "", in("a.yaml"+kept, source, crm, request), []string{"3 objects is kept"}},
+		"moved":                  {"# none", all, in("b.yaml", source, crm, request), nil},
+		"moved in part":          {"{", webSource, in("a.yaml"+kept, source, crm, request), []string{"not YAML", "the object is also in a.yaml"}},
+		"not valid":              {strings.Replace(webDestination, "endpoints", "endpionts", 1), "", in("a.yaml"+kept, crm), []string{"endpionts", "spec.endpoints: Required"}},
+		"of an unknown kind":     {strings.Replace(webDestination, "kind: WebhookDestination", "kind: Webhook", 1), "", in("a.yaml"+kept, crm), []string{crm + ": kind"}},
+		"changed against a rule": {noObjects, strings.Replace(forget, "u1", "u2", 1), in("b.yaml"+kept, request), []string{"immutable"}},
+		"in two files":           {all, webSource, in("a.yaml", source, crm, request), []string{"the object is also in a.yaml"}},
+		"new and outdated":       {newSource, all, in("b.yaml", source, crm, request), nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			old, _, problems := merge(nil, []*file{read("a.yaml", all)}, func(*object) bool { return false })
+			check.Same(t, "problems before", problems, nil)
+			next, _, problems := merge(old, []*file{read("a.yaml", c.a), read("b.yaml", c.b)}, func(o *object) bool { return o.name == "ios" })
+			got := map[string]string{}
+			for id, o := range next {
+				got[id.String()] = o.file
+				if was := old[id]; was != nil && was.object == o.object {
+					got[id.String()] += kept
+				}
+			}
+			check.Same(t, "objects", got, c.want)
+			if !slices.EqualFunc(problems, c.problems, func(p manifest.Problem, part string) bool { return strings.Contains(p.String(), part) }) {
+				t.Errorf("problems: got %v, want %q", problems, c.problems)
+			}
+		})
+	}
 }
 
 // The effect of a problem names what is in effect instead of the manifest.
@@ -312,7 +340,7 @@ func TestRestoredObjectsAreValidatedOnce(t *testing.T) {
 	}
 	generations := map[string]int64{}
 	for _, o := range second.sorted() {
-		generations[o.String()] = o.generation
+		generations[o.String()] = o.Generation
 	}
 	if diff := cmp.Diff(map[string]int64{"Secret default/web-key": 1, "Source default/web": 1, "WebhookDestination default/crm": 2}, generations); diff != "" {
 		t.Errorf("generations (-want +got):\n%s", diff)
