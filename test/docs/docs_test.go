@@ -91,7 +91,7 @@ var (
 )
 
 func TestLinks(t *testing.T) {
-	for _, page := range pages(t) {
+	for _, page := range append(pages(t), "CONTRIBUTING.md", filepath.Join("test", "README.md")) {
 		text, err := os.ReadFile(filepath.Join(root, page))
 		if err != nil {
 			t.Fatal(err)
