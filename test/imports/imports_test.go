@@ -113,6 +113,29 @@ func TestFolders(t *testing.T) {
 	}
 }
 
+// TestSuites compares the table of test/README.md with the folders of tests.
+func TestSuites(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join("..", "README.md"))
+	check.NoError(t, "read the page", err)
+	var rows, want []string
+	for _, row := range regexp.MustCompile(`(?m)^\| \[([\w/]+)\]`).FindAllStringSubmatch(string(text), -1) {
+		rows = append(rows, row[1])
+	}
+	folders, err := filepath.Glob(filepath.Join("..", "*", "*.go"))
+	check.NoError(t, "list the folders", err)
+	for _, file := range folders {
+		want = append(want, filepath.Base(filepath.Dir(file)))
+	}
+	for _, p := range list(t) {
+		if path := strings.TrimPrefix(p.ImportPath, root); strings.HasSuffix(path, "test") && strings.HasPrefix(path, "dispatcher/") {
+			want = append(want, path)
+		}
+	}
+	slices.Sort(rows)
+	slices.Sort(want)
+	check.Same(t, "rows of test/README.md", rows, slices.Compact(want))
+}
+
 // quoted returns the names in backquotes.
 func quoted(cell string) (names []string) {
 	for _, m := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(cell, -1) {
