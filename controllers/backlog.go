@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 const (
@@ -53,7 +54,7 @@ type backlogKeeper struct {
 }
 
 // ledgers are those of a removed pod: before and after its volume was drained.
-type ledgers struct{ stranded, drained *adminapi.Index }
+type ledgers struct{ stranded, drained *podreport.Index }
 
 // Start records the backlogs until ctx is done. It implements manager.Runnable.
 func (k *backlogKeeper) Start(ctx context.Context) error {

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/test/check"
 )
 
@@ -55,7 +56,7 @@ func TestBacklogsOfReports(t *testing.T) {
 	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	now := time.Now()
 	report := func(log *adminapi.LogReport) lastReport {
-		return lastReport{answered: now, report: adminapi.NewIndex(adminapi.Report{Log: log, Namespaces: []adminapi.NamespaceReport{
+		return lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{Log: log, Namespaces: []adminapi.NamespaceReport{
 			{Namespace: "a", Destinations: []adminapi.DestinationReport{
 				{Name: "old", Ledger: adminapi.Ledger{Pending: 5}, OldestPending: now.Add(-time.Minute)},
 				{Name: "young", Ledger: adminapi.Ledger{Pending: 70}, OldestPending: now.Add(-59 * time.Second)},
@@ -63,7 +64,7 @@ func TestBacklogsOfReports(t *testing.T) {
 			{Namespace: "b", Destinations: []adminapi.DestinationReport{{Name: "old", Ledger: adminapi.Ledger{Pending: 2}, OldestPending: now.Add(-time.Hour)}}},
 		}})}
 	}
-	p.last["d-0"], p.last["d-1"], p.last[logStore] = report(nil), lastReport{answered: now, report: adminapi.NewIndex(adminapi.Report{})}, report(&adminapi.LogReport{Epoch: 1})
+	p.last["d-0"], p.last["d-1"], p.last[logStore] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.LogReport{Epoch: 1})
 	check.Same(t, "backlogs", p.backlogs(), backlogs{"d-0": 7, "d-1": 0})
 }
 
@@ -78,9 +79,9 @@ func TestLedgersOfARemovedPod(t *testing.T) {
 			{Name: "young", Ledger: adminapi.Ledger{Pending: 13}, OldestPending: now},
 		},
 	}}}
-	stopped := stoppedReport(lastReport{report: adminapi.NewIndex(report), answered: now})
+	stopped := stoppedReport(lastReport{report: podreport.NewIndex(report), answered: now})
 	pending := func(r adminapi.Report) (list []adminapi.Ledger) {
-		x := adminapi.NewIndex(r).Namespace("a")
+		x := podreport.NewIndex(r).Namespace("a")
 		var d adminapi.DestinationReport
 		for _, name := range []string{"old", "retrying", "young"} {
 			x.ReadDestination(name, &d)

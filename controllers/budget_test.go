@@ -18,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -88,7 +89,7 @@ func (o *virtualOperator) report(t *testing.T, calls int64, change func(*adminap
 		}
 		r.Sources = append(r.Sources, s)
 	}
-	o.reports.record(t.Context(), o.pod, o.probe, adminapi.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}}}, nil)
+	o.reports.record(t.Context(), o.pod, o.probe, podreport.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}}}, nil)
 	o.changes.add(reportChange{namespaces: []string{"shop"}})
 }
 
@@ -324,10 +325,10 @@ func TestReplacedPodComputesNothing(t *testing.T) {
 	check.Equal(t, "computed statuses after a pod left", o.computed, 0)
 	successor := Pod{Name: o.pod.Name, URL: "https://successor"}
 	probe := newProbe(o.reports, successor, true)
-	o.reports.record(t.Context(), successor, probe, adminapi.Changes{Report: report(1)}, nil)
+	o.reports.record(t.Context(), successor, probe, podreport.Changes{Report: report(1)}, nil)
 	o.pass(t)
 	check.Equal(t, "computed statuses after its successor sent the same report", o.computed, 0)
-	o.reports.record(t.Context(), successor, probe, adminapi.Changes{Report: report(2)}, nil)
+	o.reports.record(t.Context(), successor, probe, podreport.Changes{Report: report(2)}, nil)
 	o.pass(t)
 	check.Equal(t, "computed statuses after another report", o.computed, 100)
 }
@@ -382,7 +383,7 @@ func TestConfirmationBesideAStartingPod(t *testing.T) {
 			second := Pod{Name: "dispatcher-1"}
 			newProbe(o.reports, second, true)
 			for pod, revision := range map[Pod]string{o.pod: c.running, second: c.starting} {
-				o.reports.record(t.Context(), pod, o.reports.probes[pod], adminapi.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+				o.reports.record(t.Context(), pod, o.reports.probes[pod], podreport.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
 					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: o.sources[0].Name, Generation: 1, Revision: revision}},
 				}}}}, nil)
 			}

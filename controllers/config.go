@@ -33,6 +33,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -514,7 +515,7 @@ func dispatchersOf(pods []health.Pod, complete bool, namespace string) compile.D
 
 // hasConfigs reports whether a report has the numbers of the live configs. A pod that starts does not
 // report them.
-func hasConfigs(report *adminapi.Index) bool {
+func hasConfigs(report *podreport.Index) bool {
 	return report != nil && (report.Ready || len(report.Configs) > 0)
 }
 
@@ -867,7 +868,7 @@ func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig
 	}
 	pods, complete := r.reports()
 	for _, pod := range pods {
-		for _, report := range []*adminapi.Index{pod.Report, pod.Configs} {
+		for _, report := range []*podreport.Index{pod.Report, pod.Configs} {
 			if report == nil {
 				continue
 			}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
@@ -79,7 +80,7 @@ func TestDiscardEvents(t *testing.T) {
 		}},
 	} {
 		got = nil
-		a.announce(t.Context(), []health.Pod{{Report: adminapi.NewIndex(adminapi.Report{Configs: step.configs})}})
+		a.announce(t.Context(), []health.Pod{{Report: podreport.NewIndex(adminapi.Report{Configs: step.configs})}})
 		if diff := cmp.Diff(step.want, []string(got)); diff != "" {
 			t.Errorf("%s: Events (-want +got):\n%s", step.name, diff)
 		}

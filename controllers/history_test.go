@@ -18,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 )
@@ -315,9 +316,9 @@ var _ = Describe("The history of a live config", func() {
 // A namespace without a Secret is compiled only if a pod parks something there.
 func TestUnsettled(t *testing.T) {
 	parked := []adminapi.ParkedObject{{Object: "sources/web", Number: 3}}
-	report := func(ready bool, n adminapi.ConfigReport) *adminapi.Index {
+	report := func(ready bool, n adminapi.ConfigReport) *podreport.Index {
 		n.Namespace = "shop"
-		return adminapi.NewIndex(adminapi.Report{Ready: ready, Configs: []adminapi.ConfigReport{n}})
+		return podreport.NewIndex(adminapi.Report{Ready: ready, Configs: []adminapi.ConfigReport{n}})
 	}
 	known := map[string]liveSecret{"shop": {history: compile.History{Known: true, Verified: true, Head: liveconfig.Head{
 		Number: 5, UIDs: map[liveconfig.Ref]string{{Section: liveconfig.SectionSources, Name: "web"}: "u"},

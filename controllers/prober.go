@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
@@ -62,7 +63,7 @@ type prober struct {
 	unowned    map[string]bool
 	// removed are the pods that the StatefulSet does not have any more, with their ledgers; nil if they are
 	// not known. awaitsRemoved is true until the first look for them: without their ledgers, counters would fall.
-	removed       map[string]*adminapi.Index
+	removed       map[string]*podreport.Index
 	awaitsRemoved bool
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
@@ -77,7 +78,7 @@ type prober struct {
 
 // lastReport is the last report of a pod, and the time of the last answer.
 type lastReport struct {
-	report   *adminapi.Index
+	report   *podreport.Index
 	answered time.Time
 	// outdated is true after outdatedAfter without an answer.
 	outdated bool
@@ -92,8 +93,8 @@ type probe struct {
 	requested bool
 	// state is the merge of the pod's reports; nil until the first answer. For a pod with several slots,
 	// slots are the merges of the reports of those that it owns.
-	state *adminapi.Index
-	slots map[int]*adminapi.Index
+	state *podreport.Index
+	slots map[int]*podreport.Index
 	// started is the start of the probe, and answered the time of the last answer; at first,
 	// of the start.
 	started, answered time.Time
@@ -286,13 +287,13 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 // +kubebuilder:rbac:urls=/report,verbs=get
 
 // fetch requests the changes since a pod's last answer.
-func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (adminapi.Changes, error) {
+func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (podreport.Changes, error) {
 	client := &adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.atOnce, ReportTimeout: reportTimeout}
-	return client.Changes(ctx, probe.state, probe.slots)
+	return podreport.Fetch(ctx, client, probe.state, probe.slots)
 }
 
 // record stores the result of a request to a pod and calls changed and silenced.
-func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.Changes, err error) {
+func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r podreport.Changes, err error) {
 	now := time.Now()
 	if pod.Unready {
 		p.mu.Lock()
@@ -343,10 +344,10 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r adminapi.C
 }
 
 // merge updates the states of a pod by its answer. The mutex is held.
-func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change reportChange) {
+func (p *prober) merge(pod Pod, probe *probe, r podreport.Changes) (change reportChange) {
 	// next returns the state of a store after a report. A report equal to that of the predecessor is no
 	// change.
-	next := func(name string, before *adminapi.Index, report *adminapi.Report) (after *adminapi.Index, all bool) {
+	next := func(name string, before *podreport.Index, report *adminapi.Report) (after *podreport.Index, all bool) {
 		if report == nil {
 			return before, false
 		}
@@ -364,7 +365,7 @@ func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change report
 		return after, concernsAll(before, after)
 	}
 	if r.Report != nil && r.Report.Log.Several() {
-		probe.state = adminapi.NewIndex(*r.Report) // It has no namespaces.
+		probe.state = podreport.NewIndex(*r.Report) // It has no namespaces.
 		if p.slots == 0 {
 			p.slotsSince = time.Now()
 		}
@@ -372,7 +373,7 @@ func (p *prober) merge(pod Pod, probe *probe, r adminapi.Changes) (change report
 	} else {
 		probe.state, change.all = next(pod.Name, probe.state, r.Report)
 	}
-	slots := map[int]*adminapi.Index{}
+	slots := map[int]*podreport.Index{}
 	for slot, report := range r.Slots {
 		before := probe.slots[slot]
 		after, all := next(slotStore(slot), before, report)
@@ -399,14 +400,14 @@ func isSlot(store string) bool { return strings.HasPrefix(store, logStore+", ") 
 
 // isReady reports whether the state of a store is used. A pod that has taken over a slot is ready before
 // it has loaded the objects of the slot.
-func isReady(pod Pod, store string, state *adminapi.Index) bool {
+func isReady(pod Pod, store string, state *podreport.Index) bool {
 	return !pod.Unready && (!isSlot(store) || state.Ready)
 }
 
 // stores returns the names and states of a pod's stores: the one of the pod, which its successor has,
 // too, or those of a replicated log, without those of which it is a standby.
-func (p *probe) stores(pod Pod) iter.Seq2[string, *adminapi.Index] {
-	return func(yield func(string, *adminapi.Index) bool) {
+func (p *probe) stores(pod Pod) iter.Seq2[string, *podreport.Index] {
+	return func(yield func(string, *podreport.Index) bool) {
 		switch {
 		case p.state == nil || p.state.Log == nil:
 			yield(pod.Name, p.state)
@@ -424,7 +425,7 @@ func (p *probe) stores(pod Pod) iter.Seq2[string, *adminapi.Index] {
 
 // owns reports whether the state of a store is not older than the last one. A pod that has lost a
 // store of a replicated log to another pod has a lower epoch. The mutex is held.
-func (p *prober) owns(name string, state *adminapi.Index) bool {
+func (p *prober) owns(name string, state *podreport.Index) bool {
 	if state == nil || state.Log == nil {
 		return true
 	}
@@ -434,7 +435,7 @@ func (p *prober) owns(name string, state *adminapi.Index) bool {
 }
 
 // like returns the state of another pod, or nil. The mutex is held.
-func (p *prober) like(probe *probe) *adminapi.Index {
+func (p *prober) like(probe *probe) *podreport.Index {
 	for _, other := range p.probes {
 		if other != probe && other.state != nil {
 			return other.state
@@ -468,7 +469,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	pods = make([]health.Pod, 0, len(p.last)+p.slots)
 	complete = p.listed && !p.awaitsRemoved
 	// sharing are the pods whose stores have other names.
-	ready, unready, sharing := map[string]bool{}, map[string]*adminapi.Index{}, map[string]bool{}
+	ready, unready, sharing := map[string]bool{}, map[string]*podreport.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
 		sharing[pod.Name] = sharing[pod.Name] || probe.state != nil && probe.state.Log != nil
 		for name, state := range probe.stores(pod) {
@@ -491,7 +492,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 		}
 	}
 	if p.down {
-		pods = append(pods, health.Pod{Report: &adminapi.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true})
+		pods = append(pods, health.Pod{Report: &podreport.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true})
 	}
 	absent := slices.Collect(maps.Keys(p.last))
 	for _, name := range p.notReady {
@@ -514,7 +515,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 }
 
 // setRemoved replaces the pods that the StatefulSet does not have any more.
-func (p *prober) setRemoved(removed map[string]*adminapi.Index) {
+func (p *prober) setRemoved(removed map[string]*podreport.Index) {
 	p.mu.Lock()
 	changed := p.awaitsRemoved || !maps.Equal(p.removed, removed)
 	p.removed, p.awaitsRemoved = removed, false
@@ -550,7 +551,7 @@ func storesOf(pods []health.Pod, namespace string) []health.Pod {
 	if !slices.ContainsFunc(pods, func(pod health.Pod) bool { return isSlot(pod.Name) }) {
 		return pods
 	}
-	has := func(x *adminapi.Index) bool {
+	has := func(x *podreport.Index) bool {
 		return x.Namespace(namespace) != nil || x.Config(namespace).Namespace != ""
 	}
 	var list []health.Pod
@@ -574,6 +575,6 @@ func storesOf(pods []health.Pod, namespace string) []health.Pod {
 
 // concernsAll reports whether the states of a pod differ in a part that concerns every
 // namespace.
-func concernsAll(before, after *adminapi.Index) bool {
+func concernsAll(before, after *podreport.Index) bool {
 	return before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure
 }

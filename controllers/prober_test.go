@@ -20,6 +20,7 @@ import (
 	"k8s.io/client-go/tools/events"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/test/check"
 )
@@ -63,19 +64,19 @@ func TestSilentPod(t *testing.T) {
 			want  health.Pod
 			event string
 		}{
-			{"answers", 0, nil, health.Pod{Report: adminapi.NewIndex(*report)}, ""},
-			{"a lost request", answerGrace, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report)}, ""},
-			{"silent", time.Second, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true},
+			{"answers", 0, nil, health.Pod{Report: podreport.NewIndex(*report)}, ""},
+			{"a lost request", answerGrace, errors.New("timeout"), health.Pod{Report: podreport.NewIndex(*report)}, ""},
+			{"silent", time.Second, errors.New("timeout"), health.Pod{Report: podreport.NewIndex(*report), Silent: true},
 				"Warning DispatcherSilent dispatcher pod dispatcher-0 is ready, but has not answered the operator for 10s; the statuses of its objects show its last report"},
-			{"still silent", time.Second, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true}, ""},
-			{"silent for a long time", outdatedAfter, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true, Outdated: true}, ""},
-			{"answers again", time.Second, nil, health.Pod{Report: adminapi.NewIndex(*report)}, "Normal DispatcherAnswers dispatcher pod dispatcher-0 answers the operator again"},
+			{"still silent", time.Second, errors.New("timeout"), health.Pod{Report: podreport.NewIndex(*report), Silent: true}, ""},
+			{"silent for a long time", outdatedAfter, errors.New("timeout"), health.Pod{Report: podreport.NewIndex(*report), Silent: true, Outdated: true}, ""},
+			{"answers again", time.Second, nil, health.Pod{Report: podreport.NewIndex(*report)}, "Normal DispatcherAnswers dispatcher pod dispatcher-0 answers the operator again"},
 		} {
 			time.Sleep(step.after)
 			if step.err != nil {
-				p.record(ctx, pod, probe, adminapi.Changes{}, step.err)
+				p.record(ctx, pod, probe, podreport.Changes{}, step.err)
 			} else {
-				p.record(ctx, pod, probe, adminapi.Changes{Report: report}, nil)
+				p.record(ctx, pod, probe, podreport.Changes{Report: report}, nil)
 			}
 			p.expire(time.Now())
 			got, event := state()
@@ -144,7 +145,7 @@ func TestPodThatIsNotReady(t *testing.T) {
 func TestUnreadyPod(t *testing.T) {
 	ctx := t.Context()
 	p := newProber(nil, time.Second, nil, func(reportChange) { t.Error("changed was called") }, func(Pod, bool) { t.Error("silenced was called") })
-	ready, unready := adminapi.NewIndex(adminapi.Report{Pod: "before"}), &adminapi.Report{Configs: []adminapi.ConfigReport{{Namespace: "shop", Number: 7}}}
+	ready, unready := podreport.NewIndex(adminapi.Report{Pod: "before"}), &adminapi.Report{Configs: []adminapi.ConfigReport{{Namespace: "shop", Number: 7}}}
 	p.listed, p.notReady = true, []string{"dispatcher-0"}
 	p.last["dispatcher-0"] = lastReport{report: ready, answered: time.Now()}
 	pod := Pod{Name: "dispatcher-0", URL: "a", Unready: true}
@@ -153,14 +154,14 @@ func TestUnreadyPod(t *testing.T) {
 		name   string
 		report *adminapi.Report
 		err    error
-		want   *adminapi.Index
+		want   *podreport.Index
 	}{
 		{"refused", nil, errors.New("connection refused"), nil},
-		{"answers", unready, nil, adminapi.NewIndex(*unready)},
-		{"unchanged", nil, nil, adminapi.NewIndex(*unready)},
+		{"answers", unready, nil, podreport.NewIndex(*unready)},
+		{"unchanged", nil, nil, podreport.NewIndex(*unready)},
 		{"refused again", nil, errors.New("connection refused"), nil},
 	} {
-		p.record(ctx, pod, probe, adminapi.Changes{Report: step.report}, step.err)
+		p.record(ctx, pod, probe, podreport.Changes{Report: step.report}, step.err)
 		got, complete := p.reports()
 		want := []health.Pod{{Name: "dispatcher-0", Report: ready, Configs: step.want, Absent: true}}
 		if diff := cmp.Diff(want, got, everyField); diff != "" || !complete {
@@ -210,20 +211,20 @@ func TestReplacedPod(t *testing.T) {
 				t.Errorf("%s: complete %v, pods (-want +got):\n%s", step, complete, diff)
 			}
 		}
-		p.record(ctx, old, newProbe(p, old, false), adminapi.Changes{Report: first}, nil)
-		expect("ready", health.Pod{Report: adminapi.NewIndex(*first)})
+		p.record(ctx, old, newProbe(p, old, false), podreport.Changes{Report: first}, nil)
+		expect("ready", health.Pod{Report: podreport.NewIndex(*first)})
 		delete(p.probes, old)
-		expect("absent", health.Pod{Report: adminapi.NewIndex(*first), Absent: true})
+		expect("absent", health.Pod{Report: podreport.NewIndex(*first), Absent: true})
 		time.Sleep(outdatedAfter + time.Second)
 		p.expire(time.Now())
-		expect("absent for a long time", health.Pod{Report: adminapi.NewIndex(*first), Absent: true, Outdated: true})
+		expect("absent for a long time", health.Pod{Report: podreport.NewIndex(*first), Absent: true, Outdated: true})
 		probe := newProbe(p, replacement, true)
-		expect("replaced", health.Pod{Report: adminapi.NewIndex(*first), Silent: true, Outdated: true, Starting: true})
-		p.record(ctx, replacement, probe, adminapi.Changes{Report: second}, nil)
-		expect("the replacement answers", health.Pod{Report: adminapi.NewIndex(*second), Starting: true})
+		expect("replaced", health.Pod{Report: podreport.NewIndex(*first), Silent: true, Outdated: true, Starting: true})
+		p.record(ctx, replacement, probe, podreport.Changes{Report: second}, nil)
+		expect("the replacement answers", health.Pod{Report: podreport.NewIndex(*second), Starting: true})
 		time.Sleep(startGrace + time.Second)
 		p.expire(time.Now())
-		expect("the replacement has started", health.Pod{Report: adminapi.NewIndex(*second)})
+		expect("the replacement has started", health.Pod{Report: podreport.NewIndex(*second)})
 	})
 }
 
@@ -262,18 +263,18 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 		reports [2]*adminapi.Report
 		want    health.Pod
 	}{
-		{"an owner and a standby", [2]*adminapi.Report{owner(1, 5), standby}, health.Pod{Report: adminapi.NewIndex(*owner(1, 5))}},
-		{"no answer of the owner", [2]*adminapi.Report{nil, standby}, health.Pod{Report: adminapi.NewIndex(*owner(1, 5))}},
-		{"the standby has taken over", [2]*adminapi.Report{nil, owner(2, 7)}, health.Pod{Report: adminapi.NewIndex(*owner(2, 7))}},
-		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)}, health.Pod{Report: adminapi.NewIndex(*owner(2, 8))}},
-		{"two standbys", [2]*adminapi.Report{standby, standby}, health.Pod{Report: adminapi.NewIndex(*owner(2, 8)), Absent: true}},
+		{"an owner and a standby", [2]*adminapi.Report{owner(1, 5), standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
+		{"no answer of the owner", [2]*adminapi.Report{nil, standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
+		{"the standby has taken over", [2]*adminapi.Report{nil, owner(2, 7)}, health.Pod{Report: podreport.NewIndex(*owner(2, 7))}},
+		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)}, health.Pod{Report: podreport.NewIndex(*owner(2, 8))}},
+		{"two standbys", [2]*adminapi.Report{standby, standby}, health.Pod{Report: podreport.NewIndex(*owner(2, 8)), Absent: true}},
 	} {
 		for i, report := range step.reports {
 			var err error
 			if report == nil {
 				err = lost
 			}
-			p.record(t.Context(), pods[i], probes[i], adminapi.Changes{Report: report}, err)
+			p.record(t.Context(), pods[i], probes[i], podreport.Changes{Report: report}, err)
 		}
 		got, complete := p.reports()
 		step.want.Name = logStore
@@ -291,14 +292,14 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
 	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
 	first := newProbe(p, pod, false)
-	p.record(t.Context(), pod, first, adminapi.Changes{Report: ready}, nil)
+	p.record(t.Context(), pod, first, podreport.Changes{Report: ready}, nil)
 	delete(p.probes, pod)
 	pod.Unready, p.notReady = true, []string{pod.Name}
 	unready := &adminapi.Report{Log: &adminapi.LogReport{Epoch: 1}}
-	p.record(t.Context(), pod, newProbe(p, pod, false), adminapi.Changes{Report: unready}, nil)
+	p.record(t.Context(), pod, newProbe(p, pod, false), podreport.Changes{Report: unready}, nil)
 	got, complete := p.reports()
-	want := []health.Pod{{Name: logStore, Report: adminapi.NewIndex(*ready), Configs: adminapi.NewIndex(*unready), Absent: true}}
-	if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+	want := []health.Pod{{Name: logStore, Report: podreport.NewIndex(*ready), Configs: podreport.NewIndex(*unready), Absent: true}}
+	if diff := cmp.Diff(want, got, cmp.AllowUnexported(podreport.Index{})); diff != "" || !complete {
 		t.Errorf("complete %v, pods (-want +got):\n%s", complete, diff)
 	}
 }
@@ -321,13 +322,13 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Log.Epoch)
 			}
 		}
-		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(7)}, nil)
+		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(7)}, nil)
 		expect("before", report(7))
-		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(1)}, nil)
 		expect("a lower epoch", report(7))
 		time.Sleep(outdatedAfter + time.Second)
 		p.expire(time.Now())
-		p.record(t.Context(), pod, probe, adminapi.Changes{Report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(1)}, nil)
 		expect("a lower epoch for a long time", report(1))
 	})
 }
@@ -343,7 +344,7 @@ func TestSeveralSlots(t *testing.T) {
 		return r
 	}
 	type slots = map[int]*adminapi.Report
-	var answer adminapi.Changes
+	var answer podreport.Changes
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		report := answer.Report
 		var number int
@@ -368,7 +369,7 @@ func TestSeveralSlots(t *testing.T) {
 	poll := func(pod int, owned slots, listed ...int) reportChange {
 		t.Helper()
 		last = reportChange{}
-		answer = adminapi.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, Slots: owned}
+		answer = podreport.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, Slots: owned}
 		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
 		if err != nil {
 			t.Fatal(err)
@@ -436,7 +437,7 @@ func TestSlotsWithoutOwner(t *testing.T) {
 		var last reportChange
 		p.changed = func(c reportChange) { last = c }
 		poll := func(pod int, owned map[int]*adminapi.Report) {
-			answer := adminapi.Changes{Report: &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Number: 2}}, Slots: owned}
+			answer := podreport.Changes{Report: &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Number: 2}}, Slots: owned}
 			p.record(t.Context(), pods[pod], probes[pod], answer, nil)
 		}
 		owned := func(epoch uint64) map[int]*adminapi.Report {
@@ -514,7 +515,7 @@ func TestReportsOfNumbers(t *testing.T) {
 		{"a removed namespace", &adminapi.Report{Ready: true, Delta: true, RemovedNamespaces: []string{"shop"}}, more},
 	} {
 		got = reportChange{}
-		p.record(t.Context(), pod, probe, adminapi.Changes{Report: step.report}, nil)
+		p.record(t.Context(), pod, probe, podreport.Changes{Report: step.report}, nil)
 		if !reflect.DeepEqual(got, step.want) {
 			t.Errorf("%s: got %+v, want %+v", step.name, got, step.want)
 		}

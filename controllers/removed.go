@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/internal/plural"
 )
 
@@ -55,7 +56,7 @@ func (k *backlogKeeper) followRemoved(ctx context.Context, existing map[string]b
 	for name := range last {
 		names[name] = true
 	}
-	removed := map[string]*adminapi.Index{}
+	removed := map[string]*podreport.Index{}
 	for name := range names {
 		ordinal, ok := strings.CutPrefix(name, k.owner.statefulSet+"-")
 		n, notANumber := strconv.Atoi(ordinal)
@@ -170,7 +171,7 @@ func (k *backlogKeeper) ledgersOf(ctx context.Context, name string, last lastRep
 			return nil, nil
 		}
 	}
-	return &ledgers{stranded: adminapi.NewIndex(report), drained: adminapi.NewIndex(drainedReport(report))}, nil
+	return &ledgers{stranded: podreport.NewIndex(report), drained: podreport.NewIndex(drainedReport(report))}, nil
 }
 
 // stoppedReport returns the ledgers in the last report of a pod that has stopped. Messages that it could deliver while it

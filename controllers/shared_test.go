@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 )
@@ -190,10 +191,10 @@ func TestPredicates(t *testing.T) {
 }
 
 func TestConcernsAll(t *testing.T) {
-	index := func(r adminapi.Report) *adminapi.Index { return adminapi.NewIndex(r) }
+	index := func(r adminapi.Report) *podreport.Index { return podreport.NewIndex(r) }
 	tests := []struct {
 		name          string
-		before, after *adminapi.Index
+		before, after *podreport.Index
 		want          bool
 	}{
 		{"the first report", nil, index(adminapi.Report{}), true},

@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 )
@@ -88,7 +89,7 @@ func BenchmarkPodChange(b *testing.B) {
 	}
 	for i := range list {
 		list[i] = Pod{Name: fmt.Sprintf("dispatcher-%02d", i)}
-		reports.record(b.Context(), list[i], newProbe(reports, list[i], false), adminapi.Changes{Report: decoded()}, nil)
+		reports.record(b.Context(), list[i], newProbe(reports, list[i], false), podreport.Changes{Report: decoded()}, nil)
 	}
 	states, _ := reports.reports()
 	for namespace, objects := range api.byNamespace {
@@ -111,14 +112,14 @@ func BenchmarkPodChange(b *testing.B) {
 			changes.add(reportChange{pods: true})
 			passes()
 			pod.URL = fmt.Sprint(i)
-			reports.record(b.Context(), *pod, newProbe(reports, *pod, true), adminapi.Changes{Report: decoded()}, nil)
+			reports.record(b.Context(), *pod, newProbe(reports, *pod, true), podreport.Changes{Report: decoded()}, nil)
 			passes()
 		}
 	})
 	b.Run("numbers", func(b *testing.B) {
 		for i := 0; b.Loop(); i++ {
 			namespace, pod := fmt.Sprintf("team-%02d", i%namespaces), list[i%pods]
-			reports.record(b.Context(), pod, reports.probes[pod], adminapi.Changes{Report: report(namespace, int64(i+2))}, nil)
+			reports.record(b.Context(), pod, reports.probes[pod], podreport.Changes{Report: report(namespace, int64(i+2))}, nil)
 			if _, err := r.Reconcile(b.Context(), namespaceRequest(namespace)); err != nil {
 				b.Fatal(err)
 			}

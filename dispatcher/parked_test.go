@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 // numbered encodes a config with a head.
@@ -30,7 +31,7 @@ func numbered(t testing.TB, number int64, c liveconfig.Config, tombstones ...liv
 
 func shopReport(d *Dispatcher) adminapi.ConfigReport {
 	report := d.Report()
-	return adminapi.NewIndex(report).Config("shop")
+	return podreport.NewIndex(report).Config("shop")
 }
 
 // pending counts the pending messages in the store.
@@ -97,7 +98,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 	lost(d)
 	d.Set("shop", numbered(t, 6, testConfig("http://127.0.0.1:1/"))) // From a backup.
 	lost(d)
-	if refused := adminapi.NewIndex(d.Report()).Namespace("shop").Refused; refused == nil || !strings.Contains(refused.Error, "number 6") {
+	if refused := podreport.NewIndex(d.Report()).Namespace("shop").Refused; refused == nil || !strings.Contains(refused.Error, "number 6") {
 		t.Errorf("refusal of an older number: got %+v", refused)
 	}
 	if got := delivered.Load(); got != 0 {

@@ -14,10 +14,11 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 // merged is the merge of a dispatcher's reports.
-type merged struct{ *adminapi.Index }
+type merged struct{ *podreport.Index }
 
 // poll merges what changed and reports whether anything did.
 func (m *merged) poll(d *Dispatcher) bool {
@@ -77,11 +78,11 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 			reader.poll(d)
 		}
 	}
-	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(adminapi.Index{}, "Cursor", "Storage")}
+	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(podreport.Index{}, "Cursor", "Storage")}
 	var diff string
 	eventually(t, "the merged changes equal the report: "+diff, func() bool {
 		reader.poll(d)
-		diff = cmp.Diff(adminapi.NewIndex(d.Report()), reader.Index, options...)
+		diff = cmp.Diff(podreport.NewIndex(d.Report()), reader.Index, options...)
 		return diff == ""
 	})
 	var r adminapi.DestinationReport

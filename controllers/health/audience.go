@@ -10,6 +10,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -57,7 +58,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 }
 
 var audienceReports = reports[adminapi.AudienceReport]{
-	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.AudienceReport { return n.Audiences }),
+	find:    inMap(func(n *podreport.NamespaceIndex) map[string]*adminapi.AudienceReport { return n.Audiences }),
 	running: func(r *adminapi.AudienceReport) (string, int64) { return r.Revision, r.Generation },
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -22,8 +23,8 @@ func TestAudience(t *testing.T) {
 	pods := func(owner adminapi.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
 		other := adminapi.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
-		report := func(a adminapi.AudienceReport) *adminapi.Index {
-			return adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}})
+		report := func(a adminapi.AudienceReport) *podreport.Index {
+			return podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}})
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}

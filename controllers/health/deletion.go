@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -111,7 +112,7 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{
-	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions }),
+	find:    inMap(func(n *podreport.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions }),
 	running: func(r *adminapi.DeletionReport) (string, int64) { return r.Revision, r.Generation },
 }
 

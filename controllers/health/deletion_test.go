@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -23,7 +24,7 @@ func TestDeletionRequest(t *testing.T) {
 	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	request := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
 	pods := func(started time.Time, states ...string) []Pod {
-		report := func(owner bool) *adminapi.Index {
+		report := func(owner bool) *podreport.Index {
 			d := adminapi.DeletionReport{Name: "u1", Generation: 2, Revision: "r", Owner: owner}
 			if owner {
 				d.Started = started
@@ -31,7 +32,7 @@ func TestDeletionRequest(t *testing.T) {
 					d.Notifications = append(d.Notifications, adminapi.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state, Time: started.Add(time.Duration(i) * time.Second)})
 				}
 			}
-			return adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{d}}}})
+			return podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{d}}}})
 		}
 		return []Pod{{Name: "a", Report: report(true)}, {Name: "b", Report: report(false)}}
 	}
@@ -153,7 +154,7 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 		if owner {
 			r.Started, r.Completed = now, true
 		}
-		return Pod{Name: name, Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{r}}}})}
+		return Pod{Name: name, Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{r}}}})}
 	}
 	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
@@ -234,7 +235,7 @@ func TestReportsInAnyOrder(t *testing.T) {
 		for _, name := range names {
 			namespace.Deletions = append(namespace.Deletions, adminapi.DeletionReport{Name: name})
 		}
-		pod := Pod{Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{namespace}})}
+		pod := Pod{Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{namespace}})}
 		for _, name := range names {
 			if r := deletionReports.of(pod, "shop", name, nil); r == nil || r.Name != name {
 				t.Errorf("%v: the report about %s is %+v", names, name, r)

@@ -12,6 +12,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -140,7 +141,7 @@ func counters(before *v1alpha1.DeliveryStatus, now v1alpha1.DeliveryStatus) [][2
 }
 
 var destinationReports = reports[adminapi.DestinationReport]{
-	find: func(n *adminapi.NamespaceIndex, name string, scratch *adminapi.DestinationReport) *adminapi.DestinationReport {
+	find: func(n *podreport.NamespaceIndex, name string, scratch *adminapi.DestinationReport) *adminapi.DestinationReport {
 		if !n.ReadDestination(name, scratch) {
 			return nil
 		}

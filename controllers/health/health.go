@@ -24,8 +24,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 )
@@ -35,10 +35,10 @@ type Pod struct {
 	Name string
 	// Report is the last state of the pod, or of its predecessor with the same name and
 	// store; nil if there is none since the start of the operator.
-	Report *adminapi.Index
+	Report *podreport.Index
 	// Configs is the state of an absent pod that answers; nil otherwise. Of it, only the states of the
 	// live configs are used.
-	Configs *adminapi.Index
+	Configs *podreport.Index
 	// Absent is true while the pod is not ready. It need not confirm anything.
 	Absent bool
 	// Silent is true while a ready pod does not answer, or has not answered yet.
@@ -67,14 +67,14 @@ const maxMessageBytes = 2048
 // reports reads the reports about one kind of object.
 type reports[R any] struct {
 	// find returns the report about an object, or nil. It may write the report to scratch.
-	find func(n *adminapi.NamespaceIndex, name string, scratch *R) *R
+	find func(n *podreport.NamespaceIndex, name string, scratch *R) *R
 	// running returns the revision and generation that the pod runs.
 	running func(*R) (revision string, generation int64)
 }
 
 // inMap returns the function find for reports that are in a map.
-func inMap[R any](byName func(*adminapi.NamespaceIndex) map[string]*R) func(*adminapi.NamespaceIndex, string, *R) *R {
-	return func(n *adminapi.NamespaceIndex, name string, _ *R) *R { return byName(n)[name] }
+func inMap[R any](byName func(*podreport.NamespaceIndex) map[string]*R) func(*podreport.NamespaceIndex, string, *R) *R {
+	return func(n *podreport.NamespaceIndex, name string, _ *R) *R { return byName(n)[name] }
 }
 
 // of returns a pod's report about one object, or nil. The next call with the same scratch can replace

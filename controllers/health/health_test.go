@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/test/check"
@@ -58,7 +59,7 @@ func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.W
 
 // runs returns a pod that runs the destination with these endpoints.
 func runs(name string, endpoints ...adminapi.EndpointReport) Pod {
-	return Pod{Name: name, Report: adminapi.NewIndex(adminapi.Report{Pod: name, Ready: true, Namespaces: []adminapi.NamespaceReport{
+	return Pod{Name: name, Report: podreport.NewIndex(adminapi.Report{Pod: name, Ready: true, Namespaces: []adminapi.NamespaceReport{
 		{Namespace: "other"},
 		{Namespace: namespace, Destinations: []adminapi.DestinationReport{
 			{Name: "aaa"},
@@ -176,7 +177,7 @@ func TestDestinationConditions(t *testing.T) {
 	refusingOther := runs("p2", healthy("a"))
 	refusingOther.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	silent := Pod{Name: "p3"}
-	withoutNamespace := Pod{Name: "p4", Report: adminapi.NewIndex(adminapi.Report{})}
+	withoutNamespace := Pod{Name: "p4", Report: podreport.NewIndex(adminapi.Report{})}
 
 	for _, tc := range []struct {
 		name    string
@@ -263,7 +264,7 @@ func TestProgrammedMessages(t *testing.T) {
 	if got := message(runs("p1"), Pod{Name: "p2"}); got != pending {
 		t.Errorf("a pod has no report: got %q, want %q", got, pending)
 	}
-	refusing := Pod{Name: "p2", Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}})}
+	refusing := Pod{Name: "p2", Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}})}
 	if got := message(runs("p1"), refusing); got != "a dispatcher rejected the config and keeps the previous one: because" {
 		t.Error(got)
 	}
@@ -370,7 +371,7 @@ func TestPodsComeAndGo(t *testing.T) {
 // The defaults of the CRD and the conditions of other controllers do not change a status.
 // Without a ready pod for minutes every object reports it, without Events, until its revision is confirmed again.
 func TestNoneReady(t *testing.T) {
-	down := []Pod{{Report: &adminapi.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true}}
+	down := []Pod{{Report: &podreport.Index{}, Absent: true, Outdated: true, Removed: true, NoneReady: true}}
 	last := runs("p0", healthy("a"))
 	absent := last
 	absent.Absent = true
@@ -405,7 +406,7 @@ func TestRemovedPod(t *testing.T) {
 		t.Errorf("Ready has the message %q, want the end %q", message, want)
 	}
 	without := removed
-	without.Report = adminapi.NewIndex(adminapi.Report{})
+	without.Report = podreport.NewIndex(adminapi.Report{})
 	d = destinationStatus(t, d, accepted(), []Pod{live, without}, at(time.Minute))
 	check.Equal(t, "delivered with a removed pod that never had the destination", d.Status.Delivery.Delivered, 5)
 	unknown := Pod{Name: "p1", Absent: true, Outdated: true, Removed: true}
@@ -496,7 +497,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	})
 	t.Run("a pod has rejected the config", func(t *testing.T) {
 		refused := runs("p2", healthy("a"))
-		refused.Report = adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "no"}}}})
+		refused.Report = podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "no"}}}})
 		d := destinationStatus(t, d, accepted(), []Pod{p1, refused}, at(time.Minute))
 		if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 			t.Error(diff)
@@ -657,7 +658,7 @@ func source() v1alpha1.Source {
 
 func takes(name string, r adminapi.SourceReport) Pod {
 	r.Name, r.Generation, r.Revision = "web", 2, "r1"
-	return Pod{Name: name, Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
+	return Pod{Name: name, Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
 }
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {

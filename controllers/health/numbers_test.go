@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/test/check"
 )
 
@@ -40,7 +41,7 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 		if state.IntN(4) > 0 {
 			discards = nil
 		}
-		return Pod{Name: "pod", Report: adminapi.NewIndex(adminapi.Report{Ready: true, Configs: []adminapi.ConfigReport{{Namespace: namespace, Discards: discards}}, Namespaces: []adminapi.NamespaceReport{{
+		return Pod{Name: "pod", Report: podreport.NewIndex(adminapi.Report{Ready: true, Configs: []adminapi.ConfigReport{{Namespace: namespace, Discards: discards}}, Namespaces: []adminapi.NamespaceReport{{
 			Namespace: namespace,
 			Sources: []adminapi.SourceReport{{
 				Name: "web", Generation: 4, Revision: "r1", Accepted: number(), Rejected: number(), Duplicates: number(),

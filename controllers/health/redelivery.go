@@ -10,6 +10,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -200,6 +201,6 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 }
 
 var redeliveryReports = reports[adminapi.RedeliveryReport]{
-	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.RedeliveryReport { return n.Redeliveries }),
+	find:    inMap(func(n *podreport.NamespaceIndex) map[string]*adminapi.RedeliveryReport { return n.Redeliveries }),
 	running: func(r *adminapi.RedeliveryReport) (string, int64) { return r.Revision, r.Generation },
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -32,7 +33,7 @@ func redeliveryPods(reports ...*adminapi.RedeliveryReport) (pods []Pod) {
 			if report.Revision == "" {
 				report.Revision = "r"
 			}
-			pod.Report = adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}})
+			pod.Report = podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}})
 		}
 		pods = append(pods, pod)
 	}

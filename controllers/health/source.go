@@ -11,6 +11,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 )
@@ -79,7 +80,7 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 }
 
 var sourceReports = reports[adminapi.SourceReport]{
-	find:    inMap(func(n *adminapi.NamespaceIndex) map[string]*adminapi.SourceReport { return n.Sources }),
+	find:    inMap(func(n *podreport.NamespaceIndex) map[string]*adminapi.SourceReport { return n.Sources }),
 	running: func(r *adminapi.SourceReport) (string, int64) { return r.Revision, r.Generation },
 }
 

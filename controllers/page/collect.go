@@ -16,6 +16,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
@@ -36,7 +37,7 @@ type state struct {
 type view struct {
 	now time.Time
 	// indices are the states of the stores: by pod, or by slot for processes with several slots.
-	indices map[string]*adminapi.Index
+	indices map[string]*podreport.Index
 	pods    int
 	silent  map[string]error // pods that did not answer
 	unowned []int            // slots that no pod owns, sorted
@@ -100,21 +101,21 @@ func slotName(slot int) string { return fmt.Sprintf("slot %d", slot) }
 
 // answer is what a dispatcher reported.
 type answer struct {
-	index *adminapi.Index
-	slots map[int]*adminapi.Index // of a process with several slots
+	index *podreport.Index
+	slots map[int]*podreport.Index // of a process with several slots
 	err   error
 }
 
 // read requests what changed; an error keeps the last state.
 func (a *answer) read(ctx context.Context, client *adminapi.Client) {
-	var changes adminapi.Changes
-	if changes, a.err = client.Changes(ctx, a.index, a.slots); a.err != nil {
+	var changes podreport.Changes
+	if changes, a.err = podreport.Fetch(ctx, client, a.index, a.slots); a.err != nil {
 		return
 	}
 	if changes.Report != nil {
 		a.index, _ = a.index.Merge(*changes.Report, nil)
 	}
-	slots := map[int]*adminapi.Index{}
+	slots := map[int]*podreport.Index{}
 	for slot, report := range changes.Slots {
 		slots[slot] = a.slots[slot]
 		if report != nil {
@@ -140,7 +141,7 @@ func (p *Page) readReports(ctx context.Context) {
 		group.Go(func() { a.read(ctx, client) })
 	}
 	group.Wait()
-	indices, silent := map[string]*adminapi.Index{}, map[string]error{}
+	indices, silent := map[string]*podreport.Index{}, map[string]error{}
 	owned, owners, number := map[string][]int{}, map[int]string{}, 0
 	for pod, a := range answers {
 		switch {
@@ -291,8 +292,8 @@ func (p *Page) attempts(ctx context.Context, k key) (list []adminapi.Attempt, er
 }
 
 // namespaces are the reports of a dispatcher about the namespaces that are shown.
-func (v *view) namespaces(x *adminapi.Index) iter.Seq2[string, *adminapi.NamespaceIndex] {
-	return func(yield func(string, *adminapi.NamespaceIndex) bool) {
+func (v *view) namespaces(x *podreport.Index) iter.Seq2[string, *podreport.NamespaceIndex] {
+	return func(yield func(string, *podreport.NamespaceIndex) bool) {
 		for name, n := range x.Namespaces() {
 			if (v.only == "" || v.only == name) && !yield(name, n) {
 				return

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 const (
@@ -23,7 +24,7 @@ type point struct{ accepted, delivered, failed, pending int64 }
 type history struct {
 	total  series
 	series map[key]*series
-	before map[string]*adminapi.Index
+	before map[string]*podreport.Index
 	at     time.Time
 }
 

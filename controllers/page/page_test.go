@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 func TestDenied(t *testing.T) {
@@ -73,7 +74,7 @@ func TestShownConfig(t *testing.T) {
 // A Source without calls is one notice of a new installation, not a problem, and always of the same
 // destination.
 func TestIdleSourceIsANotice(t *testing.T) {
-	v := view{indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(adminapi.Report{Ready: true})}, destinations: map[key]*v1alpha1.WebhookDestination{}}
+	v := view{indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Ready: true})}, destinations: map[key]*v1alpha1.WebhookDestination{}}
 	v.sources = map[string][]v1alpha1.Source{"shop": {{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}}
 	for i := range 20 {
 		d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%02d", i), Namespace: "shop"}}
@@ -105,7 +106,7 @@ func TestHistoryOfANewcomer(t *testing.T) {
 		}}})
 	}
 	for i, r := range reports {
-		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(r)}})
+		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*podreport.Index{"a": podreport.NewIndex(r)}})
 	}
 	want := []point{{}, {accepted: 3, delivered: 3}}
 	if d := cmp.Diff(want, h.total.list(), cmp.AllowUnexported(point{})); d != "" {
@@ -130,8 +131,8 @@ func TestHistoryIsBounded(t *testing.T) {
 			}
 			r.Destinations = append(r.Destinations, report)
 		}
-		x := adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}})
-		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*adminapi.Index{"a": x}})
+		x := podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}})
+		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*podreport.Index{"a": x}})
 	}
 	if got := len(h.series); got != maxSeries {
 		t.Errorf("destinations with a past: got %d, want %d", got, maxSeries)
@@ -168,7 +169,7 @@ func TestDeadLettersAreReadOnce(t *testing.T) {
 	crm := key{"shop", "crm"}
 	v := view{
 		destinations: map[key]*v1alpha1.WebhookDestination{crm: {}},
-		indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+		indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
 			Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm", DeadLettersStored: 1}},
 		}}})},
 	}

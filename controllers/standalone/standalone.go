@@ -26,6 +26,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -98,7 +99,7 @@ type Control struct {
 	hadSources bool
 	// dispatcher is the dispatcher's state. due has the times at which the status of a namespace's
 	// objects changes without a change of it.
-	dispatcher *adminapi.Index
+	dispatcher *podreport.Index
 	due        map[string]time.Time
 	// isSaved is false if a live config was sent since the state was saved.
 	isSaved bool

@@ -18,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -58,7 +59,7 @@ type Facts struct {
 	Sources      []v1alpha1.Source
 	// Reports of the dispatchers, if available: all of them, as their numbers replace those of the
 	// status.
-	Reports []*adminapi.Index
+	Reports []*podreport.Index
 	// OperatorRenewed is when the operator last renewed its Lease; zero if that is not known.
 	OperatorRenewed time.Time
 	// KindsGone are the kinds that the cluster does not serve.
@@ -137,7 +138,7 @@ const aboutDisk = "Disk"
 
 // DiskFull explains that a dispatcher's disk is full: by what, how much space is missing, and what to do. It names the
 // destinations of one namespace, or of all with "".
-func DiskFull(r *adminapi.Index, namespace string) Finding {
+func DiskFull(r *podreport.Index, namespace string) Finding {
 	const mib, most = 1 << 20, 3
 	s := r.Storage
 	f := Finding{Level: Problem, About: aboutDisk}
@@ -579,7 +580,7 @@ func (e *explainer) sources() {
 
 // Refusing explains that a Source's calls, or some of them, got 503 within the last minute, because they could not be
 // stored; nil if that is not so. While the disk is nearly full, small requests may still fit.
-func Refusing(reports []*adminapi.Index, namespace, name string, now time.Time) *Finding {
+func Refusing(reports []*podreport.Index, namespace, name string, now time.Time) *Finding {
 	for _, r := range reports {
 		n := r.Namespace(namespace)
 		if n == nil || n.Sources[name] == nil {
@@ -599,7 +600,7 @@ func Refusing(reports []*adminapi.Index, namespace, name string, now time.Time) 
 }
 
 // Defects describes what could not be read or kept of a Source's accepted calls; "" if there is nothing.
-func Defects(reports []*adminapi.Index, namespace, name string) string {
+func Defects(reports []*podreport.Index, namespace, name string) string {
 	var sum adminapi.CallDefects
 	for _, r := range reports {
 		if n := r.Namespace(namespace); n != nil && n.Sources[name] != nil {

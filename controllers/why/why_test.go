@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
@@ -82,7 +83,7 @@ func TestExplain(t *testing.T) {
 				if change != nil {
 					change(&r.Namespaces[0], &r)
 				}
-				f.Reports = append(f.Reports, adminapi.NewIndex(r))
+				f.Reports = append(f.Reports, podreport.NewIndex(r))
 			}
 		}
 	}
@@ -343,7 +344,7 @@ func TestExplain(t *testing.T) {
 // The reports must not change the objects of the caller.
 func TestExplainChangesNoObject(t *testing.T) {
 	f := healthy()
-	f.Reports = []*adminapi.Index{adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{
+	f.Reports = []*podreport.Index{podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{
 		{Name: "crm", Ledger: adminapi.Ledger{Delivered: 7}, Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointGone}}},
 	}}}})}
 	Explain(f)
@@ -490,7 +491,7 @@ func TestOldStatus(t *testing.T) {
 			f.OperatorRenewed = now.Add(-c.renewed)
 		}
 		if c.live {
-			f.Reports = []*adminapi.Index{adminapi.NewIndex(adminapi.Report{})}
+			f.Reports = []*podreport.Index{podreport.NewIndex(adminapi.Report{})}
 		}
 		got := ""
 		for _, found := range Explain(f) {
@@ -508,7 +509,7 @@ func TestOldStatus(t *testing.T) {
 func TestStranded(t *testing.T) {
 	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
 	d.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: "accepted; stranded: 9 messages on the volume of d-1, which does not run; pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z"}}
-	for _, reports := range [][]*adminapi.Index{nil, {adminapi.NewIndex(adminapi.Report{})}} {
+	for _, reports := range [][]*podreport.Index{nil, {podreport.NewIndex(adminapi.Report{})}} {
 		found := Explain(Facts{Namespace: "shop", Name: "crm", Destinations: []v1alpha1.WebhookDestination{d}, Reports: reports})
 		if !slices.ContainsFunc(found, func(f Finding) bool {
 			return f.Level == Problem && f.Text == "9 messages on the volume of d-1, which does not run"
@@ -526,7 +527,7 @@ func TestDiskFullNamesWhoFillsIt(t *testing.T) {
 	destination := func(name string, pending, stored int64, endpoints []adminapi.EndpointReport) adminapi.DestinationReport {
 		return adminapi.DestinationReport{Name: name, Ledger: adminapi.Ledger{Pending: pending}, DeadLettersStored: stored, Endpoints: endpoints}
 	}
-	x := adminapi.NewIndex(adminapi.Report{Pod: "a", Storage: adminapi.StorageReport{Pressure: true}, Namespaces: []adminapi.NamespaceReport{
+	x := podreport.NewIndex(adminapi.Report{Pod: "a", Storage: adminapi.StorageReport{Pressure: true}, Namespaces: []adminapi.NamespaceReport{
 		{Namespace: "shop", Destinations: []adminapi.DestinationReport{
 			destination("crm", 9, 0, failed("ServerError", now, now.Add(time.Second))), destination("idle", 0, 0, nil), destination("few", 1, 0, nil), destination("dead", 0, 12, failed("Rejected", now, time.Time{})),
 		}},

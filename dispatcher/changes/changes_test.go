@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 // lanes connects every Source of a namespace to every destination of it.
@@ -113,7 +114,7 @@ func (w *world) since(cursor string) *adminapi.Report {
 }
 
 // reader merges reports.
-type reader struct{ index *adminapi.Index }
+type reader struct{ index *podreport.Index }
 
 func (r *reader) poll(w *world) (changed []string) {
 	cursor := ""
@@ -127,7 +128,7 @@ func (r *reader) poll(w *world) (changed []string) {
 }
 
 // state returns what the reader knows, in a form that can be compared.
-func state(x *adminapi.Index, w *world) map[string]string {
+func state(x *podreport.Index, w *world) map[string]string {
 	all := map[string]string{}
 	for i := range 6 {
 		name := fmt.Sprint("n", i)
@@ -163,7 +164,7 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 				}
 				time.Sleep(time.Duration(random.Int64N(int64(time.Second))))
 			}
-			want := state(adminapi.NewIndex(w.report()), w)
+			want := state(podreport.NewIndex(w.report()), w)
 			for i, r := range readers {
 				for range 10 {
 					time.Sleep(NumbersInterval)

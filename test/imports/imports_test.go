@@ -52,7 +52,7 @@ var linked = []struct {
 	external []string
 }{
 	// The client commands are small, and build for every platform of kubectl.
-	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/observed", "controllers/page", "controllers/why", "contract/adminapi", "internal/durable", "internal/plural", "internal/termsafe"},
+	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/observed", "controllers/page", "controllers/why", "contract/adminapi", "contract/podreport", "internal/durable", "internal/plural", "internal/termsafe"},
 		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
 }
 

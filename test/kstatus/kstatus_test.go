@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -237,7 +238,7 @@ func running(kind string, v compile.Verdict, change func(*adminapi.NamespaceRepo
 		change(&t, report)
 	}
 	report.Namespaces = []adminapi.NamespaceReport{t}
-	return []health.Pod{{Name: "a", Report: adminapi.NewIndex(*report)}}
+	return []health.Pod{{Name: "a", Report: podreport.NewIndex(*report)}}
 }
 
 // compute returns an object with the status that the operator writes.

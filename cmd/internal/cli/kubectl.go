@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
 )
@@ -162,7 +163,7 @@ func addLive(ctx context.Context, facts *why.Facts, targets []target) error {
 
 // liveState is the state of dispatchers.
 type liveState struct {
-	reports     []*adminapi.Index
+	reports     []*podreport.Index
 	unknownKeys []adminapi.UnknownKey
 }
 
@@ -173,7 +174,7 @@ func readLive(ctx context.Context, targets []target) (l liveState, err error) {
 		if err != nil {
 			return l, t.explain(err)
 		}
-		l.reports = append(l.reports, adminapi.NewIndex(*report))
+		l.reports = append(l.reports, podreport.NewIndex(*report))
 		for k, err := range t.UnknownKeys(ctx) {
 			if err != nil {
 				return l, t.explain(err)

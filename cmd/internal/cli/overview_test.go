@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
 )
@@ -341,8 +342,8 @@ func TestVersion(t *testing.T) {
 
 // A parked object is a problem, once for all pods. A manifest of posthorn run explains it better.
 func TestParkedObjects(t *testing.T) {
-	parked := func(pod string) *adminapi.Index {
-		return adminapi.NewIndex(adminapi.Report{Pod: pod, Configs: []adminapi.ConfigReport{
+	parked := func(pod string) *podreport.Index {
+		return podreport.NewIndex(adminapi.Report{Pod: pod, Configs: []adminapi.ConfigReport{
 			{Namespace: "shop", Parked: []adminapi.ParkedObject{{Object: "destinations/crm"}, {Object: "sources/web"}}},
 			{Namespace: "news", Parked: []adminapi.ParkedObject{{Object: "audiences/buyers"}}},
 		}})
@@ -360,7 +361,7 @@ func TestParkedObjects(t *testing.T) {
 		"destinations":           {"", "webhookdestinations", nil, []string{"WebhookDestination shop/crm"}},
 		"no object of this kind": {"shop", "audiences", nil, nil},
 	} {
-		v := &inventory{manifests: c.manifests, liveState: liveState{reports: []*adminapi.Index{parked("d-0"), parked("d-1")}}, now: time.Now()}
+		v := &inventory{manifests: c.manifests, liveState: liveState{reports: []*podreport.Index{parked("d-0"), parked("d-1")}}, now: time.Now()}
 		v.only(c.resource)
 		found, _ := v.troubles(c.namespace)
 		var got []string

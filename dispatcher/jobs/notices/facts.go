@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 )
 
 // The events of notices.
@@ -76,9 +77,9 @@ func (f fact) due(before record, now time.Time) bool {
 
 // facts returns the facts of a namespace that are due. Destinations that get notices have none, also as
 // forwarded dead letters, so that no notice causes another one.
-func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.ConfigReport, before map[string]record, now time.Time) (list []fact) {
+func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.ConfigReport, before map[string]record, now time.Time) (list []fact) {
 	if n == nil {
-		n = &adminapi.NamespaceIndex{}
+		n = &podreport.NamespaceIndex{}
 	}
 	addFact := func(f fact) {
 		if f.due(before[f.key], now) {

@@ -23,6 +23,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -62,7 +63,7 @@ type Service struct {
 	view *liveconfig.View
 	// namespaces are those with a destination that gets notices, sorted. index has only their reports.
 	namespaces []string
-	index      *adminapi.Index
+	index      *podreport.Index
 	// records are the reported values, by namespace and the key of the fact.
 	records map[string]map[string]record
 	failing bool

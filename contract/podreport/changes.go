@@ -1,27 +1,29 @@
-package adminapi
+package podreport
 
 import (
 	"context"
 	"errors"
 	"fmt"
 	"net/http"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // Changes is what changed in a pod since its last reports.
 type Changes struct {
 	// Report is that of the pod; nil if nothing changed.
-	Report *Report
+	Report *adminapi.Report
 	// Slots are those of the slots that a pod with several slots owns, each nil if nothing changed.
-	Slots map[int]*Report
+	Slots map[int]*adminapi.Report
 }
 
-// Changes requests what changed since the last state of the pod and of its slots, each of which may be
+// Fetch requests what changed since the last state of the pod and of its slots, each of which may be
 // nil. If the report of a slot fails, the Changes lack it, and those of later slots.
-func (c *Client) Changes(ctx context.Context, last *Index, slots map[int]*Index) (changes Changes, err error) {
-	if changes.Report, err = c.since(ctx, last); err != nil {
+func Fetch(ctx context.Context, c *adminapi.Client, last *Index, slots map[int]*Index) (changes Changes, err error) {
+	if changes.Report, err = since(ctx, c, last); err != nil {
 		return changes, err
 	}
-	var log *LogReport
+	var log *adminapi.LogReport
 	if changes.Report != nil {
 		log = changes.Report.Log
 	} else if last != nil {
@@ -30,10 +32,10 @@ func (c *Client) Changes(ctx context.Context, last *Index, slots map[int]*Index)
 	if !log.Several() {
 		return changes, nil
 	}
-	changes.Slots = map[int]*Report{}
+	changes.Slots = map[int]*adminapi.Report{}
 	for _, slot := range log.Slots {
-		report, err := c.Slot(slot).since(ctx, slots[slot])
-		if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
+		report, err := since(ctx, c.Slot(slot), slots[slot])
+		if status, ok := errors.AsType[*adminapi.StatusError](err); ok && status.StatusCode == http.StatusNotFound {
 			continue // The pod has handed the slot over meanwhile.
 		}
 		if err != nil {
@@ -47,13 +49,13 @@ func (c *Client) Changes(ctx context.Context, last *Index, slots map[int]*Index)
 }
 
 // since returns what changed since the last state, or nil if nothing did.
-func (c *Client) since(ctx context.Context, last *Index) (*Report, error) {
+func since(ctx context.Context, c *adminapi.Client, last *Index) (*adminapi.Report, error) {
 	cursor := ""
 	if last != nil {
 		cursor = last.Cursor
 	}
 	report, err := c.Report(ctx, cursor)
-	if errors.Is(err, ErrNotModified) {
+	if errors.Is(err, adminapi.ErrNotModified) {
 		return nil, nil
 	}
 	return report, err

@@ -1,4 +1,4 @@
-package adminapi
+package podreport
 
 import (
 	"cmp"
@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // destinations are the reports about the destinations of a namespace, sorted by name. The operator has
@@ -21,7 +23,7 @@ type destinations struct {
 // compactDestination is a DestinationReport.
 type compactDestination struct {
 	*destinationConfig
-	Ledger
+	adminapi.Ledger
 	rare *rareDestination // Nil if it is zero.
 	// first is the index of the first endpoint.
 	first uint32
@@ -40,7 +42,7 @@ type destinationConfig struct {
 type rareDestination struct {
 	deadLettersStored, deadLettersForwarded, retrying, oldestPending, nextAttempt int64
 
-	filterFailure *Failure
+	filterFailure *adminapi.Failure
 }
 
 // compactEndpoint is an EndpointReport without its name.
@@ -52,13 +54,13 @@ type compactEndpoint struct {
 
 // rareEndpoint is the part of an EndpointReport that is usually zero. State is set for an unknown one.
 type rareEndpoint struct {
-	state                                      EndpointState
+	state                                      adminapi.EndpointState
 	consecutiveFailures                        int
-	lastFailure                                *Failure
+	lastFailure                                *adminapi.Failure
 	firstAttemptsPending, firstAttemptsSkipped int64
 }
 
-var endpointStates = []EndpointState{EndpointIdle, EndpointHealthy, EndpointDegraded, EndpointCircuitOpen, EndpointGone}
+var endpointStates = []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
 
 // otherState is a state that this release does not know.
 const otherState = 255
@@ -78,7 +80,7 @@ func (d *destinations) of(c *compactDestination) []compactEndpoint {
 }
 
 // merge returns the reports after a change. A report shares its config with an equal one of likes.
-func (d *destinations) merge(changed []DestinationReport, removed []string, likes ...*destinations) destinations {
+func (d *destinations) merge(changed []adminapi.DestinationReport, removed []string, likes ...*destinations) destinations {
 	if len(changed) == 0 && len(removed) == 0 {
 		return *d
 	}
@@ -117,7 +119,7 @@ func (d *destinations) merge(changed []DestinationReport, removed []string, like
 
 // replace is merge for changes that neither add nor remove a destination or an endpoint; ok is false for
 // others. Nearly all changes are of numbers, so it only copies.
-func (d *destinations) replace(changed []DestinationReport, removed []string, likes []*destinations) (next destinations, ok bool) {
+func (d *destinations) replace(changed []adminapi.DestinationReport, removed []string, likes []*destinations) (next destinations, ok bool) {
 	for i := range changed {
 		c := d.find(changed[i].Name)
 		if c == nil || len(c.destinationConfig.endpoints) != len(changed[i].Endpoints) {
@@ -139,7 +141,7 @@ func (d *destinations) replace(changed []DestinationReport, removed []string, li
 }
 
 // compact returns a report and its endpoints.
-func compact(r *DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
+func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
 	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
 	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending), nanoseconds(r.NextAttempt), r.FilterFailure}); rare != (rareDestination{}) {
 		c.rare = new(rareDestination)
@@ -181,7 +183,7 @@ func (c *compactDestination) filterError() string {
 
 // failure is the part of a rareEndpoint that is not a number.
 type failure struct {
-	state        EndpointState
+	state        adminapi.EndpointState
 	failing, any bool
 }
 
@@ -193,11 +195,11 @@ func (e compactEndpoint) failure() failure {
 }
 
 // configOf returns the config of a report, that of one of likes if it is equal.
-func configOf(r *DestinationReport, likes []*destinations) *destinationConfig {
+func configOf(r *adminapi.DestinationReport, likes []*destinations) *destinationConfig {
 	for _, like := range likes {
 		c := like.find(r.Name)
 		if c != nil && c.generation == r.Generation && c.revision == r.Revision &&
-			slices.EqualFunc(c.endpoints, r.Endpoints, func(name string, e EndpointReport) bool { return name == e.Name }) {
+			slices.EqualFunc(c.endpoints, r.Endpoints, func(name string, e adminapi.EndpointReport) bool { return name == e.Name }) {
 			return c.destinationConfig
 		}
 	}
@@ -210,7 +212,7 @@ func configOf(r *DestinationReport, likes []*destinations) *destinationConfig {
 }
 
 // read writes a report. It reuses the endpoints of into.
-func (d *destinations) read(c *compactDestination, into *DestinationReport) {
+func (d *destinations) read(c *compactDestination, into *adminapi.DestinationReport) {
 	endpoints := into.Endpoints[:0]
 	rare := c.rare
 	if rare == nil {
@@ -225,13 +227,13 @@ func (d *destinations) read(c *compactDestination, into *DestinationReport) {
 		if e.state != otherState {
 			state = endpointStates[e.state]
 		}
-		endpoints = append(endpoints, EndpointReport{
+		endpoints = append(endpoints, adminapi.EndpointReport{
 			Name: c.endpoints[i], State: state, Since: timeOf(e.since), LastSuccess: timeOf(e.lastSuccess),
 			ConsecutiveFailures: rare.consecutiveFailures, LastFailure: rare.lastFailure,
 			FirstAttemptsPending: rare.firstAttemptsPending, FirstAttemptsSkipped: rare.firstAttemptsSkipped,
 		})
 	}
-	*into = DestinationReport{
+	*into = adminapi.DestinationReport{
 		Name: c.name, Generation: c.generation, Revision: c.revision, Ledger: c.Ledger,
 		DeadLettersStored: rare.deadLettersStored, DeadLettersForwarded: rare.deadLettersForwarded, Retrying: rare.retrying,
 		OldestPending: timeOf(rare.oldestPending), NextAttempt: timeOf(rare.nextAttempt), Endpoints: endpoints, FilterFailure: rare.filterFailure,
@@ -256,7 +258,7 @@ func timeOf(nanoseconds int64) time.Time {
 // ReadDestination reads the report about a destination; n may be nil. Without a report it returns false
 // and does not change into. It reuses the slice of endpoints in into. A caller must not change a
 // LastFailure.
-func (n *NamespaceIndex) ReadDestination(name string, into *DestinationReport) bool {
+func (n *NamespaceIndex) ReadDestination(name string, into *adminapi.DestinationReport) bool {
 	if n == nil {
 		return false
 	}
@@ -270,9 +272,9 @@ func (n *NamespaceIndex) ReadDestination(name string, into *DestinationReport) b
 
 // Destinations returns the reports about the destinations, sorted by name. A report is valid until the
 // next one. A caller must not change a LastFailure.
-func (n *NamespaceIndex) Destinations() iter.Seq[*DestinationReport] {
-	return func(yield func(*DestinationReport) bool) {
-		var d DestinationReport
+func (n *NamespaceIndex) Destinations() iter.Seq[*adminapi.DestinationReport] {
+	return func(yield func(*adminapi.DestinationReport) bool) {
+		var d adminapi.DestinationReport
 		for i := range n.destinations.all {
 			n.destinations.read(&n.destinations.all[i], &d)
 			if !yield(&d) {

@@ -1,4 +1,4 @@
-package adminapi
+package podreport
 
 import (
 	"encoding/json"
@@ -13,49 +13,51 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // everyField compares unexported fields, too.
 var everyField = cmp.Exporter(func(reflect.Type) bool { return true })
 
 func TestMerge(t *testing.T) {
-	namespace := func(name, revision string, destinations ...DestinationReport) NamespaceReport {
-		return NamespaceReport{Namespace: name, Revision: revision, Destinations: destinations}
+	namespace := func(name, revision string, destinations ...adminapi.DestinationReport) adminapi.NamespaceReport {
+		return adminapi.NamespaceReport{Namespace: name, Revision: revision, Destinations: destinations}
 	}
-	full := Report{Cursor: "1", Namespaces: []NamespaceReport{
-		namespace("a", "1", DestinationReport{Name: "x", Revision: "1"}, DestinationReport{Name: "y", Revision: "1"}),
+	full := adminapi.Report{Cursor: "1", Namespaces: []adminapi.NamespaceReport{
+		namespace("a", "1", adminapi.DestinationReport{Name: "x", Revision: "1"}, adminapi.DestinationReport{Name: "y", Revision: "1"}),
 		namespace("b", "1"),
 	}}
-	removed := namespace("a", "2", DestinationReport{Name: "z", Revision: "2"})
+	removed := namespace("a", "2", adminapi.DestinationReport{Name: "z", Revision: "2"})
 	removed.Removed.Destinations = []string{"x"}
-	complete := namespace("a", "2", DestinationReport{Name: "z", Revision: "2"})
+	complete := namespace("a", "2", adminapi.DestinationReport{Name: "z", Revision: "2"})
 	complete.Complete = true
 	for _, test := range []struct {
 		name    string
-		report  Report
-		want    Report
+		report  adminapi.Report
+		want    adminapi.Report
 		changed []string
 	}{
-		{"an empty delta", Report{Cursor: "2", Delta: true, Ready: true}, Report{Cursor: "2", Ready: true, Namespaces: full.Namespaces}, nil},
+		{"an empty delta", adminapi.Report{Cursor: "2", Delta: true, Ready: true}, adminapi.Report{Cursor: "2", Ready: true, Namespaces: full.Namespaces}, nil},
 		{
-			"changed, added and removed objects", Report{Cursor: "2", Delta: true, Namespaces: []NamespaceReport{removed}},
-			Report{Cursor: "2", Namespaces: []NamespaceReport{namespace("a", "2", DestinationReport{Name: "y", Revision: "1"}, DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
+			"changed, added and removed objects", adminapi.Report{Cursor: "2", Delta: true, Namespaces: []adminapi.NamespaceReport{removed}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2", adminapi.DestinationReport{Name: "y", Revision: "1"}, adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
 			[]string{"a"},
 		},
 		{
-			"a complete namespace", Report{Cursor: "2", Delta: true, Namespaces: []NamespaceReport{complete}},
-			Report{Cursor: "2", Namespaces: []NamespaceReport{namespace("a", "2", DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
+			"a complete namespace", adminapi.Report{Cursor: "2", Delta: true, Namespaces: []adminapi.NamespaceReport{complete}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2", adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
 			[]string{"a"},
 		},
 		{
-			"added and removed namespaces", Report{Cursor: "2", Delta: true, Namespaces: []NamespaceReport{namespace("c", "1")}, RemovedNamespaces: []string{"a"}},
-			Report{Cursor: "2", Namespaces: []NamespaceReport{full.Namespaces[1], namespace("c", "1")}},
+			"added and removed namespaces", adminapi.Report{Cursor: "2", Delta: true, Namespaces: []adminapi.NamespaceReport{namespace("c", "1")}, RemovedNamespaces: []string{"a"}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[1], namespace("c", "1")}},
 			[]string{"a", "c"},
 		},
-		{"an equal full report", Report{Cursor: "2", Namespaces: full.Namespaces}, Report{Cursor: "2", Namespaces: full.Namespaces}, nil},
+		{"an equal full report", adminapi.Report{Cursor: "2", Namespaces: full.Namespaces}, adminapi.Report{Cursor: "2", Namespaces: full.Namespaces}, nil},
 		{
-			"another full report", Report{Cursor: "2", Namespaces: []NamespaceReport{full.Namespaces[0], namespace("c", "1")}},
-			Report{Cursor: "2", Namespaces: []NamespaceReport{full.Namespaces[0], namespace("c", "1")}},
+			"another full report", adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[0], namespace("c", "1")}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[0], namespace("c", "1")}},
 			[]string{"b", "c"},
 		},
 	} {
@@ -79,18 +81,18 @@ func TestMerge(t *testing.T) {
 // of their messages is a number.
 func TestMergeOfDiscards(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
-	report := func(discards ...Discard) Report {
-		return Report{Namespaces: []NamespaceReport{{Namespace: "a"}, {Namespace: "b"}}, Configs: []ConfigReport{
-			{Namespace: "a", Number: 1, Discards: []Discard{{Source: "web", Destination: "x", Messages: 1, At: at}}},
+	report := func(discards ...adminapi.Discard) adminapi.Report {
+		return adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "a"}, {Namespace: "b"}}, Configs: []adminapi.ConfigReport{
+			{Namespace: "a", Number: 1, Discards: []adminapi.Discard{{Source: "web", Destination: "x", Messages: 1, At: at}}},
 			{Namespace: "b", Number: 1, Discards: discards},
 		}}
 	}
-	one := Discard{Source: "web", Destination: "x", Messages: 7, At: at}
+	one := adminapi.Discard{Source: "web", Destination: "x", Messages: 7, At: at}
 	empty, fewer, later, other := one, one, one, one
 	empty.Messages, fewer.Messages, later.At, other.Source = 0, 3, at.Add(time.Second), "ios"
 	for _, c := range []struct {
 		name          string
-		before, after Report
+		before, after adminapi.Report
 		changed       []string
 	}{
 		{"none", report(), report(), nil},
@@ -102,7 +104,7 @@ func TestMergeOfDiscards(t *testing.T) {
 		{"the first message", report(empty), report(one), []string{"b"}},
 		{"another time", report(one), report(later), []string{"b"}},
 		{"another Source", report(one), report(one, other), []string{"b"}},
-		{"the namespace has no config any more", report(one), Report{Namespaces: report().Namespaces, Configs: report().Configs[:1]}, []string{"b"}},
+		{"the namespace has no config any more", report(one), adminapi.Report{Namespaces: report().Namespaces, Configs: report().Configs[:1]}, []string{"b"}},
 	} {
 		for _, delta := range []bool{false, true} {
 			before, next := NewIndex(c.before), c.after
@@ -123,21 +125,21 @@ func TestMergeOfDiscards(t *testing.T) {
 }
 
 // reportOf is a full report about destinations in one namespace, as a pod sends it.
-func reportOf(tb testing.TB, destinations int, delivered int64) Report {
+func reportOf(tb testing.TB, destinations int, delivered int64) adminapi.Report {
 	tb.Helper()
-	n := NamespaceReport{Namespace: "shop"}
+	n := adminapi.NamespaceReport{Namespace: "shop"}
 	for i := range destinations {
-		n.Destinations = append(n.Destinations, DestinationReport{
+		n.Destinations = append(n.Destinations, adminapi.DestinationReport{
 			Name: fmt.Sprintf("destination-%d", i), Generation: 1, Revision: strings.Repeat("a", 56) + fmt.Sprintf("%08d", i),
-			Ledger:    Ledger{Accepted: delivered, Delivered: delivered},
-			Endpoints: []EndpointReport{{Name: "primary", State: EndpointHealthy, LastSuccess: time.Unix(delivered, 0)}},
+			Ledger:    adminapi.Ledger{Accepted: delivered, Delivered: delivered},
+			Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: time.Unix(delivered, 0)}},
 		})
 	}
-	text, err := json.Marshal(Report{Ready: true, Namespaces: []NamespaceReport{n}})
+	text, err := json.Marshal(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{n}})
 	if err != nil {
 		tb.Fatal(err)
 	}
-	var report Report
+	var report adminapi.Report
 	if err := json.Unmarshal(text, &report); err != nil {
 		tb.Fatal(err)
 	}
@@ -158,7 +160,7 @@ func TestSharedConfig(t *testing.T) {
 		t.Error("equal configs are copies")
 	}
 	for want, x := range map[int64]*Index{1: first, 2: second, 3: third} {
-		var d DestinationReport
+		var d adminapi.DestinationReport
 		if x.Namespace("shop").ReadDestination("destination-0", &d); d.Delivered != want {
 			t.Errorf("delivered: got %d, want %d", d.Delivered, want)
 		}
@@ -207,15 +209,15 @@ func random(r *rand.Rand, v reflect.Value) {
 // Every field of a report about a destination is read as it was reported, after any sequence of deltas.
 func TestRandomDestinations(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, uint64(time.Now().UnixNano())))
-	want := map[string]DestinationReport{}
-	x, like := NewIndex(Report{}), NewIndex(Report{})
+	want := map[string]adminapi.DestinationReport{}
+	x, like := NewIndex(adminapi.Report{}), NewIndex(adminapi.Report{})
 	for round := range 300 {
 		if r.IntN(50) == 0 {
-			want, x = map[string]DestinationReport{}, NewIndex(Report{})
+			want, x = map[string]adminapi.DestinationReport{}, NewIndex(adminapi.Report{})
 		}
-		changes := map[string]DestinationReport{}
+		changes := map[string]adminapi.DestinationReport{}
 		for range r.IntN(4) {
-			var d DestinationReport
+			var d adminapi.DestinationReport
 			random(r, reflect.ValueOf(&d).Elem())
 			if r.IntN(2) == 0 && len(d.Endpoints) > 0 {
 				d.Endpoints[0].State = endpointStates[r.IntN(len(endpointStates))]
@@ -223,7 +225,7 @@ func TestRandomDestinations(t *testing.T) {
 			d.Name = fmt.Sprint("d", r.IntN(20))
 			changes[d.Name] = d
 		}
-		n := NamespaceReport{Namespace: "shop"}
+		n := adminapi.NamespaceReport{Namespace: "shop"}
 		for name, d := range changes {
 			n.Destinations = append(n.Destinations, d)
 			want[name] = d
@@ -234,11 +236,11 @@ func TestRandomDestinations(t *testing.T) {
 				delete(want, name)
 			}
 		}
-		next, _ := x.Merge(Report{Delta: true, Namespaces: []NamespaceReport{n}}, like)
+		next, _ := x.Merge(adminapi.Report{Delta: true, Namespaces: []adminapi.NamespaceReport{n}}, like)
 		x, like = next, x
-		got := map[string]DestinationReport{}
+		got := map[string]adminapi.DestinationReport{}
 		for read := range x.Namespace("shop").Destinations() {
-			var d DestinationReport
+			var d adminapi.DestinationReport
 			if !x.Namespace("shop").ReadDestination(read.Name, &d) {
 				t.Fatalf("round %d: no report about %s", round, read.Name)
 			}
@@ -283,12 +285,12 @@ func BenchmarkIndexMemory(b *testing.B) {
 // BenchmarkMerge merges a delta with 10 of 200 destinations in each of 50 namespaces.
 func BenchmarkMerge(b *testing.B) {
 	full := reportOf(b, 200, 1).Namespaces[0]
-	var all, delta Report
+	var all, delta adminapi.Report
 	delta.Delta = true
 	for i := range 50 {
 		n := full
 		n.Namespace = fmt.Sprint("n", i)
-		n.Destinations = append([]DestinationReport(nil), full.Destinations...)
+		n.Destinations = append([]adminapi.DestinationReport(nil), full.Destinations...)
 		all.Namespaces = append(all.Namespaces, n)
 		n.Destinations = full.Destinations[90:100]
 		delta.Namespaces = append(delta.Namespaces, n)

@@ -1,4 +1,6 @@
-package adminapi
+// Package podreport reads the reports of the dispatchers, and keeps them in little memory: the operator
+// has one about each object from each dispatcher. Its main type is Index.
+package podreport
 
 import (
 	"iter"
@@ -7,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // Index is the state of one dispatcher as of its reports, by namespace and name. It is immutable:
@@ -16,9 +20,9 @@ type Index struct {
 	Pod     string
 	Cursor  string
 	Ready   bool
-	Storage StorageReport
-	Configs []ConfigReport
-	Log     *LogReport
+	Storage adminapi.StorageReport
+	Configs []adminapi.ConfigReport
+	Log     *adminapi.LogReport
 
 	namespaces map[string]*NamespaceIndex
 }
@@ -26,18 +30,18 @@ type Index struct {
 // NamespaceIndex is the state of one namespace in one dispatcher.
 type NamespaceIndex struct {
 	Revision string
-	Refused  *RefusedConfig
+	Refused  *adminapi.RefusedConfig
 	// The reports of the objects, by name; for those of destinations, see Destinations.
-	Sources      map[string]*SourceReport
-	Audiences    map[string]*AudienceReport
-	Deletions    map[string]*DeletionReport
-	Redeliveries map[string]*RedeliveryReport
+	Sources      map[string]*adminapi.SourceReport
+	Audiences    map[string]*adminapi.AudienceReport
+	Deletions    map[string]*adminapi.DeletionReport
+	Redeliveries map[string]*adminapi.RedeliveryReport
 
 	destinations destinations
 }
 
 // NewIndex returns the Index of a full report.
-func NewIndex(r Report) *Index {
+func NewIndex(r adminapi.Report) *Index {
 	x, _ := (*Index)(nil).Merge(r, nil)
 	return x
 }
@@ -59,13 +63,13 @@ func (x *Index) Namespaces() iter.Seq2[string, *NamespaceIndex] {
 }
 
 // Config returns the state of a namespace's live config; it is zero if the dispatcher has none.
-func (x *Index) Config(namespace string) ConfigReport {
+func (x *Index) Config(namespace string) adminapi.ConfigReport {
 	if x == nil {
-		return ConfigReport{}
+		return adminapi.ConfigReport{}
 	}
-	i, ok := slices.BinarySearchFunc(x.Configs, namespace, func(c ConfigReport, name string) int { return strings.Compare(c.Namespace, name) })
+	i, ok := slices.BinarySearchFunc(x.Configs, namespace, func(c adminapi.ConfigReport, name string) int { return strings.Compare(c.Namespace, name) })
 	if !ok {
-		return ConfigReport{}
+		return adminapi.ConfigReport{}
 	}
 	return x.Configs[i]
 }
@@ -79,15 +83,15 @@ func (x *Index) EqualExceptNumbers(o *Index, namespace string) bool {
 
 // equalDiscards reports whether two lists of discards announce the same: they may differ in the number
 // of messages.
-func equalDiscards(a, b []Discard) bool {
-	return slices.EqualFunc(withMessages(a), withMessages(b), func(a, b Discard) bool {
+func equalDiscards(a, b []adminapi.Discard) bool {
+	return slices.EqualFunc(withMessages(a), withMessages(b), func(a, b adminapi.Discard) bool {
 		return a.Source == b.Source && a.Destination == b.Destination && a.At.Equal(b.At)
 	})
 }
 
 // withMessages returns the discards of at least one message.
-func withMessages(list []Discard) []Discard {
-	none := func(d Discard) bool { return d.Messages == 0 }
+func withMessages(list []adminapi.Discard) []adminapi.Discard {
+	none := func(d adminapi.Discard) bool { return d.Messages == 0 }
 	if !slices.ContainsFunc(list, none) {
 		return list
 	}
@@ -101,20 +105,20 @@ func (n *NamespaceIndex) equalExceptNumbers(o *NamespaceIndex) bool {
 	}
 	return n.Revision == o.Revision && reflect.DeepEqual(n.Refused, o.Refused) &&
 		reflect.DeepEqual(n.Audiences, o.Audiences) && reflect.DeepEqual(n.Deletions, o.Deletions) && reflect.DeepEqual(n.Redeliveries, o.Redeliveries) &&
-		maps.EqualFunc(n.Sources, o.Sources, func(a, b *SourceReport) bool { return a.state() == b.state() }) &&
+		maps.EqualFunc(n.Sources, o.Sources, func(a, b *adminapi.SourceReport) bool { return stateOf(a) == stateOf(b) }) &&
 		n.destinations.equalExceptNumbers(&o.destinations)
 }
 
 // sourceState is a SourceReport without its numbers. The times are not numbers while the latest calls are
 // rejected: the Source's condition depends on them.
 type sourceState struct {
-	SourceReport
+	adminapi.SourceReport
 	rejecting bool
 }
 
-func (r *SourceReport) state() sourceState {
+func stateOf(r *adminapi.SourceReport) sourceState {
 	s := sourceState{*r, r.LastRejected.After(r.LastAccepted)}
-	s.Accepted, s.Rejected, s.Duplicates, s.Messages, s.Defects = min(r.Accepted, 1), 0, 0, Ledger{}, CallDefects{}
+	s.Accepted, s.Rejected, s.Duplicates, s.Messages, s.Defects = min(r.Accepted, 1), 0, 0, adminapi.Ledger{}, adminapi.CallDefects{}
 	if !s.rejecting {
 		s.LastAccepted = time.Time{}
 	}
@@ -124,7 +128,7 @@ func (r *SourceReport) state() sourceState {
 // Merge returns the Index after a report, and the names of the namespaces whose objects or discards
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
-func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
+func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
 	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Log: r.Log, namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
@@ -154,7 +158,7 @@ func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
 			changed = append(changed, name)
 		}
 	}
-	for _, configs := range [][]ConfigReport{x.configs(), next.Configs} {
+	for _, configs := range [][]adminapi.ConfigReport{x.configs(), next.Configs} {
 		for _, c := range configs {
 			if len(c.Discards) > 0 && !equalDiscards(x.Config(c.Namespace).Discards, next.Config(c.Namespace).Discards) {
 				changed = append(changed, c.Namespace)
@@ -165,7 +169,7 @@ func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
 	return next, slices.Compact(changed)
 }
 
-func (x *Index) configs() []ConfigReport {
+func (x *Index) configs() []adminapi.ConfigReport {
 	if x == nil {
 		return nil
 	}
@@ -174,7 +178,7 @@ func (x *Index) configs() []ConfigReport {
 
 // merge returns the state after the changes of a report; n may be nil. Its strings are those of the
 // first one of likes that has equal ones.
-func (n *NamespaceIndex) merge(r *NamespaceReport, likes ...*NamespaceIndex) *NamespaceIndex {
+func (n *NamespaceIndex) merge(r *adminapi.NamespaceReport, likes ...*NamespaceIndex) *NamespaceIndex {
 	if n == nil {
 		n = &NamespaceIndex{}
 	}
@@ -185,17 +189,17 @@ func (n *NamespaceIndex) merge(r *NamespaceReport, likes ...*NamespaceIndex) *Na
 		}
 		for i := range r.Sources {
 			if other := like.Sources[r.Sources[i].Name]; other != nil {
-				r.Sources[i].share(other)
+				shareStrings(&r.Sources[i], other)
 			}
 		}
 		same = append(same, &like.destinations)
 	}
 	return &NamespaceIndex{
 		Revision: r.Revision, Refused: r.Refused,
-		Sources:      merge(n.Sources, r.Sources, r.Removed.Sources, func(o *SourceReport) string { return o.Name }),
-		Audiences:    merge(n.Audiences, r.Audiences, r.Removed.Audiences, func(o *AudienceReport) string { return o.Name }),
-		Deletions:    merge(n.Deletions, r.Deletions, r.Removed.Deletions, func(o *DeletionReport) string { return o.Name }),
-		Redeliveries: merge(n.Redeliveries, r.Redeliveries, r.Removed.Redeliveries, func(o *RedeliveryReport) string { return o.Name }),
+		Sources:      merge(n.Sources, r.Sources, r.Removed.Sources, func(o *adminapi.SourceReport) string { return o.Name }),
+		Audiences:    merge(n.Audiences, r.Audiences, r.Removed.Audiences, func(o *adminapi.AudienceReport) string { return o.Name }),
+		Deletions:    merge(n.Deletions, r.Deletions, r.Removed.Deletions, func(o *adminapi.DeletionReport) string { return o.Name }),
+		Redeliveries: merge(n.Redeliveries, r.Redeliveries, r.Removed.Redeliveries, func(o *adminapi.RedeliveryReport) string { return o.Name }),
 		destinations: n.destinations.merge(r.Destinations, r.Removed.Destinations, same...),
 	}
 }
@@ -219,9 +223,9 @@ func merge[R any](before map[string]*R, changed []R, removed []string, name func
 	return next
 }
 
-// share replaces the strings of a report by equal ones of another report. There is a report of each
+// shareStrings replaces the strings of a report by equal ones of another report. There is a report of each
 // object for each dispatcher, and the strings would need a third of the memory.
-func (r *SourceReport) share(other *SourceReport) {
+func shareStrings(r, other *adminapi.SourceReport) {
 	share(&r.Name, other.Name)
 	share(&r.Revision, other.Revision)
 }
