@@ -61,7 +61,7 @@ func newBackupToken(dataDir string) (admin.BackupToken, error) {
 // when the disk is above its high-water mark: the archive's hard links keep space that the store has
 // freed.
 func (d *Dispatcher) Backup(ctx context.Context, w io.Writer) error {
-	if d.options.term != nil {
+	if d.options.Lease.Log() != nil {
 		return errors.New("this store has a replicated log; back up the streams of the NATS servers instead")
 	}
 	if !d.backingUp.TryLock() {

@@ -16,6 +16,7 @@ import (
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
@@ -63,10 +64,10 @@ func benchmarkPipeline(b *testing.B, tracer trace.Tracer) {
 			b.Error(err)
 		}
 	}()
-	config := testConfig(sink.URL)
+	config := liveconfigtest.Config(sink.URL)
 	config.Destinations[0].Delivery.MaxInFlight = 64
 	config.Destinations[0].Signing = nil
-	d.Set("shop", encoded(b, config))
+	d.Set("shop", liveconfigtest.Encode(b, config))
 	d.Synced()
 
 	const size = 20
@@ -80,7 +81,7 @@ func benchmarkPipeline(b *testing.B, tracer trace.Tracer) {
 	b.ResetTimer()
 	for sent := 0; sent < b.N; sent += size {
 		req, _ := http.NewRequest(http.MethodPost, fmt.Sprintf("http://%s/v1/batch", d.Addr()), bytes.NewReader(body))
-		req.SetBasicAuth(testKey, "")
+		req.SetBasicAuth(liveconfigtest.Key, "")
 		req.Header.Set("Traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 		resp, err := http.DefaultClient.Do(req)
 		if err != nil || resp.StatusCode != http.StatusOK {

@@ -14,14 +14,13 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"log"
 	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"strings"
+	"slices"
 	"sync"
 	"time"
 
@@ -32,6 +31,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/writekey"
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/changes"
@@ -39,17 +39,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
-	"github.com/posthorn/posthorn/dispatcher/intake/listen"
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 	"github.com/posthorn/posthorn/dispatcher/jobs/deletion"
 	"github.com/posthorn/posthorn/dispatcher/jobs/forward"
 	"github.com/posthorn/posthorn/dispatcher/jobs/notices"
 	"github.com/posthorn/posthorn/dispatcher/jobs/records"
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
-	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/internal/promtext"
 )
 
@@ -68,10 +66,6 @@ type Options struct {
 	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
 	// without TLS, so that probes never wait for calls.
 	ProbeListen string
-	// PeerListen, when set, is the address of a listener for the calls that standbys forward to the
-	// owner of a slot; host:port, where the host is the one at which the other processes reach this
-	// one. Only RunSlot uses it.
-	PeerListen string
 	// Listeners, when set, are used in place of new ones; the Dispatcher does not close them.
 	Listeners *Listeners
 	// Pod is the name of this dispatcher in reports.
@@ -83,8 +77,11 @@ type Options struct {
 	// Proxy for deliveries and token requests; nil for none.
 	Proxy *egress.Proxy
 	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
-	// each. Default 10 s. The store of a slot is handed over after at most 2 s for both together.
+	// each. Default 10 s.
 	DrainTimeout time.Duration
+	// HandOver, when set, bounds both together instead: the next user of the store waits for them. Receivers that
+	// answer later may get a message twice.
+	HandOver time.Duration
 	// ShutdownDelay is how long calls are still accepted after the stop signal while the pod is not
 	// ready, so that a Service removes it first. Default 0.
 	ShutdownDelay time.Duration
@@ -100,7 +97,7 @@ type Options struct {
 	// notifications; empty if it is this pod.
 	AudienceOwner string
 	// Memory bounds the resident memory of the process, which must run nothing but the dispatcher:
-	// at least MinMemory bytes. 0 sizes all buffers for DefaultMemory and does not set the garbage
+	// at least memory.Min bytes. 0 sizes all buffers for memory.Default and does not set the garbage
 	// collector's limit.
 	Memory int64
 	// Queue configures the store.
@@ -109,26 +106,14 @@ type Options struct {
 	// the DeletionRequests only those that this store has begun. The admin listener is optional.
 	// Nothing is discarded: OrphanGrace has no end, and all retry windows begin again. Backlog returns the rest.
 	Drain bool
-	// WallClock is the clock of this process that is compared with those of the log's servers, replaced by
-	// tests. Default time.Now.
-	WallClock func() time.Time
-	// Bus carries the heartbeats of RunSlot. Without it an owner with a wrong clock keeps its slot.
-	Bus slots.Bus
-	// Lacks, when set, returns the objects that the log has, by the values of Store.AllMeta, and that this process
-	// lacks or has in an older version: as the owner it would park them. Only one goroutine of RunSlot calls it.
-	Lacks func(values map[string][]byte) []string
-	// clock is set by RunSlot and RunSlots, and lacking by RunSlot.
-	clock   *clockCheck
-	lacking *lacking
-	// term is set by RunSlot: the store is that of a slot. nil for a store with its own log.
-	term *term
-	// handOver replaces handOverTimeout in tests.
-	handOver time.Duration
-	// identity and forwarder are set by RunSlot if standbys forward calls.
-	identity  *peer.Identity
-	forwarder *peer.Forwarder
-	// hosted is set by RunSlots: the slot of the store.
-	hosted *hosted
+	// Lease is the right to use the store. Default: no other process can take it over.
+	Lease Lease
+	// Share is what the Dispatchers of the process share; nil for the only one.
+	Share *Share
+	// Entrance is another way for requests; nil for none.
+	Entrance Entrance
+	// Collectors are further metrics.
+	Collectors []prometheus.Collector
 	// Version is the release, for backups.
 	Version string
 	// Extra serves the other paths of the admin listener.
@@ -184,30 +169,35 @@ func New(o Options) (*Dispatcher, error) {
 	if o.DataDir == "" {
 		return nil, errors.New("dispatcher: the data directory is missing; set --data")
 	}
-	if o.Memory != 0 && o.Memory < MinMemory {
-		return nil, fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, MinMemory)
+	if o.Memory != 0 && o.Memory < memory.Min {
+		return nil, fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, memory.Min)
 	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
 	if o.DrainTimeout <= 0 {
-		o.DrainTimeout = defaultDrain
+		o.DrainTimeout = DefaultDrain
 	}
-	if o.term != nil {
-		o.DrainTimeout = min(o.DrainTimeout, cmp.Or(o.handOver, handOverTimeout))
+	if o.HandOver > 0 {
+		o.DrainTimeout = min(o.DrainTimeout, o.HandOver)
 	}
+	if o.Lease == nil {
+		o.Lease = permanent{}
+	}
+	share := cmp.Or(o.Share, &Share{Stores: 1})
 	var windowsSince time.Time
 	if o.Drain {
 		o.OrphanGrace, windowsSince = keepOrphans, time.Now()
 	}
 	d := &Dispatcher{options: o, log: o.Logger, stopping: make(chan struct{})}
-	if o.hosted == nil {
-		d.metrics = newRegistry()
+	if o.Share == nil {
+		d.metrics = NewRegistry()
 		d.registerer = d.metrics
 	} else {
 		d.metrics = prometheus.NewRegistry()
-		d.registerer = prometheus.WrapRegistererWith(o.hosted.labels(), d.metrics)
+		d.registerer = prometheus.WrapRegistererWith(share.Labels, d.metrics)
 	}
+	d.metrics.MustRegister(o.Collectors...)
 
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
@@ -215,31 +205,29 @@ func New(o Options) (*Dispatcher, error) {
 	if o.Listeners == nil {
 		d.listeners, err = Listen(o)
 	} else {
-		d.listeners, err = o.Listeners.share()
+		d.listeners, err = o.Listeners.Share()
 	}
 	if err != nil {
 		return nil, err
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.registerer
-	q.DataDir = o.DataDir
-	if o.term != nil {
-		q.Log = o.term.writer
-	}
-	if o.term != nil && o.hosted == nil {
-		d.metrics.MustRegister(logMetrics{func() *term { return o.term }, o.forwarder, func() (uint64, bool) { return o.term.writer.Status().Sequence, true }}, o.clock.metric())
-	}
-	plan := planMemory(cmp.Or(o.Memory, DefaultMemory)).share(o.hosted.share())
-	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)
-	q.CacheBytes = cmp.Or(q.CacheBytes, plan.cache)
-	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.duplicates)
-	if o.Memory != 0 && o.hosted == nil {
-		plan.bound()
-		q.Quiet = onQuiet()
+	q.DataDir, q.Log = o.DataDir, o.Lease.Log()
+	plan := memory.PlanFor(o.Memory).Share(share.Stores)
+	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.MemTable)
+	q.CacheBytes = cmp.Or(q.CacheBytes, plan.Cache)
+	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.Duplicates)
+	if o.Memory != 0 && o.Share == nil {
+		plan.Bound()
+		q.Quiet = memory.OnQuiet()
 	}
 	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, backup.QueueFolder), q); err != nil {
 		d.listeners.Close()
 		return nil, err
+	}
+	if err := redelivery.CheckMoved(d.store); err != nil {
+		d.listeners.Close()
+		return nil, errors.Join(fmt.Errorf("%s: %w", o.DataDir, err), d.store.Close())
 	}
 	// The lock of the store excludes other processes.
 	if err := backup.RemoveRest(o.DataDir); err != nil {
@@ -256,7 +244,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.warnOfOpenAccess()
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
-		Changes: d.changes, Listed: o.hosted.listedKeys(), Decoder: o.hosted.decoder(),
+		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
 		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
 	})
 	if err := d.gate.RecoverCounters(d.store); err != nil {
@@ -267,8 +255,8 @@ func New(o Options) (*Dispatcher, error) {
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
-		DetailedMetrics: o.DetailedMetrics, MaySend: o.term.maySend(), MayExpire: o.term.mayExpire(),
+		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.InFlight,
+		DetailedMetrics: o.DetailedMetrics, MaySend: o.Lease.MaySend, MayExpire: o.Lease.MayExpire,
 		Changes: d.changes,
 	})
 	tracker.Buried = d.engine.CountDead
@@ -280,10 +268,10 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	d.ingest = ingest.New(ingest.Options{
 		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
-		MaxBuffered: plan.requests,
+		MaxBuffered: plan.Requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, backup.MembersFolder), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.term.members(),
+		Dir: filepath.Join(o.DataDir, backup.MembersFolder), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.Lease.Members(),
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.registerer, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -361,110 +349,61 @@ func (d *Dispatcher) Synced(failed ...string) {
 // Run serves until ctx is done, then stops in order: it refuses new calls, answers calls in
 // progress, finishes deliveries in flight, and persists the positions.
 func (d *Dispatcher) Run(ctx context.Context) error {
-	main := listen.New(ingest.NewServer(ingest.Normalize(d.mux())), maxConns, d.log)
-	adminOptions := admin.Options{
-		Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
-		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
-		Backup: d.Backup, BackupToken: d.backupToken, Audit: d.log, Log: d.logState,
-	}
-	if d.options.Debug {
-		adminOptions.View = d.gate.View
-	}
-	adminServer := listen.New(admin.NewServer(adminOptions), maxAdminConns, d.log)
-	main.ErrorLog = log.New(serverLog{d.log}, "", 0)
-	adminServer.ErrorLog = main.ErrorLog
-	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
+	engine, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
-	group, groupCtx := errgroup.WithContext(ctx)
-	if d.listeners.calls != nil {
-		group.Go(func() error { return serve(d.listeners.calls, main.Serve) })
-	}
-	if d.listeners.callsTLS != nil {
-		group.Go(func() error {
-			return serve(d.listeners.callsTLS, func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) })
-		})
-	}
-	serveAdmin := adminServer.Serve
-	if d.options.AdminTLS != nil {
-		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
-	}
-	if d.listeners.admin != nil {
-		group.Go(func() error { return serve(d.listeners.admin, serveAdmin) })
-	}
-	probeServer := listen.New(admin.NewProbeServer(d.Ready), maxAdminConns, d.log)
-	probeServer.ErrorLog = main.ErrorLog
-	if d.listeners.probes != nil {
-		group.Go(func() error { return serve(d.listeners.probes, probeServer.Serve) })
-	}
-	peers := listen.New(newPeerServer(d.options.identity, peer.Handlers{Calls: d.mux(), Admin: adminServer.Handler, Namespace: d.gate.NamespaceOf}, d.log), maxConns, d.log)
-	peers.ErrorLog = main.ErrorLog
-	if d.options.identity != nil {
-		group.Go(func() error {
-			return serve(d.listeners.peers, func(l net.Listener) error { return peers.ServeTLS(l, d.options.identity.Config()) })
-		})
-	}
-	if d.options.hosted != nil {
-		d.options.hosted.door.open(d, d.mux(), adminServer.Handler)
-	}
-	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
-	// waits until there is space, or until the store is closed.
-	var writers errgroup.Group
-	deliveries, stopDeliveries := context.WithCancel(engineCtx)
+	deliveries, stopDeliveries := context.WithCancel(engine)
 	defer stopDeliveries()
-	writers.Go(func() error {
-		defer d.log.Debug("deliveries stopped")
-		return d.engine.Run(deliveries)
-	})
-	writers.Go(func() error { return d.members.Run(engineCtx) })
-	writers.Go(func() error { return d.forget.Run(engineCtx) })
-	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
-	writers.Go(func() error { return d.forwards.Run(engineCtx) })
-	if !d.options.Drain {
-		writers.Go(func() error { return d.notices.Run(engineCtx) })
+	failed := make(chan error, 1)
+	fail := func(err error) {
+		select {
+		case failed <- err:
+		default: // The first error ends the Dispatcher.
+		}
 	}
-	writers.Go(func() error { return d.gate.RunCounters(engineCtx, d.store) })
-	written := make(chan error, 1)
-	go func() { written <- writers.Wait() }()
+	h := d.handlers()
+	if e := d.options.Entrance; e != nil {
+		h.Drain = e.Close
+		e.Open(d, h, fail)
+	}
+	written := make(chan struct{})
+	go func() {
+		defer close(written)
+		if err := d.write(engine, deliveries); err != nil {
+			fail(err)
+		}
+	}()
+	group, serving := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		defer stopEngine()
+		return d.listeners.Serve(serving, d.options, h, func() time.Duration {
+			close(d.stopping)
+			if ctx.Err() != nil && !d.options.Lease.Ended() {
+				time.Sleep(d.options.ShutdownDelay)
+			}
+			d.log.Info("stopping: no new calls, draining")
+			if d.options.HandOver > 0 {
+				stopDeliveries()
+			}
+			d.members.Stop()
+			return d.options.DrainTimeout
+		})
+	})
 	group.Go(func() error {
 		select {
-		case err := <-written:
-			written <- err
+		case err := <-failed:
 			return err
-		case <-engineCtx.Done():
+		case <-engine.Done():
 			return nil
 		}
 	})
-	main.RegisterOnShutdown(d.members.Stop)
-	group.Go(func() error {
-		<-groupCtx.Done()
-		close(d.stopping)
-		if ctx.Err() != nil && !d.options.term.hasEnded() {
-			time.Sleep(d.options.ShutdownDelay)
-		}
-		d.log.Info("stopping: no new calls, draining")
-		if d.options.term != nil {
-			stopDeliveries() // The next owner waits for the calls and the deliveries in flight: both get the same time.
-		}
-		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.options.DrainTimeout)
-		defer cancel()
-		var drained errgroup.Group
-		drained.Go(func() error { return main.Shutdown(drain) })
-		drained.Go(func() error { return peers.Shutdown(drain) })
-		if d.options.hosted != nil {
-			drained.Go(func() error { return d.options.hosted.door.close(drain) })
-		}
-		if err := drained.Wait(); err != nil {
-			// A call without an answer was not acknowledged; its sender will send it again.
-			d.log.Warn("drain timeout: calls in progress are cancelled", "error", err)
-			_, _ = main.Close(), peers.Close()
-		}
-		stopEngine()
-		return errors.Join(adminServer.Close(), probeServer.Close())
-	})
 	err := group.Wait()
 	select {
-	case writeErr := <-written:
-		err = errors.Join(err, writeErr)
+	case <-written:
+		select {
+		case writeErr := <-failed:
+			err = errors.Join(err, writeErr)
+		default:
+		}
 	case <-time.After(d.options.DrainTimeout + closeGrace):
 		d.log.Warn("drain timeout: closing the store with unsettled deliveries, probably because the disk is full; they will be sent again")
 	}
@@ -473,7 +412,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		pending += d.store.DestinationStats(name).Ledger.Pending
 	}
 	// A log that does not answer must not delay the end: the calls that wait for it are refused.
-	abandon := time.AfterFunc(closeGrace, d.options.term.abandon)
+	abandon := time.AfterFunc(closeGrace, d.options.Lease.Abandon)
 	closeErr := d.Close()
 	abandon.Stop()
 	if err == nil {
@@ -485,23 +424,46 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	return err
 }
 
-// Limits of open connections. A connection takes 20 KB; limits.Conns bounds the heads of all requests.
-const (
-	maxConns      = 4096
-	maxAdminConns = 256
-)
-
-// serverLog logs messages of net/http about connections, which contain the peer, under one constant
-// message, so that the log sampler bounds them.
-type serverLog struct{ to *slog.Logger }
-
-func (l serverLog) Write(line []byte) (int, error) {
-	l.to.Warn("connection failed", "error", strings.TrimSpace(string(line)))
-	return len(line), nil
+// write runs what writes to the store: deliveries until their context is done, and the rest until ctx is. On a full
+// disk a write waits until there is space, or until the store is closed.
+func (d *Dispatcher) write(ctx, deliveries context.Context) error {
+	var writers errgroup.Group
+	writers.Go(func() error {
+		defer d.log.Debug("deliveries stopped")
+		return d.engine.Run(deliveries)
+	})
+	writers.Go(func() error { return d.members.Run(ctx) })
+	writers.Go(func() error { return d.forget.Run(ctx) })
+	writers.Go(func() error { return d.redeliveries.Run(ctx) })
+	writers.Go(func() error { return d.forwards.Run(ctx) })
+	if !d.options.Drain {
+		writers.Go(func() error { return d.notices.Run(ctx) })
+	}
+	writers.Go(func() error { return d.gate.RunCounters(ctx, d.store) })
+	return writers.Wait()
 }
 
-// defaultDrain is the default of Options.DrainTimeout.
-const defaultDrain = 10 * time.Second
+// handlers returns the handlers of this Dispatcher.
+func (d *Dispatcher) handlers() Handlers {
+	calls := http.NewServeMux()
+	d.ingest.Mount(calls)
+	d.members.Mount(calls)
+	admin.MountHealth(calls, d.Ready)
+	gathered, written := d.Metrics()
+	o := admin.Options{
+		Changes: d.Changes, Metrics: promtext.Handler(gathered, written...),
+		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Backup: d.Backup, BackupToken: d.backupToken, Audit: d.log,
+		Log: d.LogState,
+	}
+	if d.options.Debug {
+		o.View = d.gate.View
+	}
+	return Handlers{Calls: calls, Admin: admin.NewHandler(o), Ready: d.Ready}
+}
+
+// DefaultDrain is the default of Options.DrainTimeout.
+const DefaultDrain = 10 * time.Second
 
 // closeGrace is the time limit for deliveries to record their outcomes after the drain.
 const closeGrace = 5 * time.Second
@@ -511,14 +473,6 @@ func (d *Dispatcher) Close() error {
 	d.listeners.Close()
 	d.client.Close()
 	return d.store.Close()
-}
-
-func (d *Dispatcher) mux() http.Handler {
-	mux := http.NewServeMux()
-	d.ingest.Mount(mux)
-	d.members.Mount(mux)
-	admin.MountHealth(mux, d.Ready)
-	return mux
 }
 
 // Ready returns the reason why this pod must not get calls, or nil.
@@ -532,13 +486,40 @@ func (d *Dispatcher) Ready() error {
 		return errors.New("waiting for the first full config")
 	}
 	if !d.configs.Usable() {
-		return errNoUsableConfig
+		return ErrNoUsableConfig
 	}
 	return nil
 }
 
-// errNoUsableConfig is public, so it names no namespace.
-var errNoUsableConfig = errors.New("no live config is usable; the log has the errors")
+// ErrNoUsableConfig is shown to everyone, so it names no namespace.
+var ErrNoUsableConfig = errors.New("no live config is usable; the log has the errors")
+
+// Namespaces returns the namespaces that the store has, sorted: those with messages, dead letters or ledgers, and those
+// whose live config was in effect.
+func (d *Dispatcher) Namespaces() []string {
+	names := slices.Concat(d.store.Namespaces(), d.configs.Namespaces())
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// NamespaceOf returns the namespace of the Source with a write key.
+func (d *Dispatcher) NamespaceOf(key writekey.Hash) (namespace string, ok bool) {
+	return d.gate.NamespaceOf(key)
+}
+
+// HasUnlistedKeys reports whether this Dispatcher knows write keys that its newest live configs lack.
+func (d *Dispatcher) HasUnlistedKeys() bool { return d.configs.HasUnlistedKeys() }
+
+// LostMembers names the audiences' files whose copies outside of the data directory are missing.
+func (d *Dispatcher) LostMembers() []string { return d.members.Gaps() }
+
+// LogState describes the lease of the store; nil if no other process can take it over.
+func (d *Dispatcher) LogState() *adminapi.LogState { return d.options.Lease.State(d.Ready()) }
+
+// Metrics returns the metrics of this Dispatcher: those of a registry, and those that are written at each scrape.
+func (d *Dispatcher) Metrics() (prometheus.Gatherer, []func(*promtext.Writer)) {
+	return d.metrics, []func(*promtext.Writer){d.writeMetrics, d.engine.WriteMetrics}
+}
 
 // UnknownKeys returns the recent requests with an unknown write key, those with the most requests
 // first.

@@ -3,7 +3,6 @@ package dispatcher
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -25,38 +24,13 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/contract/writekey"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/wait"
 )
-
-const testKey = "write-key"
-
-func testConfig(url string) liveconfig.Config {
-	sum := sha256.Sum256([]byte(testKey))
-	return liveconfig.Config{
-		Version: liveconfig.FormatVersion, Namespace: "shop",
-		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
-		Destinations: []liveconfig.Destination{{
-			Name: "crm", Generation: 7, Revision: "d1", State: liveconfig.Active, Sources: []string{"web"},
-			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
-			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
-			Success:     liveconfig.AnyEndpoint,
-			Delivery:    liveconfig.Delivery{TimeoutMS: 60_000, RetryWindowMS: 3_600_000, MinBackoffMS: 10, MaxBackoffMS: 100, MaxInFlight: 8},
-			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
-		}},
-	}
-}
-
-func encoded(t testing.TB, c liveconfig.Config) liveconfig.Stored {
-	t.Helper()
-	data, _, err := liveconfig.Encode(c)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return liveconfig.Stored{Config: data}
-}
 
 // running starts a dispatcher on a directory and stops it with the test, or when stop is
 // called.
@@ -95,7 +69,7 @@ func send(t *testing.T, d *Dispatcher, id string) (int, string) {
 	t.Helper()
 	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"//v1/track", // With an empty segment, as with a host setting that ends with a slash.
 		strings.NewReader(fmt.Sprintf(`{"userId":"u","event":"E","messageId":%q}`, id)))
-	req.SetBasicAuth(testKey, "")
+	req.SetBasicAuth(liveconfigtest.Key, "")
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		t.Fatal(err)
@@ -151,7 +125,7 @@ func TestTakesNoCallsBeforeTheFirstFullConfig(t *testing.T) {
 	if s, body := send(t, d, "early"); s != http.StatusServiceUnavailable {
 		t.Errorf("a call was answered %d %s before the config", s, body)
 	}
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	if s, _ := send(t, d, "early"); s != http.StatusServiceUnavailable {
 		t.Errorf("a call was answered %d before the config was full", s)
 	}
@@ -186,7 +160,7 @@ func TestNotReadyWithoutUsableConfig(t *testing.T) {
 	d.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
 	d.Synced()
 	ready("with only a rejected config", http.StatusServiceUnavailable, "no live config is usable; the log has the errors")
-	d.Set("shop", encoded(t, testConfig("https://hooks.example")))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config("https://hooks.example")))
 	ready("with a valid config", http.StatusOK, "ok")
 	d.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
 	ready("with the previous config in effect", http.StatusOK, "ok")
@@ -209,16 +183,16 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { got.Add(1) }))
 	t.Cleanup(sink.Close)
 	d, _ := started(t, t.TempDir())
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")}) // A namespace without a valid config.
-	stolen := testConfig(sink.URL)
+	stolen := liveconfigtest.Config(sink.URL)
 	stolen.Sources[0].Enabled = false
-	d.Set("other", encoded(t, stolen)) // Must not replace the config of shop.
+	d.Set("other", liveconfigtest.Encode(t, stolen)) // Must not replace the config of shop.
 	d.Synced()
 
-	bad := testConfig(sink.URL)
+	bad := liveconfigtest.Config(sink.URL)
 	bad.Destinations[0].Success = "Sometimes"
-	d.Set("shop", encoded(t, bad))
+	d.Set("shop", liveconfigtest.Encode(t, bad))
 	if s, body := send(t, d, "m1"); s != http.StatusOK {
 		t.Fatalf("%d %s", s, body)
 	}
@@ -247,7 +221,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	}
 	d.Delete("broken")
 	d.Delete("other")
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	for _, namespace := range d.Report().Namespaces {
 		if namespace.Refused != nil {
 			t.Errorf("%s is still refused: %v", namespace.Namespace, namespace.Refused)
@@ -259,7 +233,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	t.Cleanup(sink.Close)
 	d, _ := started(t, t.TempDir())
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Synced()
 	for i := range 10 {
 		send(t, d, fmt.Sprint("m", i))
@@ -314,7 +288,7 @@ func TestStopsInOrderAndGoesOnWhereItWas(t *testing.T) {
 	}))
 	t.Cleanup(sink.Close)
 	d, stop := started(t, dir)
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Synced()
 	for i := range 50 {
 		if s, body := send(t, d, fmt.Sprint("m", i)); s != http.StatusOK {
@@ -325,7 +299,7 @@ func TestStopsInOrderAndGoesOnWhereItWas(t *testing.T) {
 
 	down.Store(false)
 	d, _ = started(t, dir)
-	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Synced()
 	eventually(t, "all 50 after the restart", func() bool { return destinationReport(d).Delivered == 50 })
 	if r := destinationReport(d); r.Accepted != 50 || r.Pending != 0 || got.Load() != 50 {
@@ -377,8 +351,8 @@ func TestReportsOnAFullDisk(t *testing.T) {
 	t.Cleanup(sink.Close)
 	fs := &fullFS{FS: vfs.Default}
 	d, stop := started(t, t.TempDir(), func(o *Options) { o.Queue.FS = fs })
-	config := testConfig(sink.URL)
-	d.Set("shop", encoded(t, config))
+	config := liveconfigtest.Config(sink.URL)
+	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Synced()
 	for i := range 5 {
 		if code, body := send(t, d, fmt.Sprint("m", i)); code != http.StatusOK {
@@ -393,7 +367,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 	applied := make(chan struct{})
 	go func() {
 		defer close(applied)
-		d.Set("shop", encoded(t, config))
+		d.Set("shop", liveconfigtest.Encode(t, config))
 	}()
 	eventually(t, "the full disk shows", func() bool { return d.Store().Full() && d.Report().Pod == "p0" })
 	resp := get(t, "http://"+d.AdminAddr().String()+"/metrics")
@@ -413,7 +387,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 // Requests that a web page can cause in a browser on this machine are rejected.
 func TestAdminIsNotForPages(t *testing.T) {
 	d, _ := started(t, t.TempDir())
-	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config("http://127.0.0.1:1/")))
 	d.Synced()
 	ask := func(method, path, host string, header ...string) int {
 		t.Helper()
@@ -543,9 +517,9 @@ func TestDebugIsGuarded(t *testing.T) {
 	}
 }
 
-// keyConfig is the config of a namespace with a Source that has testKey, without destinations.
+// keyConfig is the config of a namespace with a Source that has liveconfigtest.Key, without destinations.
 func keyConfig() liveconfig.Config {
-	hash := writekey.HashOf(testKey)
+	hash := writekey.HashOf(liveconfigtest.Key)
 	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{
 		{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}},
 	}}
@@ -556,13 +530,13 @@ func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
 	dir := t.TempDir()
 	config := keyConfig()
 	d, stop := started(t, dir)
-	d.Set("shop", encoded(t, config))
+	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Synced()
 	if status, body := send(t, d, "1"); status != http.StatusOK {
 		t.Fatalf("%d %s", status, body)
 	}
 	config.Sources[0].WriteKeySHA256 = nil
-	d.Set("shop", encoded(t, config))
+	d.Set("shop", liveconfigtest.Encode(t, config))
 	for _, when := range []string{"before", "after"} {
 		if status, body := send(t, d, "2"); status != http.StatusServiceUnavailable || !strings.Contains(body, `"write_key_removed"`) {
 			t.Errorf("%s the restart: %d %s, want 503 write_key_removed", when, status, body)
@@ -570,11 +544,11 @@ func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
 		if when == "before" {
 			stop()
 			d, _ = started(t, dir)
-			d.Set("shop", encoded(t, config))
+			d.Set("shop", liveconfigtest.Encode(t, config))
 			d.Synced()
 		}
 	}
-	d.Set("shop", encoded(t, keyConfig()))
+	d.Set("shop", liveconfigtest.Encode(t, keyConfig()))
 	if status, body := send(t, d, "2"); status != http.StatusOK {
 		t.Errorf("with the restored key: %d %s", status, body)
 	}
@@ -584,7 +558,7 @@ func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
 func TestCountersSurviveARestart(t *testing.T) {
 	receiver := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	t.Cleanup(receiver.Close)
-	dir, config := t.TempDir(), encoded(t, testConfig(receiver.URL))
+	dir, config := t.TempDir(), liveconfigtest.Encode(t, liveconfigtest.Config(receiver.URL))
 	source := func(d *Dispatcher) adminapi.SourceReport { return d.Report().Namespaces[0].Sources[0] }
 	var before adminapi.SourceReport
 	for run := range 2 {
@@ -620,7 +594,7 @@ func TestAnswerSurvivesARestart(t *testing.T) {
 	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, answer, http.StatusForbidden) }))
 	t.Cleanup(receiver.Close)
 	var log bytes.Buffer
-	dir, config := t.TempDir(), encoded(t, testConfig(receiver.URL))
+	dir, config := t.TempDir(), liveconfigtest.Encode(t, liveconfigtest.Config(receiver.URL))
 	run := func() (*Dispatcher, func()) {
 		d, stop := started(t, dir, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
 		d.Set("shop", config)
@@ -652,5 +626,12 @@ func TestAnswerSurvivesARestart(t *testing.T) {
 		if text == "" || strings.Contains(text, answer) {
 			t.Errorf("%s: got %q, want a text without the receiver's answer", name, text)
 		}
+	}
+}
+
+func TestTooLittleMemoryIsRefused(t *testing.T) {
+	_, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Memory: memory.Min - 1})
+	if err == nil || !strings.Contains(err.Error(), "set --memory to 200000000 or more") {
+		t.Errorf("New: %v, want an error with the minimum", err)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 )
 
 // A destination gets no call that its filter excludes or that opts out, even while it is added,
@@ -29,11 +30,11 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	}))
 	t.Cleanup(receiver.Close)
 	d, _ := started(t, t.TempDir())
-	c := testConfig(receiver.URL)
+	c := liveconfigtest.Config(receiver.URL)
 	proto := c.Destinations[0]
 	proto.Filter = &liveconfig.Filter{Events: []string{"Wanted", "Opted Out"}}
 	c.Destinations = nil
-	d.Set("shop", encoded(t, c))
+	d.Set("shop", liveconfigtest.Encode(t, c))
 	d.Synced()
 
 	// A fixed number of batches is in flight during each change of the config: without a bound,
@@ -45,7 +46,7 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 			for range batches {
 				body := `{"batch":[` + strings.Repeat(`{"type":"track","userId":"u","event":"Unwanted"},{"type":"track","userId":"u","event":"Opted Out","integrations":{"All":false}},`, 10) + `{"type":"track","userId":"u","event":"Wanted"}]}`
 				req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/batch", strings.NewReader(body))
-				req.SetBasicAuth(testKey, "")
+				req.SetBasicAuth(liveconfigtest.Key, "")
 				resp, err := http.DefaultClient.Do(req)
 				if err != nil {
 					t.Error(err)
@@ -59,7 +60,7 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 		for range 8 {
 			batches <- struct{}{}
 		}
-		d.Set("shop", encoded(t, c))
+		d.Set("shop", liveconfigtest.Encode(t, c))
 	}
 	for round := range 8 {
 		for i := range 10 {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
@@ -26,18 +27,18 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	}))
 	t.Cleanup(receiver.Close)
 	d, _ := started(t, t.TempDir())
-	c := testConfig(receiver.URL + "/crm")
+	c := liveconfigtest.Config(receiver.URL + "/crm")
 	second := c.Destinations[0]
 	second.Name, second.Endpoints = "mail", []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(receiver.URL + "/mail")}}
 	c.Destinations = append(c.Destinations, second)
 	c.Destinations[0].Filter = &liveconfig.Filter{Expression: "100 / int(call.properties.parts) > 10"}
-	d.Set("shop", encoded(t, c))
+	d.Set("shop", liveconfigtest.Encode(t, c))
 	d.Synced()
 
 	for id, parts := range map[string]string{"sent": "5", "filtered": "50", "failed-1": "0", "failed-2": `"secret-value"`, "absent": "null"} {
 		req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
 			strings.NewReader(`{"userId":"u","event":"E","messageId":"`+id+`","properties":{"parts":`+parts+`}}`))
-		req.SetBasicAuth(testKey, "")
+		req.SetBasicAuth(liveconfigtest.Key, "")
 		resp, err := http.DefaultClient.Do(req)
 		if err != nil {
 			t.Fatal(err)
@@ -80,7 +81,7 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	// The corrected filter decides: one is sent, the other one still fails.
 	c.Destinations[0].Filter = &liveconfig.Filter{Expression: "int(call.properties.parts) == 0"}
 	c.Destinations[0].Revision = "d2"
-	d.Set("shop", encoded(t, c))
+	d.Set("shop", liveconfigtest.Encode(t, c))
 	if f := filterFailure(); f != nil {
 		t.Errorf("failure of the filter in the report after an edit: got %+v; want none", f)
 	}

@@ -18,8 +18,8 @@ import (
 	"github.com/posthorn/posthorn/internal/promtext"
 )
 
-// newRegistry returns a registry with the metrics of the process.
-func newRegistry() *prometheus.Registry {
+// NewRegistry returns a registry with the metrics of the process.
+func NewRegistry() *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
@@ -55,10 +55,10 @@ var namespaceFamilies = []struct {
 	write func(*promtext.Writer, *namespaceSeries)
 }{
 	{"posthorn_config_refused", promtext.Gauge, "1 while a namespace's newest live config is rejected and the previous one is in effect.", func(w *promtext.Writer, n *namespaceSeries) {
-		w.Sample(number(n.refused), n.labels)
+		w.Sample(promtext.Bool(n.refused), n.labels)
 	}},
 	{"posthorn_config_missing", promtext.Gauge, "1 while a namespace's live config is missing although it was not deleted: its messages are parked and its calls are answered 503.", func(w *promtext.Writer, n *namespaceSeries) {
-		w.Sample(number(n.missing), n.labels)
+		w.Sample(promtext.Bool(n.missing), n.labels)
 	}},
 	{"posthorn_config_parked_objects", promtext.Gauge, "Objects that are missing in a namespace's live config although they were not deleted; their messages are parked.", func(w *promtext.Writer, n *namespaceSeries) {
 		w.Sample(float64(n.parked), n.labels)
@@ -96,7 +96,7 @@ func eachSource(write func(*promtext.Writer, *sourceSeries)) func(*promtext.Writ
 // are collected by a scrape and cost nothing in between.
 func (d *Dispatcher) writeMetrics(w *promtext.Writer) {
 	w.Family("posthorn_ready", promtext.Gauge, "1 while calls are accepted.")
-	w.Sample(number(d.Ready() == nil), "")
+	w.Sample(promtext.Bool(d.Ready() == nil), "")
 	w.Family("posthorn_storage_free_bytes", promtext.Gauge, "Free space on the disk of the data directory.")
 	w.Sample(float64(d.gate.Storage().FreeBytes), "")
 	w.Family("posthorn_storage_days_left", promtext.Gauge, "Days until the disk reaches the high-water mark at the present rate, rounded up; 31 means more than 30.")
@@ -193,11 +193,4 @@ func revisionNumber(c *liveconfig.Config) float64 {
 		add("deletion", d.Name, d.Revision)
 	}
 	return float64(h.Sum64() >> 16)
-}
-
-func number(b bool) float64 {
-	if b {
-		return 1
-	}
-	return 0
 }

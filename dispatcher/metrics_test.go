@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/metrics"
 )
@@ -23,7 +24,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		endpoints[name] = sink.URL + "/hook-path"
 	}
 	d, _ := started(t, t.TempDir(), func(o *Options) { o.DetailedMetrics = true })
-	config := testConfig("")
+	config := liveconfigtest.Config("")
 	plain := config.Destinations[0]
 	config.Destinations = nil
 	for _, name := range []string{"down", "fails", "fine", "moved", "rejects"} {
@@ -32,7 +33,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		config.Destinations = append(config.Destinations, destination)
 	}
 	config.Audiences = []liveconfig.Audience{{Name: "shoppers", Generation: 1, Revision: "a1", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50}}
-	d.Set("shop", encoded(t, config))
+	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")})
 	d.Synced()
 
@@ -54,12 +55,12 @@ func TestMetricsAreDocumented(t *testing.T) {
 			t.Fatalf("%s %s: %d %s", method, path, resp.StatusCode, answer)
 		}
 	}
-	post(http.MethodPost, "/v1/track", testKey, `{"userId":"user-1"}`, http.StatusBadRequest)
-	post(http.MethodPost, "/v1/track", testKey, `{`, http.StatusBadRequest)
-	post(http.MethodPost, "/v1/track", testKey, `{"userId":"u","event":"E","timestamp":"yesterday","properties":{"id":12345678901234567890}}`, http.StatusOK)
+	post(http.MethodPost, "/v1/track", liveconfigtest.Key, `{"userId":"user-1"}`, http.StatusBadRequest)
+	post(http.MethodPost, "/v1/track", liveconfigtest.Key, `{`, http.StatusBadRequest)
+	post(http.MethodPost, "/v1/track", liveconfigtest.Key, `{"userId":"u","event":"E","timestamp":"yesterday","properties":{"id":12345678901234567890}}`, http.StatusOK)
 	post(http.MethodPost, "/v1/track", "unknown-key", `{}`, http.StatusServiceUnavailable) // "broken" may have it.
-	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":"user-1"}`, http.StatusOK)
-	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":`, http.StatusBadRequest)
+	post(http.MethodPut, "/v1/audiences/shoppers/members", liveconfigtest.Key, `{"userId":"user-1"}`, http.StatusOK)
+	post(http.MethodPut, "/v1/audiences/shoppers/members", liveconfigtest.Key, `{"userId":`, http.StatusBadRequest)
 
 	scrape := func() string {
 		body, err := io.ReadAll(get(t, "http://"+d.AdminAddr().String()+"/metrics").Body)
@@ -96,7 +97,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		t.Error(d)
 	}
 	// A label must never contain a URL, an event name or a user.
-	for _, word := range []string{"hook-path", "127.0.0.1", `"E"`, "user-1", `"u"`, testKey, "unknown-key"} {
+	for _, word := range []string{"hook-path", "127.0.0.1", `"E"`, "user-1", `"u"`, liveconfigtest.Key, "unknown-key"} {
 		if strings.Contains(text, word) {
 			t.Errorf("the metrics contain %q", word)
 		}
@@ -110,7 +111,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 
 	// The series of a deleted object are removed.
 	config.Destinations, config.Audiences = config.Destinations[2:3], nil
-	d.Set("shop", encoded(t, config))
+	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Delete("broken")
 	gone := []string{`destination="rejects"`, `namespace="broken"`}
 	eventually(t, "the series of what was deleted to be gone", func() bool {
@@ -130,15 +131,15 @@ func TestCountersOfASourceWithoutLanesBeginAtZero(t *testing.T) {
 	t.Cleanup(sink.Close)
 	dir := t.TempDir()
 	d, stop := started(t, dir, func(o *Options) { o.OrphanGrace = time.Millisecond })
-	config := testConfig(sink.URL)
-	d.Set("shop", numbered(t, 1, config))
+	config := liveconfigtest.Config(sink.URL)
+	d.Set("shop", liveconfigtest.Numbered(t, 1, config))
 	d.Synced()
 	if status, body := send(t, d, "m1"); status != http.StatusOK {
 		t.Fatalf("%d %s", status, body)
 	}
 	eventually(t, "the delivery", func() bool { return destinationReport(d).Delivered == 1 })
 	config.Destinations = nil
-	d.Set("shop", numbered(t, 2, config, liveconfig.Tombstone{
+	d.Set("shop", liveconfigtest.Numbered(t, 2, config, liveconfig.Tombstone{
 		Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"},
 	}))
 	eventually(t, "the lane to be removed", func() bool { return len(d.store.Lanes()) == 0 })

@@ -12,22 +12,9 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/contract/podreport"
 )
-
-// numbered encodes a config with a head.
-func numbered(t testing.TB, number int64, c liveconfig.Config, tombstones ...liveconfig.Tombstone) liveconfig.Stored {
-	t.Helper()
-	stored := encoded(t, c)
-	live, err := stored.Decode()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if stored.Head, err = liveconfig.EncodeHead(liveconfig.Head{Number: number, Revision: live.Revision, Tombstones: tombstones}); err != nil {
-		t.Fatal(err)
-	}
-	return stored
-}
 
 func shopReport(d *Dispatcher) adminapi.ConfigReport {
 	report := d.Report()
@@ -58,7 +45,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 	dir := t.TempDir()
 	impatient := func(o *Options) { o.OrphanGrace = time.Millisecond }
 	d, stop := started(t, dir, impatient)
-	d.Set("shop", numbered(t, 7, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Numbered(t, 7, liveconfigtest.Config(sink.URL)))
 	d.Synced()
 	for _, id := range []string{"m1", "m2"} {
 		if s, body := send(t, d, id); s != http.StatusOK {
@@ -96,7 +83,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 	d, stop = started(t, dir, impatient)
 	d.Synced()
 	lost(d)
-	d.Set("shop", numbered(t, 6, testConfig("http://127.0.0.1:1/"))) // From a backup.
+	d.Set("shop", liveconfigtest.Numbered(t, 6, liveconfigtest.Config("http://127.0.0.1:1/"))) // From a backup.
 	lost(d)
 	if refused := podreport.NewIndex(d.Report()).Namespace("shop").Refused; refused == nil || !strings.Contains(refused.Error, "number 6") {
 		t.Errorf("refusal of an older number: got %+v", refused)
@@ -104,7 +91,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 	if got := delivered.Load(); got != 0 {
 		t.Errorf("deliveries while parked: got %d, want 0", got)
 	}
-	d.Set("shop", numbered(t, 8, testConfig(sink.URL)))
+	d.Set("shop", liveconfigtest.Numbered(t, 8, liveconfigtest.Config(sink.URL)))
 	eventually(t, "delivery of both messages", func() bool { return delivered.Load() == 2 })
 	if s, body := send(t, d, "m4"); s != http.StatusOK {
 		t.Errorf("call with the config: got %d %s, want 200", s, body)
@@ -120,7 +107,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 func TestReadyWhileParked(t *testing.T) {
 	dir := t.TempDir()
 	d, stop := started(t, dir)
-	d.Set("shop", numbered(t, 7, testConfig("http://127.0.0.1:1/")))
+	d.Set("shop", liveconfigtest.Numbered(t, 7, liveconfigtest.Config("http://127.0.0.1:1/")))
 	d.Synced()
 	stop()
 	d, stop = started(t, dir)
@@ -132,11 +119,11 @@ func TestReadyWhileParked(t *testing.T) {
 	}
 	d.Synced()
 	ready("with a missing config", http.StatusOK)
-	d.Set("shop", numbered(t, 6, testConfig("http://127.0.0.1:1/")))
+	d.Set("shop", liveconfigtest.Numbered(t, 6, liveconfigtest.Config("http://127.0.0.1:1/")))
 	ready("with an older number", http.StatusOK)
 	d.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
 	ready("with an invalid config", http.StatusServiceUnavailable)
-	d.Set("shop", numbered(t, 6, testConfig("http://127.0.0.1:1/")))
+	d.Set("shop", liveconfigtest.Numbered(t, 6, liveconfigtest.Config("http://127.0.0.1:1/")))
 	ready("with an older number again", http.StatusOK)
 	stop()
 }
@@ -149,7 +136,7 @@ func TestParkedDestinationKeepsItsFilter(t *testing.T) {
 	t.Cleanup(sink.Close)
 	dir := t.TempDir()
 	impatient := func(o *Options) { o.OrphanGrace = time.Millisecond }
-	config := testConfig(sink.URL)
+	config := liveconfigtest.Config(sink.URL)
 	config.Destinations[0].Filter = &liveconfig.Filter{Types: []string{"page"}}
 	none := config
 	none.Destinations = nil
@@ -160,19 +147,19 @@ func TestParkedDestinationKeepsItsFilter(t *testing.T) {
 			t.Fatalf("call %s: got %d %s, want 200", id, s, body)
 		}
 	}
-	d.Set("shop", numbered(t, 7, config))
+	d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 	d.Synced()
-	d.Set("shop", numbered(t, 8, none))
+	d.Set("shop", liveconfigtest.Numbered(t, 8, none))
 	sendTrack("m1")
 	time.Sleep(2 * time.Millisecond) // The grace ends.
-	d.Set("shop", numbered(t, 9, none))
+	d.Set("shop", liveconfigtest.Numbered(t, 9, none))
 	sendTrack("m2")
 	stop()
 	d, stop = started(t, dir, impatient)
-	d.Set("shop", numbered(t, 9, none))
+	d.Set("shop", liveconfigtest.Numbered(t, 9, none))
 	d.Synced()
 	sendTrack("m3")
-	d.Set("shop", numbered(t, 10, config))
+	d.Set("shop", liveconfigtest.Numbered(t, 10, config))
 	eventually(t, "the end of the excluded calls", func() bool { return pending(d) == 0 })
 	if got := delivered.Load(); got != 0 {
 		t.Errorf("delivered calls that the filter excludes: got %d, want 0", got)
@@ -193,11 +180,11 @@ func TestRestoredConfigParksLostConnections(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			grace := func(o *Options) { o.OrphanGrace = time.Hour }
-			config := testConfig("http://127.0.0.1:1/")
+			config := liveconfigtest.Config("http://127.0.0.1:1/")
 			config.Destinations[0].Filter = &liveconfig.Filter{Types: []string{"track"}}
-			disconnected := testConfig("http://127.0.0.1:1/")
+			disconnected := liveconfigtest.Config("http://127.0.0.1:1/")
 			disconnected.Destinations[0].Sources = nil
-			restored := numbered(t, 8, disconnected)
+			restored := liveconfigtest.Numbered(t, 8, disconnected)
 			head, err := liveconfig.DecodeHead(restored.Head)
 			if err != nil {
 				t.Fatal(err)
@@ -207,7 +194,7 @@ func TestRestoredConfigParksLostConnections(t *testing.T) {
 				t.Fatal(err)
 			}
 			d, stop := started(t, dir, grace)
-			d.Set("shop", numbered(t, 7, config))
+			d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 			d.Synced()
 			if s, body := send(t, d, "m1"); s != http.StatusOK {
 				t.Fatalf("%d %s", s, body)
@@ -229,7 +216,7 @@ func TestRestoredConfigParksLostConnections(t *testing.T) {
 			d.Set("shop", restored)
 			d.Synced()
 			dropped("after a restart")
-			d.Set("shop", numbered(t, 9, config))
+			d.Set("shop", liveconfigtest.Numbered(t, 9, config))
 			if n := shopReport(d); len(n.Discards) != 0 || pending(d) != 1 {
 				t.Errorf("connected again: got %+v, %d pending", n, pending(d))
 			}
@@ -241,21 +228,21 @@ func TestRestoredConfigParksLostConnections(t *testing.T) {
 // Only a tombstone removes an object's lanes; the discard is reported before.
 func TestOnlyTombstonesDiscard(t *testing.T) {
 	d, stop := started(t, t.TempDir(), func(o *Options) { o.OrphanGrace = time.Hour })
-	config := testConfig("http://127.0.0.1:1/")
-	d.Set("shop", numbered(t, 7, config))
+	config := liveconfigtest.Config("http://127.0.0.1:1/")
+	d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 	d.Synced()
 	if s, body := send(t, d, "m1"); s != http.StatusOK {
 		t.Fatalf("%d %s", s, body)
 	}
 	none := config
 	none.Destinations = nil
-	d.Set("shop", numbered(t, 8, none))
+	d.Set("shop", liveconfigtest.Numbered(t, 8, none))
 	n := shopReport(d)
 	if len(n.Discards) != 0 || len(n.Parked) != 1 || n.Parked[0].Object != "destinations/crm" {
 		t.Errorf("without a tombstone: got %+v", n)
 	}
 	before := time.Now()
-	d.Set("shop", numbered(t, 9, none, liveconfig.Tombstone{
+	d.Set("shop", liveconfigtest.Numbered(t, 9, none, liveconfig.Tombstone{
 		Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"},
 	}))
 	n = shopReport(d)
@@ -269,7 +256,7 @@ func TestOnlyTombstonesDiscard(t *testing.T) {
 	if at.Before(before.Add(time.Hour)) || at.After(time.Now().Add(time.Hour)) {
 		t.Errorf("time of the discard: got %v, want an hour from now", at)
 	}
-	d.Set("shop", numbered(t, 10, config))
+	d.Set("shop", liveconfigtest.Numbered(t, 10, config))
 	if n := shopReport(d); len(n.Discards) != 0 || pending(d) != 1 {
 		t.Errorf("restored: got %+v, %d pending", n, pending(d))
 	}

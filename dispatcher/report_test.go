@@ -14,6 +14,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/contract/podreport"
 )
 
@@ -48,7 +49,7 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 	t.Cleanup(receiver.Close)
 	dir := t.TempDir()
 	d, stop := started(t, dir)
-	config := testConfig(receiver.URL)
+	config := liveconfigtest.Config(receiver.URL)
 	template := config.Destinations[0]
 	apply := func(revision int) {
 		config.Destinations = nil
@@ -64,7 +65,7 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 		if revision%2 == 1 {
 			config.Destinations = config.Destinations[1:]
 		}
-		d.Set("shop", encoded(t, config))
+		d.Set("shop", liveconfigtest.Encode(t, config))
 	}
 	apply(0)
 	d.Synced()
@@ -102,11 +103,11 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 func TestConfigStatesInChanges(t *testing.T) {
 	d, stop := started(t, t.TempDir(), func(o *Options) { o.OrphanGrace = time.Hour })
 	defer stop()
-	config := testConfig("http://127.0.0.1:1/")
+	config := liveconfigtest.Config("http://127.0.0.1:1/")
 	none := config
 	none.Destinations = nil
 	tombstone := liveconfig.Tombstone{Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"}}
-	d.Set("shop", numbered(t, 7, config))
+	d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 	d.Synced()
 	var reader merged
 	settle := func() { eventually(t, "an idle dispatcher reports no changes", func() bool { return !reader.poll(d) }) }
@@ -116,9 +117,9 @@ func TestConfigStatesInChanges(t *testing.T) {
 		want adminapi.ConfigReport
 	}{
 		{"the first config", func() {}, adminapi.ConfigReport{Number: 7}},
-		{"a higher number of the same config", func() { d.Set("shop", numbered(t, 8, config)) }, adminapi.ConfigReport{Number: 8}},
-		{"a destination is lost", func() { d.Set("shop", numbered(t, 9, none)) }, adminapi.ConfigReport{Number: 9, Parked: []adminapi.ParkedObject{{Object: "destinations/crm", Number: 8}}}},
-		{"it is deleted", func() { d.Set("shop", numbered(t, 10, none, tombstone)) }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm"}}}},
+		{"a higher number of the same config", func() { d.Set("shop", liveconfigtest.Numbered(t, 8, config)) }, adminapi.ConfigReport{Number: 8}},
+		{"a destination is lost", func() { d.Set("shop", liveconfigtest.Numbered(t, 9, none)) }, adminapi.ConfigReport{Number: 9, Parked: []adminapi.ParkedObject{{Object: "destinations/crm", Number: 8}}}},
+		{"it is deleted", func() { d.Set("shop", liveconfigtest.Numbered(t, 10, none, tombstone)) }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm"}}}},
 		{"its lane gets a message", func() { send(t, d, "m1") }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Later: 1}}}},
 	} {
 		step.do()

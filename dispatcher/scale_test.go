@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 )
 
@@ -17,7 +18,7 @@ const (
 
 // manyConfig returns the config of a namespace with manyPerEach destinations.
 func manyConfig(namespace int) liveconfig.Config {
-	c := testConfig("https://hooks.example.com/in")
+	c := liveconfigtest.Config("https://hooks.example.com/in")
 	c.Namespace = fmt.Sprintf("team-%02d", namespace)
 	c.Sources[0].WriteKeySHA256 = liveconfig.KeyHashes{fmt.Sprintf("%064x", namespace+1)}
 	d := c.Destinations[0]
@@ -33,7 +34,7 @@ func manyConfig(namespace int) liveconfig.Config {
 // storedAs returns a config with a head that has the number.
 func storedAs(b testing.TB, c liveconfig.Config, number int64) liveconfig.Stored {
 	b.Helper()
-	stored := encoded(b, c)
+	stored := liveconfigtest.Encode(b, c)
 	_, revision, err := liveconfig.Encode(c)
 	if err != nil {
 		b.Fatal(err)

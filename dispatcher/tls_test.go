@@ -10,6 +10,8 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 )
 
 // net/http logs messages about connections to Posthorn's log.
@@ -67,7 +69,7 @@ func TestCallsOverTLS(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- d.Run(ctx) }()
-	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
+	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config("http://127.0.0.1:1/")))
 	d.Synced()
 	roots := authority.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
 	for version, want := range map[bool]string{false: "HTTP/1.1", true: "HTTP/2.0"} {
@@ -79,7 +81,7 @@ func TestCallsOverTLS(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.SetBasicAuth(testKey, "")
+		r.SetBasicAuth(liveconfigtest.Key, "")
 		resp, err := (&http.Client{Transport: transport}).Do(r)
 		if err != nil {
 			t.Fatal(err)

@@ -16,9 +16,9 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
-	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 )
@@ -26,11 +26,11 @@ import (
 func newLog() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "log",
-		Short: "Repair a replicated log, or move a store to it",
+		Short: "Repair a replicated log, or move a store to it and back",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
 	}
-	cmd.AddCommand(newAdopt(), newLogImport())
+	cmd.AddCommand(newAdopt(), newLogImport(), newLogExport())
 	return cmd
 }
 
@@ -132,7 +132,7 @@ const (
 )
 
 func (a adopter) adopt(ctx context.Context, slot int) error {
-	dir := dispatcher.QueueFolder(a.data, a.slots, slot)
+	dir := host.QueueFolder(a.data, a.slots, slot)
 	if a.data == "" {
 		temporary, err := os.MkdirTemp("", "posthorn-adopt-")
 		if err != nil {

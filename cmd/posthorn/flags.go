@@ -22,12 +22,16 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // dataFlags are the flags of every process that contains a dispatcher.
 type dataFlags struct {
-	options           dispatcher.Options
+	options    dispatcher.Options
+	peerListen string
+	// lacks is host.Options.Lacks.
+	lacks             func(values map[string][]byte) []string
 	egress, proxies   []string
 	certFile, keyFile string
 	proxyURL          string
@@ -44,7 +48,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f := cmd.Flags()
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
 	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
-	f.StringVar(&d.options.PeerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. The default of HOST is the environment variable POD_IP. Empty: a standby refuses calls, and is not ready")
+	f.StringVar(&d.peerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --log reach this one: a standby forwards its calls there, over TLS, while this process is the owner. The default of HOST is the environment variable POD_IP. Empty: a standby refuses calls, and is not ready")
 	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
 	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
@@ -66,7 +70,7 @@ func (d *dataFlags) registerDelivery(cmd *cobra.Command, data, admin string) {
 	f.StringSliceVar(&d.noProxy, "egress-no-proxy", nil, "hosts that are reached without --egress-proxy, as in NO_PROXY: names (with the names below them), .DOMAIN, addresses, CIDRs, each with an optional :PORT. Loopback addresses never use the proxy")
 	f.StringVar(&d.proxyCredentials, "egress-proxy-credentials", "", "folder with the files username and password for --egress-proxy, read again when they change")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress; posthorn run raises it to the longest delivery timeout and 5s")
-	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
+	f.StringVar(&d.memory, "memory", strconv.Itoa(memory.Default/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
 	f.BoolVar(&d.options.DetailedMetrics, "detailed-metrics", false, "add histograms, failure reasons and lanes to the metrics of each destination, about 50 series per destination instead of 12")
 }
 
@@ -86,7 +90,7 @@ func (d *dataFlags) parse() (err error) {
 			return command.Usagef("--public-host: %v", err)
 		}
 	}
-	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}, {"--peer-listen", d.options.PeerListen}} {
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}, {"--peer-listen", d.peerListen}} {
 		if err := checkListen(l.address); err != nil {
 			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}
@@ -127,7 +131,7 @@ func (d *dataFlags) parse() (err error) {
 
 // checkPeerListen checks that the other processes can connect to the address.
 func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.TCPAddr, error)) error {
-	if d.options.PeerListen == "" {
+	if d.peerListen == "" {
 		if d.log.slots > 1 && d.isReplicated() {
 			return command.Usagef("--log-slots needs --peer-listen: requests are forwarded to the process that has the slot of their namespace")
 		}
@@ -136,21 +140,21 @@ func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.
 	if !d.isReplicated() {
 		return command.Usagef("--peer-listen needs --log")
 	}
-	host, port, _ := net.SplitHostPort(d.options.PeerListen)
+	host, port, _ := net.SplitHostPort(d.peerListen)
 	if host == "" {
 		host = os.Getenv("POD_IP")
-		d.options.PeerListen = net.JoinHostPort(host, port)
+		d.peerListen = net.JoinHostPort(host, port)
 	}
 	ip, err := netip.ParseAddr(host)
 	if host == "" || err == nil && ip.IsUnspecified() {
-		return command.Usagef("--peer-listen %q: name the host at which the other processes reach this one, for example 10.0.0.7:8444", d.options.PeerListen)
+		return command.Usagef("--peer-listen %q: name the host at which the other processes reach this one, for example 10.0.0.7:8444", d.peerListen)
 	}
 	if err == nil || host == "localhost" {
 		return nil
 	}
 	// Many systems name themselves as 127.0.1.1 in /etc/hosts. The others would connect to themselves.
-	if to, err := resolve("tcp", d.options.PeerListen); err == nil && to.IP.IsLoopback() {
-		return command.Usagef("--peer-listen %q: %s is %s on this machine, where other machines cannot connect; use the machine's address, for example 10.0.0.7:8444, or correct /etc/hosts", d.options.PeerListen, host, to.IP)
+	if to, err := resolve("tcp", d.peerListen); err == nil && to.IP.IsLoopback() {
+		return command.Usagef("--peer-listen %q: %s is %s on this machine, where other machines cannot connect; use the machine's address, for example 10.0.0.7:8444, or correct /etc/hosts", d.peerListen, host, to.IP)
 	}
 	return nil
 }
@@ -178,13 +182,13 @@ func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, err
 		return 0, command.Usagef("--memory %q: use a size such as 400M or 1Gi", flag)
 	}
 	bound := quantity.Value()
-	if bound < dispatcher.MinMemory {
-		return 0, command.Usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
+	if bound < memory.Min {
+		return 0, command.Usagef("--memory %s: too small; use %dM or more", flag, memory.Min/1_000_000)
 	}
 	// An unreadable limit counts as no limit.
 	if limit, err := containerLimit(); err == nil && limit/10*9 < uint64(bound) {
-		if bound = int64(limit / 10 * 9); bound < dispatcher.MinMemory {
-			return 0, fmt.Errorf("the container's memory limit of %d bytes is too small; set it to %dMi or more", limit, (dispatcher.MinMemory*10/9)>>20+1)
+		if bound = int64(limit / 10 * 9); bound < memory.Min {
+			return 0, fmt.Errorf("the container's memory limit of %d bytes is too small; set it to %dMi or more", limit, (memory.Min*10/9)>>20+1)
 		}
 	}
 	return bound, nil

@@ -43,7 +43,7 @@ func TestPeerListen(t *testing.T) {
 	} {
 		t.Setenv("POD_IP", c.podIP)
 		d := dataFlags{}
-		d.options.PeerListen, d.log.config.URL = c.listen, c.log
+		d.peerListen, d.log.config.URL = c.listen, c.log
 		err := d.checkPeerListen(func(_, address string) (*net.TCPAddr, error) {
 			ip := net.IPv4(10, 0, 0, 7)
 			if address == "debian:8444" {
@@ -52,8 +52,8 @@ func TestPeerListen(t *testing.T) {
 			return &net.TCPAddr{IP: ip}, nil
 		})
 		switch {
-		case c.want == "" && (err != nil || d.options.PeerListen != c.got):
-			t.Errorf("%+v: got %q and error %v, want none", c, d.options.PeerListen, err)
+		case c.want == "" && (err != nil || d.peerListen != c.got):
+			t.Errorf("%+v: got %q and error %v, want none", c, d.peerListen, err)
 		case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
 			t.Errorf("%+v: got error %v, want %q", c, err, c.want)
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 )
@@ -115,11 +116,11 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		group.Go(func() error { return other(ctx) })
 	}
 	if d.isReplicated() {
-		listeners, err := dispatcher.Listen(d.options)
-		if err != nil {
+		o := host.Options{Options: d.options, PeerListen: d.peerListen, Lacks: d.lacks}
+		var err error
+		if o.Listeners, err = host.Listen(o); err != nil {
 			return err
 		}
-		d.options.Listeners = listeners
 		client, err := jetstream.New(d.log.config, log)
 		if err != nil {
 			return err
@@ -128,17 +129,17 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		group.Go(func() error { return client.Watch(ctx) })
 		if d.log.slots > 1 {
 			group.Go(func() error {
-				return dispatcher.RunSlots(ctx, d.options, dispatcher.Slots{
+				return host.RunSlots(ctx, o, host.Slots{
 					Number: d.log.slots, Standbys: d.log.standbys, Pins: d.log.pins,
 					Open: client.OpenSlot, OpenDirectory: client.OpenDirectory, Bus: client, Watch: s.watch,
 				})
 			})
 		} else {
-			d.options.Bus = client
-			group.Go(func() error { return dispatcher.RunSlot(ctx, d.options, client.OpenOnlySlot, s.run) })
+			o.Bus = client
+			group.Go(func() error { return host.RunSlot(ctx, o, client.OpenOnlySlot, s.run) })
 		}
 		isUp := func() error { return nil } // A standby is ready, too.
-		group.Go(func() error { return newNotifier(listeners.AdminAddr(), isUp, log).run(ctx) })
+		group.Go(func() error { return newNotifier(o.Listeners.AdminAddr(), isUp, log).run(ctx) })
 	} else {
 		one, err := openWhenFree(ctx, log, s.lockWait, func() (*dispatcher.Dispatcher, error) { return dispatcher.New(d.options) })
 		if err != nil {

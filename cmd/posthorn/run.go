@@ -71,7 +71,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log}
 			if data.isReplicated() {
-				data.options.Lacks = standalone.NewLacks(options)
+				data.lacks = standalone.NewLacks(options)
 			}
 			data.options.Logger, data.options.Pod, data.options.Namespace = log, "standalone", standalone.DefaultNamespace
 			// The two depend on each other: the API of the resources shows the dispatcher's

@@ -55,8 +55,8 @@ type Options struct {
 	Audit *slog.Logger
 }
 
-// NewServer makes the admin server.
-func NewServer(o Options) *http.Server {
+// NewHandler makes the handler of the admin API.
+func NewHandler(o Options) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", o.Metrics)
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) {
@@ -86,7 +86,7 @@ func NewServer(o Options) *http.Server {
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
 	root.Handle("/", NotFromPages(guarded, o.Guard != nil))
-	return newServer(root)
+	return root
 }
 
 // MountLog adds GET /log.
@@ -108,13 +108,11 @@ func MountLog(mux *http.ServeMux, state func() *adminapi.LogState) {
 func NewProbeServer(ready func() error) *http.Server {
 	mux := http.NewServeMux()
 	MountHealth(mux, ready)
-	return newServer(mux)
+	return NewServer(mux)
 }
 
-// NewStandbyServer makes a server of h with the limits of the admin listener.
-func NewStandbyServer(h http.Handler) *http.Server { return newServer(h) }
-
-func newServer(h http.Handler) *http.Server {
+// NewServer makes a server of h with the limits of the admin listener.
+func NewServer(h http.Handler) *http.Server {
 	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 

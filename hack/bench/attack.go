@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/test/process"
 )
 
@@ -291,7 +291,7 @@ func (b *bench) underAttack(ctx context.Context, index int, a attack) ([]row, er
 	text := fmt.Sprintf("%.2f (p99 %s of %s, p50 %s of %s)", ratio, short(p99), short(base99), short(p50), short(base50))
 	return []row{
 		below("p99 beside "+a.name+", of alone", ratio, 3, text, "<= 3"),
-		below("peak RSS beside "+a.name, float64(peak), dispatcher.DefaultMemory, fmt.Sprintf("%d MB", peak>>20), "< 400 MB"),
+		below("peak RSS beside "+a.name, float64(peak), memory.Default, fmt.Sprintf("%d MB", peak>>20), "< 400 MB"),
 		{Name: "  attack: requests, accepted, rejected", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Rejections), Met: true, Number: ratio},
 		{Name: "  disk growth, per byte of the attacker", Value: fmt.Sprintf("%.1f MB, %.1f", float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
 	}, nil

@@ -65,8 +65,8 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	var flags []string
-	if *memory != "" {
-		flags = append(flags, "--memory", *memory)
+	if *limit != "" {
+		flags = append(flags, "--memory", *limit)
 	}
 	p := process.Run(bin, manifests, data, flags...)
 	log := &process.Log{}

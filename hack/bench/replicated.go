@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 	"github.com/posthorn/posthorn/test/process"
@@ -97,14 +98,14 @@ func runReplicated(ctx context.Context, o dispatcher.Options, log string, standb
 		return err
 	}
 	defer client.Close()
-	o.PeerListen = "127.0.0.1:0"
-	if o.Listeners, err = dispatcher.Listen(o); err != nil {
+	member := host.Options{Options: o, PeerListen: "127.0.0.1:0"}
+	if member.Listeners, err = host.Listen(member); err != nil {
 		return err
 	}
 	if standby {
-		hello(o.Listeners.Addr().String(), o.Listeners.AdminAddr().String())
+		hello(member.Listeners.Addr().String(), member.Listeners.AdminAddr().String())
 	}
-	return dispatcher.RunSlot(ctx, o, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, serve)
+	return host.RunSlot(ctx, member, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, serve)
 }
 
 // measureReplicated measures the replicated log with and without a standby.

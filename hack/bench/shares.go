@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/test/process"
 )
 
@@ -89,7 +89,7 @@ func (b *bench) sharedDisk(ctx context.Context) ([]row, error) {
 	return []row{
 		below("p99 beside two Sources of another namespace that fill the disk, of alone", ratio, 3, fmt.Sprintf("%.2f (p99 %s of %s)", ratio, short(p99), short(base)), "<= 3"),
 		atLeast("  batches of 240 KB of that namespace that were rejected", float64(refused.Load()), 1, fmt.Sprintf("%d of %d", refused.Load(), refused.Load()+accepted.Load())),
-		below("  peak RSS", float64(peak), dispatcher.DefaultMemory, fmt.Sprintf("%d MB", peak>>20), "below 400 MB"),
+		below("  peak RSS", float64(peak), memory.Default, fmt.Sprintf("%d MB", peak>>20), "below 400 MB"),
 	}, nil
 }
 

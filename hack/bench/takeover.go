@@ -27,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 	"github.com/posthorn/posthorn/test/process"
 )
@@ -470,23 +471,23 @@ func slotsRole(args []string) error {
 	if err != nil {
 		return err
 	}
-	o := dispatcher.Options{
-		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
+	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
+		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
-	}
+	}}
 	url, name, _ := strings.Cut(args[2], " ")
 	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: jetstream.MinBytes}, o.Logger)
 	if err != nil {
 		return err
 	}
 	defer client.Close()
-	if o.Listeners, err = dispatcher.Listen(o); err != nil {
+	if o.Listeners, err = host.Listen(o); err != nil {
 		return err
 	}
 	hello(o.Listeners.Addr().String(), o.Listeners.AdminAddr().String())
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	return dispatcher.RunSlots(ctx, o, dispatcher.Slots{
+	return host.RunSlots(ctx, o, host.Slots{
 		Number: number, Standbys: 1, Bus: client, Open: client.OpenSlot, OpenDirectory: client.OpenDirectory,
 		Watch: func(ctx context.Context, to liveconfig.Sink) error {
 			to.Set("bench", liveconfig.Stored{Config: data})

@@ -161,6 +161,14 @@ func appendLabels(dst []byte, pairs []string) []byte {
 	return dst
 }
 
+// Bool returns 1 for true and 0 for false.
+func Bool(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
 // Handler serves the metrics of a registry, followed by those that each of streams writes. The
 // streams must not write a metric of the registry or of another stream.
 func Handler(registry prometheus.Gatherer, streams ...func(*Writer)) http.Handler {

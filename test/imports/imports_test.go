@@ -44,6 +44,9 @@ var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runti
 // only has the packages of other modules that one package alone may import.
 var only = map[string]string{"github.com/nats-io/": "dispatcher/replicated/slots/jetstream"}
 
+// users has the packages that may import the packages of a folder, beside those of the folder itself.
+var users = map[string][]string{"dispatcher/replicated": {"cmd/posthorn", "hack/bench", "test/"}}
+
 // linked has packages with the packages of this module that they may link, directly or not, and
 // with those of other modules that they must not link.
 var linked = []struct {
@@ -183,6 +186,24 @@ func TestOnlyImporter(t *testing.T) {
 	for prefix, allowed := range only {
 		if got := slices.Compact(importers[prefix]); !slices.Equal(got, []string{allowed}) {
 			t.Errorf("importers of %s: got %v, want %s alone", prefix, got, allowed)
+		}
+	}
+}
+
+func TestUsers(t *testing.T) {
+	for folder, allowed := range users {
+		found := 0
+		for _, p := range list(t) {
+			path := strings.TrimPrefix(p.ImportPath, root)
+			if !slices.ContainsFunc(p.Imports, func(i string) bool { return strings.HasPrefix(i, root+folder+"/") }) || strings.HasPrefix(path, folder+"/") {
+				continue
+			}
+			if found++; !hasPrefix(path, allowed) {
+				t.Errorf("import of a package in %s in %s: not allowed", folder, path)
+			}
+		}
+		if found == 0 {
+			t.Errorf("importers of %s: got none, want %q", folder, allowed)
 		}
 	}
 }

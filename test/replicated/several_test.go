@@ -19,6 +19,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -31,37 +32,37 @@ const (
 	severalInFlight   = 8
 )
 
-// host is a process with several slots, in the process of the test.
-type host struct {
-	listeners *dispatcher.Listeners
+// hosting is a process with several slots, in the process of the test.
+type hosting struct {
+	listeners *host.Listeners
 	log       *jetstream.Client
 	stop      func()
 }
 
 // startHost starts a process whose log is in servers. Without configs, its watch of the live configs
 // hangs.
-func startHost(t *testing.T, s *servers, name string, configs map[string]liveconfig.Stored) *host {
+func startHost(t *testing.T, s *servers, name string, configs map[string]liveconfig.Stored) *hosting {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	logger := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelError})).With("process", name)
-	h := &host{}
+	h := &hosting{}
 	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Installation: installation, Replicas: replicas, MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
 		t.Fatal(err)
 	}
-	o := dispatcher.Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name, Egress: policy, Logger: logger,
-	}
-	if h.listeners, err = dispatcher.Listen(o); err != nil {
+	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: name, Egress: policy, Logger: logger,
+	}}
+	if h.listeners, err = host.Listen(o); err != nil {
 		t.Fatal(err)
 	}
 	o.Listeners = h.listeners
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
 	go func() {
-		ended <- dispatcher.RunSlots(ctx, o, dispatcher.Slots{
+		ended <- host.RunSlots(ctx, o, host.Slots{
 			Number: severalSlots, Standbys: 1, Bus: h.log, Open: h.log.OpenSlot, OpenDirectory: h.log.OpenDirectory,
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range configs {
@@ -87,12 +88,12 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 }
 
 // api returns a client of the admin API.
-func (h *host) api() *adminapi.Client {
+func (h *hosting) api() *adminapi.Client {
 	return &adminapi.Client{URL: "http://" + h.listeners.AdminAddr().String()}
 }
 
 // slots returns the slots that a process owns, and the number of those that it could take.
-func (h *host) slots(t *testing.T) (owned []int, ready int) {
+func (h *hosting) slots(t *testing.T) (owned []int, ready int) {
 	t.Helper()
 	states, err := h.api().Slots(t.Context())
 	if err != nil {
@@ -109,7 +110,7 @@ func (h *host) slots(t *testing.T) (owned []int, ready int) {
 }
 
 // claims returns how often the slots of processes got an owner.
-func claims(t *testing.T, hosts ...*host) (sum uint64) {
+func claims(t *testing.T, hosts ...*hosting) (sum uint64) {
 	t.Helper()
 	for _, h := range hosts {
 		states, err := h.api().Slots(t.Context())
@@ -124,7 +125,7 @@ func claims(t *testing.T, hosts ...*host) (sum uint64) {
 }
 
 // waitOwned waits until processes own all slots, each at most a number of them.
-func waitOwned(t *testing.T, most int, hosts ...*host) {
+func waitOwned(t *testing.T, most int, hosts ...*hosting) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		total := 0
@@ -305,7 +306,7 @@ type response struct {
 	body   string
 }
 
-func get(t *testing.T, h *host, path string) response {
+func get(t *testing.T, h *hosting, path string) response {
 	t.Helper()
 	resp, err := http.Get("http://" + h.listeners.Addr().String() + path) //nolint:noctx // bounded by the test
 	if err != nil {
@@ -323,7 +324,7 @@ func TestSeveralSlots(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	configs := severalConfigs(t, r.URL)
-	var hosts []*host
+	var hosts []*hosting
 	for i := range 3 {
 		hosts = append(hosts, startHost(t, s, fmt.Sprintf("process-%d", i), configs))
 	}
@@ -350,7 +351,7 @@ func TestSeveralSlots(t *testing.T) {
 
 	before := claims(t, hosts...)
 	hung := startHost(t, s, "hung", nil)
-	more := []*host{startHost(t, s, "process-3", configs), startHost(t, s, "process-4", configs)}
+	more := []*hosting{startHost(t, s, "process-3", configs), startHost(t, s, "process-4", configs)}
 	waitOwned(t, 1, append(hosts[:3:3], more...)...)
 	if owned, copies := hung.slots(t); len(owned)+copies > 0 {
 		t.Errorf("process without live configs: got %d slots and %d copies, want none", len(owned), copies)

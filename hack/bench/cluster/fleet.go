@@ -95,7 +95,7 @@ func (p *simulated) start() error {
 	if err != nil {
 		return err
 	}
-	p.server = admin.NewServer(admin.Options{Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error { return nil }})
+	p.server = admin.NewServer(admin.NewHandler(admin.Options{Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error { return nil }}))
 	answer := p.server.Handler
 	p.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if p.silent.Load() {

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"context"
@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
@@ -17,14 +17,6 @@ import (
 // duplicate messageIds and audiences would remain unused. So the owner of each slot first assigns to its
 // slot the namespaces of its store that have none, and other namespaces get a slot when all owners have
 // done so.
-
-// storedNamespaces returns the namespaces that the store has, sorted: those with messages, dead letters or
-// ledgers, and those whose live config was in effect.
-func (d *Dispatcher) storedNamespaces() []string {
-	names := slices.Concat(d.store.Namespaces(), d.configs.Namespaces())
-	slices.Sort(names)
-	return slices.Compact(names)
-}
 
 // compared is the directory in which the namespaces of a store have a slot.
 type compared struct {
@@ -66,34 +58,16 @@ func (s *hosted) assignStored(ctx context.Context, stored []string) {
 	s.host.signal()
 }
 
-// listedKeys reports whether a Source in a live config of the process has a write key: a namespace has its slot
-// a moment before its config is in effect in the Dispatcher of the slot, and its calls must not be refused as
-// unknown then. The result is nil in a process with one slot.
-func (s *hosted) listedKeys() func(key string) bool {
-	if s == nil {
-		return nil
-	}
-	return s.host.namespaces.index.Knows
-}
-
-// decoder returns the decoder that the slots of a process share; nil in a process with one slot.
-func (s *hosted) decoder() *liveconfig.Decoder {
-	if s == nil {
-		return nil
-	}
-	return &s.host.namespaces.decoder
-}
-
 // misplaced returns the namespaces with messages in the store of this slot that the directory assigns to
 // another one, each with the fix.
-func (s *hosted) misplaced(d *Dispatcher) (problems []string) {
+func (s *hosted) misplaced(d *dispatcher.Dispatcher) (problems []string) {
 	directory := s.host.namespaces.directory.Load()
 	type count struct{ pending, letters int64 }
 	counts := map[string]count{}
-	for _, name := range d.store.Destinations() {
+	for _, name := range d.Store().Destinations() {
 		namespace, _, _ := strings.Cut(name, "/")
 		if slot, known := directory.Slot(namespace); known && slot != s.slot {
-			stats, n := d.store.DestinationStats(name), counts[namespace]
+			stats, n := d.Store().DestinationStats(name), counts[namespace]
 			counts[namespace] = count{n.pending + stats.Ledger.Pending, n.letters + stats.DeadLetters}
 		}
 	}
@@ -106,17 +80,17 @@ func (s *hosted) misplaced(d *Dispatcher) (problems []string) {
 	return problems
 }
 
-// durability adds the misplaced namespaces and the gaps of the members' copies to what read returns; nil if read is.
-func (d *Dispatcher) durability(read func(context.Context) (slots.Durability, error)) func(context.Context) (slots.Durability, error) {
-	s := d.options.hosted
-	if read == nil {
+// readDurability adds the misplaced namespaces and the gaps of the members' copies to what the log returns; nil if it
+// returns nothing.
+func (t *term) readDurability(d *dispatcher.Dispatcher) func(context.Context) (slots.Durability, error) {
+	if t.remote.Durability == nil {
 		return nil
 	}
 	return func(ctx context.Context) (slots.Durability, error) {
-		result, err := read(ctx)
-		result.Gaps = append(result.Gaps, d.members.Gaps()...)
-		if err == nil && s != nil {
-			result.Weak = append(result.Weak, s.misplaced(d)...)
+		result, err := t.remote.Durability(ctx)
+		result.Gaps = append(result.Gaps, d.LostMembers()...)
+		if err == nil && t.hosted != nil {
+			result.Weak = append(result.Weak, t.hosted.misplaced(d)...)
 		}
 		return result, err
 	}

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
 	"github.com/posthorn/posthorn/test/wait"
@@ -94,7 +95,7 @@ func TestConfigsOfASlot(t *testing.T) {
 func TestUsableNamespaces(t *testing.T) {
 	n := newNamespaces(slog.New(slog.DiscardHandler))
 	invalid := liveconfig.Stored{Config: []byte("not a config")}
-	other := testConfig("https://hooks.example")
+	other := liveconfigtest.Config("https://hooks.example")
 	other.Namespace = "other"
 	for _, step := range []struct {
 		name string
@@ -103,9 +104,9 @@ func TestUsableNamespaces(t *testing.T) {
 	}{
 		{"without configs", func() {}, true},
 		{"with an invalid config", func() { n.Set("shop", invalid) }, false},
-		{"with a config of another namespace", func() { n.Set("other", encoded(t, other)) }, true},
+		{"with a config of another namespace", func() { n.Set("other", liveconfigtest.Encode(t, other)) }, true},
 		{"after its deletion", func() { n.Delete("other") }, false},
-		{"with a valid config", func() { n.Set("shop", encoded(t, testConfig("https://hooks.example"))) }, true},
+		{"with a valid config", func() { n.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config("https://hooks.example"))) }, true},
 		{"with the previous config in effect", func() { n.Set("shop", invalid) }, true},
 		{"after the deletion of all", func() { n.Delete("shop") }, true},
 	} {
@@ -118,16 +119,16 @@ func TestUsableNamespaces(t *testing.T) {
 // An invalid config changes nothing, because the previous one remains in effect.
 func TestInvalidConfigOfANamespace(t *testing.T) {
 	n := newNamespaces(slog.New(slog.DiscardHandler))
-	n.Set("shop", numbered(t, 7, testConfig("https://hooks.example")))
+	n.Set("shop", liveconfigtest.Numbered(t, 7, liveconfigtest.Config("https://hooks.example")))
 	n.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
-	if namespace, ok := n.index.Namespace(testKey); namespace != "shop" || !ok {
+	if namespace, ok := n.index.Namespace(liveconfigtest.Key); namespace != "shop" || !ok {
 		t.Errorf("namespace of the write key: got %q and %v, want shop", namespace, ok)
 	}
 	if diff := cmp.Diff([]slots.ConfigNumber{{Namespace: "shop", Number: 7}}, n.newestConfigs()); diff != "" {
 		t.Errorf("newest configs (-want +got):\n%s", diff)
 	}
 	n.Delete("shop")
-	if namespace, ok := n.index.Namespace(testKey); ok {
+	if namespace, ok := n.index.Namespace(liveconfigtest.Key); ok {
 		t.Errorf("namespace of the write key after the deletion: got %q, want none", namespace)
 	}
 }

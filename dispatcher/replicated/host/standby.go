@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"cmp"
@@ -17,17 +17,16 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
-	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
 	"github.com/posthorn/posthorn/dispatcher/intake/limits"
-	"github.com/posthorn/posthorn/dispatcher/intake/listen"
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
@@ -67,7 +66,7 @@ const (
 //
 // An error of the log does not end RunSlot: it is logged, is the reason of /readyz, and the attempt is
 // repeated.
-func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Context, *Dispatcher) error) error {
+func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Context, *dispatcher.Dispatcher) error) error {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
@@ -76,7 +75,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {
 			return err
 		}
-		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{Memory: &limits.Pool{Max: planMemory(cmp.Or(o.Memory, DefaultMemory)).requests}}}
+		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{Memory: &limits.Pool{Max: memory.PlanFor(o.Memory).Requests}}}
 	}
 	process := newSingle(o)
 	o.clock, o.lacking = process.o.clock, process.o.lacking
@@ -89,7 +88,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 		go o.lacking.run(exchanging)
 	}
 	defer context.AfterFunc(ctx, o.Listeners.Close)()
-	o.Logger.Info("listening", "listen", o.Listeners.calls.Addr().String(), "admin", o.Listeners.admin.Addr().String())
+	o.Logger.Info("listening", "listen", o.Listeners.Addr().String(), "admin", o.Listeners.AdminAddr().String())
 	for {
 		t, d, err := becomeOwner(ctx, o, open, &process.standby)
 		if err != nil || t == nil {
@@ -103,7 +102,7 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 
 // becomeOwner is a standby until this process owns the slot and has made a Dispatcher with its store.
 // The term is nil when ctx is done before. present is the standby meanwhile.
-func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*term, *Dispatcher, error) {
+func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*term, *dispatcher.Dispatcher, error) {
 	shared, err := o.Listeners.share()
 	if err != nil {
 		return nil, nil, err
@@ -191,7 +190,7 @@ const connecting = "connecting to the log"
 func (s *standby) because(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
-func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Dispatcher) {
+func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *dispatcher.Dispatcher) {
 	var damaged *pebblestore.CorruptError // of the last attempt to open the store
 	for ctx.Err() == nil {
 		s.because(connecting)
@@ -199,9 +198,8 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *Di
 		t, err := s.follow(ctx, o, open, damaged)
 		if err == nil {
 			s.because("this process owns the slot, and opens its store")
-			o.term = t
-			var d *Dispatcher
-			if d, err = New(o); err == nil {
+			var d *dispatcher.Dispatcher
+			if d, err = dispatcher.New(t.options(o)); err == nil {
 				return t, d
 			}
 			damaged, _ = errors.AsType[*pebblestore.CorruptError](err)
@@ -261,7 +259,10 @@ func (s *standby) upToDate() {
 }
 
 func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*term, error) {
-	t := &term{slot: o.hosted.number(), stopping: ctx.Done(), dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.hosted.uploads()}
+	t := &term{
+		slot: o.hosted.number(), pod: o.Pod, address: o.identity.Address(), hosted: o.hosted, stopping: ctx.Done(),
+		dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.hosted.uploads(),
+	}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
 		return nil, err
@@ -297,57 +298,14 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 // serve answers requests until ctx is done. When process, the context of the process, is done, too, it
 // stops as an owner does: calls are still forwarded for the shutdown delay.
 func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
-	return serveProcess(ctx, l, o, handlers{s.handler(s.call()), s.admin(o), peer.NotOwner(), s.ready}, func() time.Duration {
+	return l.serve(ctx, o, dispatcher.Handlers{Calls: s.handler(s.call()), Admin: s.admin(o), Ready: s.ready}, peer.NotOwner(), func() time.Duration {
 		if process.Err() == nil || s.calls == nil {
 			return drainTakeover
 		}
 		s.stopping.Store(true)
 		time.Sleep(o.ShutdownDelay)
-		return cmp.Or(o.DrainTimeout, defaultDrain)
+		return cmp.Or(o.DrainTimeout, dispatcher.DefaultDrain)
 	})
-}
-
-// handlers are those of the listeners of a process. The listener for probes has only ready.
-type handlers struct {
-	calls, admin http.Handler
-	peers        peer.Handlers
-	ready        func() error
-}
-
-// serveProcess serves the listeners of a process until ctx is done. Calls in progress may then take as
-// long as drain returns.
-func serveProcess(ctx context.Context, l *Listeners, o Options, h handlers, drain func() time.Duration) error {
-	calls := listen.New(ingest.NewServer(ingest.Normalize(h.calls)), maxConns, o.Logger)
-	requests := listen.New(admin.NewStandbyServer(h.admin), maxAdminConns, o.Logger)
-	peers := listen.New(newPeerServer(o.identity, h.peers, o.Logger), maxConns, o.Logger)
-	probes := listen.New(admin.NewProbeServer(h.ready), maxAdminConns, o.Logger)
-	group, ctx := errgroup.WithContext(ctx)
-	start := func(on net.Listener, how func(net.Listener) error) { group.Go(func() error { return serve(on, how) }) }
-	start(l.calls, calls.Serve)
-	if l.callsTLS != nil {
-		start(l.callsTLS, func(on net.Listener) error { return calls.ServeTLS(on, o.TLS) })
-	}
-	if l.probes != nil {
-		start(l.probes, probes.Serve)
-	}
-	if o.AdminTLS != nil {
-		start(l.admin, func(on net.Listener) error { return requests.ServeTLS(on, o.AdminTLS) })
-	} else {
-		start(l.admin, requests.Serve)
-	}
-	if o.identity != nil {
-		start(l.peers, func(on net.Listener) error { return peers.ServeTLS(on, o.identity.Config()) })
-	}
-	group.Go(func() error {
-		<-ctx.Done()
-		draining, cancel := context.WithTimeout(context.WithoutCancel(ctx), drain())
-		defer cancel()
-		if err := calls.Shutdown(draining); err != nil {
-			_ = calls.Close()
-		}
-		return errors.Join(requests.Close(), peers.Close(), probes.Close())
-	})
-	return group.Wait()
 }
 
 // state returns the part of this standby in the log.
@@ -364,22 +322,18 @@ func (s *standby) state(o Options) *adminapi.LogState {
 	return state
 }
 
-// logState returns the part of this owner in the log; nil if the disk is the only place of the store.
-func (d *Dispatcher) logState() *adminapi.LogState {
-	t := d.options.term
-	if t == nil {
-		return nil
-	}
+// State implements dispatcher.Lease.
+func (t *term) State(ready error) *adminapi.LogState {
 	status := t.writer.Status()
 	state := &adminapi.LogState{
-		Pod: d.options.Pod, Address: d.options.identity.Address(), Slot: t.slot, Owner: true, Ready: true, Sequence: status.Sequence,
+		Pod: t.pod, Address: t.address, Slot: t.slot, Owner: true, Ready: ready == nil, Sequence: status.Sequence,
 		Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
 	}
 	t.durability.describe(state)
 	state.Gaps = t.gaps()
-	if err := d.Ready(); err != nil {
-		state.Ready, state.Reason = false, err.Error()
+	if ready != nil {
+		state.Reason = ready.Error()
 	}
 	return state
 }
@@ -459,9 +413,9 @@ func (s *standby) handler(next http.Handler) http.Handler {
 
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
-	registry := newRegistry()
+	registry := dispatcher.NewRegistry()
 	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
-	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return number(s.ready() == nil) }))
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return promtext.Bool(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
 	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
@@ -530,16 +484,6 @@ func forwardAdmin(f *peer.Forwarder) http.Handler {
 	})
 }
 
-// newPeerServer makes the server for the requests that standbys forward. identity may be nil if it does
-// not serve.
-func newPeerServer(identity *peer.Identity, to peer.Handlers, log *slog.Logger) *http.Server {
-	h := identity.Handler(to, log)
-	s := ingest.NewServer(h)
-	s.RegisterOnShutdown(h.Stop)
-	s.MaxHeaderBytes += peer.HeaderBytes
-	return s
-}
-
 // ending ends a term in order, from another goroutine.
 type ending struct {
 	mu     sync.Mutex
@@ -575,9 +519,12 @@ func (e *ending) now() bool {
 
 // term is the time for which this process owns a slot.
 type term struct {
-	// slot is the number of the slot.
-	slot int
-	// stopping is closed when New need not continue.
+	// slot is the number of the slot, in the process pod, which others reach at an address.
+	slot         int
+	pod, address string
+	// hosted is nil in a process with one slot.
+	hosted *hosted
+	// stopping is closed when dispatcher.New need not continue.
 	stopping <-chan struct{}
 	remote   slots.Remote
 	writer   *slots.Writer
@@ -592,7 +539,7 @@ type term struct {
 }
 
 // run runs a Dispatcher until ctx is done or the term has ended.
-func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context, *Dispatcher) error) error {
+func (t *term) run(ctx context.Context, d *dispatcher.Dispatcher, run func(context.Context, *dispatcher.Dispatcher) error) error {
 	defer t.writer.Close()
 	running, stop := context.WithCancel(ctx)
 	defer stop()
@@ -603,12 +550,12 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		case <-running.Done():
 		}
 	}()
-	go t.durability.watch(running, d.durability(t.remote.Durability), t.repair, t.logger)
+	go t.durability.watch(running, t.readDurability(d), t.repair, t.logger)
 	go t.clock.Watch(running, t.slot, t.remote.Clocks)
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)
-		t.takeSnapshots(running, d.store)
+		t.takeSnapshots(running, d.Store())
 	}()
 	defer func() {
 		stop()
@@ -617,7 +564,7 @@ func (t *term) run(ctx context.Context, d *Dispatcher, run func(context.Context,
 		}
 	}()
 	err := run(running, d)
-	if t.hasEnded() {
+	if t.Ended() {
 		if ctx.Err() == nil {
 			t.logger.Warn("another process owns the slot now, or the log is damaged; becoming a standby", "error", t.writer.Err())
 		}
@@ -636,47 +583,51 @@ func (t *term) release(ctx context.Context) error {
 	return t.writer.Release(ctx)
 }
 
-// maySend is the condition for each request; nil for none.
-func (t *term) maySend() func() bool {
-	if t == nil {
-		return nil
+// options returns the options of the Dispatcher of this term.
+func (t *term) options(o Options) dispatcher.Options {
+	made := o.Options
+	made.Lease, made.HandOver = t, cmp.Or(o.HandOver, handOverTimeout)
+	if t.hosted != nil {
+		return made
 	}
-	return func() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
+	made.Listeners = o.Listeners.Listeners
+	made.Collectors = []prometheus.Collector{logMetrics{func() *term { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
+	if o.identity != nil {
+		made.Entrance = &peerEntrance{on: o.Listeners.peers, identity: o.identity, log: o.Logger}
+	}
+	return made
 }
 
-// mayExpire is the condition for the end of retry windows and retentions; nil for none.
-func (t *term) mayExpire() func() bool {
-	if t == nil {
-		return nil
-	}
-	return t.clock.isTrusted
-}
+// Log implements dispatcher.Lease.
+func (t *term) Log() pebblestore.Log { return t.writer }
 
-// report returns the part in the log for reports; nil if the disk is the only place of the store.
-func (t *term) report() *adminapi.LogReport {
-	if t == nil {
-		return nil
-	}
+// MaySend implements dispatcher.Lease.
+func (t *term) MaySend() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
+
+// MayExpire implements dispatcher.Lease.
+func (t *term) MayExpire() bool { return t.clock.isTrusted() }
+
+// Report implements dispatcher.Lease.
+func (t *term) Report() *adminapi.LogReport {
 	return &adminapi.LogReport{Epoch: t.writer.Epoch(), Slot: t.slot}
 }
 
-// abandon ends the term without a record if the log does not answer: writes that wait for it end with
-// an error.
-func (t *term) abandon() {
-	if t != nil && t.writer.Status().Unacknowledged >= closeGrace {
+// abandonAfter is the time without an acknowledgement of the log after which the end of a term does not wait for it.
+const abandonAfter = 5 * time.Second
+
+// Abandon implements dispatcher.Lease.
+func (t *term) Abandon() {
+	if t.writer.Status().Unacknowledged >= abandonAfter {
 		t.logger.Warn("the log does not answer; stopping without it. Calls in progress are refused")
 		t.writer.Close()
 	}
 }
 
-// hasEnded reports whether another session has ended the term.
-func (t *term) hasEnded() bool { return t != nil && t.writer.Err() != nil }
+// Ended implements dispatcher.Lease.
+func (t *term) Ended() bool { return t.writer.Err() != nil }
 
-// members are the copies of the audiences' files; nil when the disk is the only place of the store.
-func (t *term) members() audience.Copies {
-	if t == nil {
-		return nil
-	}
+// Members implements dispatcher.Lease.
+func (t *term) Members() audience.Copies {
 	return ownedCopies{t.remote.Members, t.writer, t.stopping}
 }
 

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/internal/promtext"
@@ -27,13 +28,13 @@ func (h *host) serve(ctx context.Context) error {
 		Admin:     h.fromPeer((*admitted).serveAdmin),
 		Namespace: h.namespaces.index.OfHash,
 	}
-	return serveProcess(ctx, h.o.Listeners, h.o, handlers{calls, h.admin(), peers, h.ready}, func() time.Duration { return handOverTimeout })
+	return h.o.Listeners.serve(ctx, h.o, dispatcher.Handlers{Calls: calls, Admin: h.admin(), Ready: h.ready}, peers, func() time.Duration { return handOverTimeout })
 }
 
 // admin is the handler of the admin listener. The admin API of slot N is below /slots/N/: requests are
 // forwarded to the owner of the slot.
 func (h *host) admin() http.Handler {
-	registry := newRegistry()
+	registry := dispatcher.NewRegistry()
 	registry.MustRegister(h.o.clock.metric())
 	for _, s := range h.slots {
 		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.term.Load, s.forwarder, s.sequence})
@@ -108,7 +109,7 @@ func writeJSON(w http.ResponseWriter, status int, value any) {
 func (s *hosted) state() *adminapi.LogState {
 	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
-		return inside.dispatcher.logState()
+		return inside.dispatcher.LogState()
 	}
 	if b := s.standby.Load(); b != nil {
 		return b.state(s.o)
@@ -133,7 +134,7 @@ func (h *host) metrics(w http.ResponseWriter, r *http.Request, registry promethe
 	gatherers := prometheus.Gatherers{registry}
 	streams := []promtext.Part{{Write: func(w *promtext.Writer) {
 		w.Family("posthorn_ready", promtext.Gauge, "1 while calls are accepted.")
-		w.Sample(number(h.ready() == nil), "")
+		w.Sample(promtext.Bool(h.ready() == nil), "")
 	}}}
 	for _, s := range h.slots {
 		inside := s.enter()
@@ -141,10 +142,11 @@ func (h *host) metrics(w http.ResponseWriter, r *http.Request, registry promethe
 			continue
 		}
 		defer inside.requests.Done()
-		d := inside.dispatcher
-		gatherers = append(gatherers, d.metrics)
-		labels := promtext.NewLabels("slot", strconv.Itoa(s.slot))
-		streams = append(streams, promtext.Part{Labels: labels, Write: d.writeMetrics}, promtext.Part{Labels: labels, Write: d.engine.WriteMetrics})
+		gathered, written := inside.dispatcher.Metrics()
+		gatherers = append(gatherers, gathered)
+		for _, write := range written {
+			streams = append(streams, promtext.Part{Labels: promtext.NewLabels("slot", strconv.Itoa(s.slot)), Write: write})
+		}
 	}
 	promtext.Handler(gatherers, promtext.Merged(streams...)).ServeHTTP(w, r)
 }

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"context"
@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
@@ -86,10 +87,10 @@ func (s *single) beat() {
 }
 
 // own runs a term until ctx is done, the term has ended, or the slot is handed over.
-func (s *single) own(ctx context.Context, t *term, d *Dispatcher, run func(context.Context, *Dispatcher) error) error {
+func (s *single) own(ctx context.Context, t *term, d *dispatcher.Dispatcher, run func(context.Context, *dispatcher.Dispatcher) error) error {
 	s.term.Store(t)
 	defer s.term.Store(nil)
-	return t.run(ctx, d, func(ctx context.Context, d *Dispatcher) error {
+	return t.run(ctx, d, func(ctx context.Context, d *dispatcher.Dispatcher) error {
 		return s.ending.run(ctx, func(ctx context.Context) error { return run(ctx, d) })
 	})
 }

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"errors"
@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+
+	"github.com/posthorn/posthorn/dispatcher"
 )
 
 // A closing door waits for a call, and ends a request of the admin API that would have no end.
@@ -15,13 +17,16 @@ func TestDoorCloses(t *testing.T) {
 		t.Fatal("a new door is open, want closed")
 	}
 	finish, begun := make(chan struct{}), make(chan struct{})
-	d.open(nil, http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
-		begun <- struct{}{}
-		<-finish
-	}), http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		begun <- struct{}{}
-		<-r.Context().Done()
-	}))
+	d.Open(nil, dispatcher.Handlers{
+		Calls: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+			begun <- struct{}{}
+			<-finish
+		}),
+		Admin: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			begun <- struct{}{}
+			<-r.Context().Done()
+		}),
+	}, nil)
 	ended := make(chan string, 3)
 	go func() {
 		inside := d.enter()
@@ -43,7 +48,7 @@ func TestDoorCloses(t *testing.T) {
 	<-begun
 	<-begun
 	closed := make(chan error, 1)
-	go func() { closed <- d.close(t.Context()) }()
+	go func() { closed <- d.Close(t.Context()) }()
 	if got := <-ended; got != "admin" {
 		t.Errorf("the first request that ends: got %s, want admin", got)
 	}
@@ -65,11 +70,11 @@ func TestDoorCloses(t *testing.T) {
 // command that follows attempts would end without an error.
 func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
 	var d door
-	d.open(nil, nil, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	d.Open(nil, dispatcher.Handlers{Admin: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.WriteString(w, "first\n")
 		_ = http.NewResponseController(w).Flush()
 		<-r.Context().Done()
-	}))
+	})}, nil)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		inside := d.enter()
 		defer inside.requests.Done()
@@ -85,7 +90,7 @@ func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
 	if _, err := io.ReadFull(resp.Body, line); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.close(t.Context()); err != nil {
+	if err := d.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if rest, err := io.ReadAll(resp.Body); !errors.Is(err, io.ErrUnexpectedEOF) {

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -117,7 +118,7 @@ func TestWatchOfLiveConfigsHangs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	watches.Set("a", numbered(t, 2, live.Config))
+	watches.Set("a", liveconfigtest.Numbered(t, 2, live.Config))
 	waitSlots(t, second, 4)
 	stopSecond()
 	waitSlots(t, first, 4)

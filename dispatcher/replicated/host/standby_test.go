@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"cmp"
@@ -26,6 +26,8 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -37,9 +39,12 @@ import (
 )
 
 // runSlot runs a process with a log until the test ends. ended has its error.
-func runSlot(t *testing.T, dir string, open OpenSlot) (l *Listeners, ended <-chan error) {
+func runSlot(t *testing.T, dir string, open OpenSlot, change ...func(*Options)) (l *Listeners, ended <-chan error) {
 	t.Helper()
-	o := Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)}
+	o := Options{Options: dispatcher.Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)}}
+	for _, f := range change {
+		f(&o)
+	}
 	l, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -49,7 +54,7 @@ func runSlot(t *testing.T, dir string, open OpenSlot) (l *Listeners, ended <-cha
 	done, over := make(chan error, 1), make(chan struct{})
 	go func() {
 		defer close(over)
-		done <- RunSlot(ctx, o, open, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
+		done <- RunSlot(ctx, o, open, func(ctx context.Context, d *dispatcher.Dispatcher) error { return d.Run(ctx) })
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -86,7 +91,7 @@ func wantStandby(t *testing.T, l *Listeners, reason string) {
 	if status, _ := fetchText(t, "http://"+l.AdminAddr().String()+"/healthz"); status != http.StatusOK {
 		t.Errorf("healthz: got status %d, want 200", status)
 	}
-	if status, _ := fetchText(t, "http://"+l.calls.Addr().String()+"/v1/batch"); status != http.StatusServiceUnavailable {
+	if status, _ := fetchText(t, "http://"+l.Addr().String()+"/v1/batch"); status != http.StatusServiceUnavailable {
 		t.Errorf("call to a standby: got status %d, want 503", status)
 	}
 }
@@ -147,9 +152,9 @@ func TestStandbyWithoutListenerEnds(t *testing.T) {
 	l, ended := runSlot(t, t.TempDir(), func(ctx context.Context) (slots.Remote, error) {
 		<-ctx.Done()
 		return slots.Remote{}, ctx.Err()
-	})
+	}, func(o *Options) { o.PeerListen = "127.0.0.1:0" })
 	wantStandby(t, l, connecting)
-	raw, err := l.calls.(*net.TCPListener).SyscallConn()
+	raw, err := l.peers.(*net.TCPListener).SyscallConn()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -158,7 +163,7 @@ func TestStandbyWithoutListenerEnds(t *testing.T) {
 	}
 	select {
 	case err := <-ended:
-		if err == nil || !strings.Contains(err.Error(), "serve "+l.calls.Addr().String()) {
+		if err == nil || !strings.Contains(err.Error(), "serve "+l.peers.Addr().String()) {
 			t.Errorf("got error %v, want that of the listener", err)
 		}
 	case <-time.After(wait.Limit):
@@ -260,7 +265,7 @@ func (p *processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return p.remote, nil }, func(ctx context.Context, d *Dispatcher) error { return d.Run(ctx) })
+		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return p.remote, nil }, func(ctx context.Context, d *dispatcher.Dispatcher) error { return d.Run(ctx) })
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -294,9 +299,9 @@ func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) {
 // A standby that starts with a copy does not know the owner at once. It is ready when it can forward calls.
 func TestReadyStandbyKnowsTheOwner(t *testing.T) {
 	processes := newProcesses()
-	first, _ := processes.start(t, Options{Pod: "first"})
+	first, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "first"}})
 	wantLog(t, first, "/log", "first", true)
-	o := Options{Pod: "second", DataDir: t.TempDir()}
+	o := Options{Options: dispatcher.Options{Pod: "second", DataDir: t.TempDir()}}
 	for range 2 {
 		l, stop := processes.start(t, o)
 		waitReady(t, l)
@@ -314,7 +319,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	processes := newProcesses()
 	var guarded sync.Map // the names of the processes
 	start := func(name string) *Listeners {
-		l, _ := processes.start(t, Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
+		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
 					http.Error(w, "forbidden", http.StatusForbidden)
@@ -323,7 +328,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 				guarded.Store(name+r.URL.Path, true)
 				next.ServeHTTP(w, r)
 			})
-		}})
+		}}})
 		return l
 	}
 	first := start("first")
@@ -362,7 +367,7 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	processes := newProcesses()
 	start := func(name string) (*Listeners, *atomic.Int64) {
 		ahead := &atomic.Int64{}
-		l, _ := processes.start(t, Options{Pod: name, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name}, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
 		return l, ahead
 	}
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
@@ -484,7 +489,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 		t.Fatal(err)
 	}
 	owner := slowOwner{messages: &messages{}}
-	o := Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, DrainTimeout: time.Hour, Logger: slog.New(owner.messages)}
+	o := Options{Options: dispatcher.Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, DrainTimeout: time.Hour, Logger: slog.New(owner.messages)}}
 	for _, f := range change {
 		f(&o)
 	}
@@ -496,8 +501,8 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *Dispatcher) error {
-			d.Set("shop", encoded(t, testConfig(receiver)))
+		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+			d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(receiver)))
 			d.Synced()
 			return d.Run(ctx)
 		})
@@ -513,7 +518,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 			if err != nil {
 				return err
 			}
-			r.SetBasicAuth(testKey, "")
+			r.SetBasicAuth(liveconfigtest.Key, "")
 			resp, err := http.DefaultClient.Do(r)
 			if err != nil {
 				return err
@@ -542,7 +547,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 	}
 	t.Cleanup(func() { conn.Close() })
 	owner.call = conn
-	auth := base64.StdEncoding.EncodeToString([]byte(testKey + ":"))
+	auth := base64.StdEncoding.EncodeToString([]byte(liveconfigtest.Key + ":"))
 	if _, err := fmt.Fprintf(conn, "POST /v1/track HTTP/1.1\r\nHost: a\r\nAuthorization: Basic %s\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n", auth); err != nil {
 		t.Fatal(err)
 	}
@@ -555,7 +560,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 // The end of a term gives the calls and the deliveries one common time: the deliveries end while a call is in
 // progress.
 func TestDeliveriesEndWithTheCalls(t *testing.T) {
-	owner := newSlowOwner(t, "http://127.0.0.1:1", 0, func(o *Options) { o.handOver = time.Hour })
+	owner := newSlowOwner(t, "http://127.0.0.1:1", 0, func(o *Options) { o.HandOver = time.Hour })
 	ended := make(chan error, 1)
 	go func() { ended <- owner.stop() }()
 	if err := wait.Until(func() error {
@@ -607,7 +612,7 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 			t.Fatal(err)
 		}
 
-		o := Options{DataDir: dir, Listeners: &Listeners{}, Logger: slog.New(slog.DiscardHandler), forwarder: &peer.Forwarder{}, clock: newClockCheck(nil, slots.NewMembers(nil))}
+		o := Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}, Listeners: &Listeners{Listeners: &dispatcher.Listeners{}}, forwarder: &peer.Forwarder{}, clock: newClockCheck(nil, slots.NewMembers(nil))}
 		remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
 		s := newStandby(o)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -675,7 +680,7 @@ func TestDamageFoundByTheOwner(t *testing.T) {
 		if err := errors.Join(db.Set(lane, []byte{1}, pebble.Sync), db.Close(), os.Remove(filepath.Join(files, "clean-shutdown"))); err != nil {
 			t.Fatal(err)
 		}
-		o := Options{DataDir: dir, Listeners: &Listeners{}, Logger: discard, clock: newClockCheck(nil, slots.NewMembers(nil))}
+		o := Options{Options: dispatcher.Options{DataDir: dir, Logger: discard}, Listeners: &Listeners{Listeners: &dispatcher.Listeners{}}, clock: newClockCheck(nil, slots.NewMembers(nil))}
 		s := newStandby(o)
 		term, d := s.own(t.Context(), o, func(context.Context) (slots.Remote, error) { return remote, nil })
 		if reason := s.openFailure(); !strings.Contains(reason, "the name of a lane is malformed") {

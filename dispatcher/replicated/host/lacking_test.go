@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"fmt"
@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/test/check"
 )
@@ -70,7 +71,7 @@ func TestClaimOfAProcessThatLacksObjects(t *testing.T) {
 	} {
 		clock := now
 		members := slots.NewMembers(func() time.Time { return clock })
-		l := newLacking(Options{Logger: slog.New(slog.DiscardHandler), Lacks: func(map[string][]byte) []string { return nil }}, members)
+		l := newLacking(Options{Options: dispatcher.Options{Logger: slog.New(slog.DiscardHandler)}, Lacks: func(map[string][]byte) []string { return nil }}, members)
 		if test.compared {
 			l.take(now, test.objects)
 		}

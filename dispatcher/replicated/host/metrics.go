@@ -1,10 +1,11 @@
-package dispatcher
+package host
 
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // logMetrics are the metrics of a slot of the replicated log.
@@ -38,7 +39,7 @@ var ownerMetrics = []struct {
 		return float64(t.writer.Epoch())
 	}},
 	{prometheus.NewDesc("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
-		return number(t.writer.MaySend())
+		return promtext.Bool(t.writer.MaySend())
 	}},
 	{prometheus.NewDesc("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
 		return s.Unacknowledged.Seconds()
@@ -53,7 +54,7 @@ var ownerMetrics = []struct {
 		return float64(len(d.Weak))
 	}},
 	{prometheus.NewDesc("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
-		return number(d.Sync == slots.SyncAlways)
+		return promtext.Bool(d.Sync == slots.SyncAlways)
 	}},
 	{prometheus.NewDesc("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Replicas)
@@ -88,7 +89,7 @@ func (m logMetrics) Collect(to chan<- prometheus.Metric) {
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Answered()), "answered")
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Failed()), "failed")
 	t := m.term()
-	add(logOwner, prometheus.GaugeValue, number(t != nil))
+	add(logOwner, prometheus.GaugeValue, promtext.Bool(t != nil))
 	if n, ok := m.sequence(); ok {
 		add(logSequence, prometheus.GaugeValue, float64(n))
 	}

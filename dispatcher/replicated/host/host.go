@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"bytes"
@@ -22,8 +22,10 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/limits"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/replicated/front"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
@@ -133,7 +135,7 @@ type host struct {
 	start               startGate
 	running             sync.WaitGroup
 	// memory is the plan of the process; shared and uploads bound what all slots use together.
-	memory  memoryPlan
+	memory  memory.Plan
 	shared  *pebblestore.Shared
 	uploads *rate.Limiter
 	quiet   quietness
@@ -146,13 +148,13 @@ func newHost(o Options, s Slots) *host {
 		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
 		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
 	}
-	h.memory = planMemory(cmp.Or(o.Memory, DefaultMemory))
-	h.connections.Memory = &limits.Pool{Max: h.memory.requests}
-	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.cache)), slots.NewUploadLimiter()
+	h.memory = memory.PlanFor(o.Memory)
+	h.connections.Memory = &limits.Pool{Max: h.memory.Requests}
+	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.Cache)), slots.NewUploadLimiter()
 	returnMemory := func(bool) {}
 	if o.Memory != 0 {
-		h.memory.bound()
-		returnMemory = onQuiet()
+		h.memory.Bound()
+		returnMemory = memory.OnQuiet()
 	}
 	h.quiet.report = func(quiet bool) {
 		if quiet {
@@ -170,7 +172,7 @@ func newHost(o Options, s Slots) *host {
 }
 
 func (h *host) run(ctx context.Context) error {
-	h.log.Info("listening", "listen", h.o.Listeners.calls.Addr().String(), "admin", h.o.Listeners.admin.Addr().String(), "slots", h.s.Number)
+	h.log.Info("listening", "listen", h.o.Listeners.Addr().String(), "admin", h.o.Listeners.AdminAddr().String(), "slots", h.s.Number)
 	// The process serves, and reports itself as leaving, while it hands over its slots.
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
@@ -228,7 +230,7 @@ func (h *host) leave(ctx context.Context) {
 // leaveLimit bounds the hand-over of all slots at the end of the process, because a successor may have to restore
 // them first. The rest is released. The chart gives the pod 10 s more than this time, for their release.
 func (h *host) leaveLimit() time.Duration {
-	return max(leaveTimeout, h.o.ShutdownDelay+2*cmp.Or(h.o.DrainTimeout, defaultDrain))
+	return max(leaveTimeout, h.o.ShutdownDelay+2*cmp.Or(h.o.DrainTimeout, dispatcher.DefaultDrain))
 }
 
 // hasSuccessor reports whether another process can take slots.
@@ -348,7 +350,7 @@ func (h *host) canServe() error {
 		return err
 	}
 	if !h.namespaces.isUsable() {
-		return errNoUsableConfig
+		return dispatcher.ErrNoUsableConfig
 	}
 	if err := h.namespaces.directory.Load().Err(); err != nil {
 		return err
@@ -531,7 +533,7 @@ func (h *host) heartbeat() slots.Heartbeat {
 // owned returns the slots that this process owns.
 func (h *host) owned() (list []slots.OwnedSlot) {
 	for _, s := range h.slots {
-		if t := s.term.Load(); t != nil && !t.hasEnded() && t.writer.MaySend() {
+		if t := s.term.Load(); t != nil && !t.Ended() && t.writer.MaySend() {
 			owned := slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()}
 			if c := s.compared.Load(); c != nil {
 				owned.Directory, owned.Assignments = c.directory, c.assignments
@@ -655,13 +657,17 @@ func newHosted(h *host, slot int) *hosted {
 	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
 	s.forward = forwardCalls(s.forwarder)
 	o := h.o
-	o.Logger, o.DataDir, o.Listeners = s.log, slotFolder(h.o.DataDir, slot), &Listeners{}
+	o.Logger, o.DataDir, o.Options.Listeners = s.log, slotFolder(h.o.DataDir, slot), &dispatcher.Listeners{}
 	o.ShutdownDelay = 0
 	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
+	o.Entrance = &s.door
+	o.Share = &dispatcher.Share{
+		Stores: s.share(), Labels: s.labels(), Listed: h.namespaces.index.Knows, Decoder: &h.namespaces.decoder,
+	}
 	o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
 	o.Queue.Shared = h.shared
 	// Copies have the same write buffers as stores.
-	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, h.memory.share(s.share()).memTable)
+	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, h.memory.Share(s.share()).MemTable)
 	s.o = o
 	return s
 }
@@ -674,7 +680,7 @@ func (s *hosted) hasUnlistedKeys() bool {
 		return true // Its Dispatcher starts or ends.
 	}
 	defer inside.requests.Done()
-	return inside.dispatcher.configs.HasUnlistedKeys()
+	return inside.dispatcher.HasUnlistedKeys()
 }
 
 // number is that of the slot; 0 in a process with one slot.
@@ -803,10 +809,10 @@ func (s *hosted) follow(ctx context.Context) {
 }
 
 // runTerm runs a Dispatcher until ctx is done, or the slot is handed over.
-func (s *hosted) runTerm(ctx context.Context, d *Dispatcher) error {
+func (s *hosted) runTerm(ctx context.Context, d *dispatcher.Dispatcher) error {
 	return s.ending.run(ctx, func(ctx context.Context) error {
 		feeding, stop := context.WithCancel(ctx)
-		stored := d.storedNamespaces()
+		stored := d.Namespaces()
 		var fed sync.WaitGroup
 		fed.Go(func() { s.assignStored(feeding, stored) })
 		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })

@@ -1,4 +1,4 @@
-package dispatcher
+package host
 
 import (
 	"bytes"
@@ -25,6 +25,8 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
+	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
@@ -146,11 +148,11 @@ func newInstallation(t *testing.T, number int, namespaces ...string) *installati
 		}})
 	}
 	for _, namespace := range namespaces {
-		c := testConfig(receiver.URL)
+		c := liveconfigtest.Config(receiver.URL)
 		sum := sha256.Sum256([]byte("key-" + namespace))
 		c.Namespace, c.Sources[0].WriteKeySHA256 = namespace, liveconfig.KeyHashes{hex.EncodeToString(sum[:])}
 		c.Sources[0].AllowedOrigins = []string{"https://" + namespace + ".example"}
-		in.configs[namespace] = numbered(t, 1, c)
+		in.configs[namespace] = liveconfigtest.Numbered(t, 1, c)
 	}
 	return in
 }
@@ -165,8 +167,10 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	ahead := &atomic.Int64{}
 	in.ahead[name] = ahead
 	o := Options{
-		WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) },
-		DataDir:   t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", PeerListen: "127.0.0.1:0", Pod: name,
+		WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }, PeerListen: "127.0.0.1:0",
+	}
+	o.Options = dispatcher.Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: name,
 		Egress: policy, Logger: slog.New(slog.DiscardHandler),
 		// The path of a slot's API is authorized without the slot.
 		AdminGuard: func(next http.Handler) http.Handler {
@@ -481,7 +485,7 @@ func TestMisplacedNamespace(t *testing.T) {
 		t.Fatal(err)
 	}
 	live.Config.Destinations[0].Endpoints[0].URL = liveconfig.NewSecret("http://127.0.0.1:1/")
-	in.configs["b"] = numbered(t, 2, live.Config)
+	in.configs["b"] = liveconfigtest.Numbered(t, 2, live.Config)
 	for i := range in.remotes {
 		in.remotes[i].Durability = func(context.Context) (slots.Durability, error) { return slots.Durability{}, nil }
 	}
@@ -549,7 +553,7 @@ func TestKeysOfRefusedConfigs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		in.configs[namespace] = numbered(t, 7, live.Config)
+		in.configs[namespace] = liveconfigtest.Numbered(t, 7, live.Config)
 	}
 	l, _ := in.start(t, "only")
 	waitSlots(t, l, 2)
@@ -558,7 +562,7 @@ func TestKeysOfRefusedConfigs(t *testing.T) {
 	}
 	// The config is one of a backup, from before the key.
 	for _, namespace := range []string{"a", "b"} {
-		in.set(namespace, numbered(t, 6, liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace}))
+		in.set(namespace, liveconfigtest.Numbered(t, 6, liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace}))
 	}
 	for _, namespace := range []string{"a", "b"} {
 		in.call(t, l, namespace, "later-"+namespace, false) // It fails at a status 401.
@@ -1031,7 +1035,7 @@ func TestLeaveLimit(t *testing.T) {
 		{5 * time.Second, 35 * time.Second, 75 * time.Second},
 		{0, time.Second, 10 * time.Second},
 	} {
-		h := &host{o: Options{ShutdownDelay: c.delay, DrainTimeout: c.drain}}
+		h := &host{o: Options{Options: dispatcher.Options{ShutdownDelay: c.delay, DrainTimeout: c.drain}}}
 		if got := h.leaveLimit(); got != c.want {
 			t.Errorf("shutdown delay %v and drain timeout %v: got %v, want %v", c.delay, c.drain, got, c.want)
 		}

@@ -1,9 +1,11 @@
-package dispatcher
+package host
 
 import (
 	"context"
 	"net/http"
 	"sync"
+
+	"github.com/posthorn/posthorn/dispatcher"
 )
 
 // door admits the requests of a process with several slots to the Dispatcher of one slot, while it is
@@ -15,7 +17,7 @@ type door struct {
 
 // admitted are the Dispatcher behind an open door and its requests in progress.
 type admitted struct {
-	dispatcher   *Dispatcher
+	dispatcher   *dispatcher.Dispatcher
 	calls, admin http.Handler
 	requests     sync.WaitGroup
 	// closing is done when the door closes, by close.
@@ -23,9 +25,9 @@ type admitted struct {
 	close   context.CancelFunc
 }
 
-// open admits requests to a Dispatcher.
-func (d *door) open(to *Dispatcher, calls, admin http.Handler) {
-	inside := &admitted{dispatcher: to, calls: calls, admin: admin}
+// Open implements dispatcher.Entrance.
+func (d *door) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers, _ func(error)) {
+	inside := &admitted{dispatcher: to, calls: h.Calls, admin: h.Admin}
 	inside.closing, inside.close = context.WithCancel(context.Background())
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -54,8 +56,8 @@ func (d *door) enter() *admitted {
 	return d.inside
 }
 
-// close admits no more requests, ends those of the admin API, and waits for the others until ctx is done.
-func (d *door) close(ctx context.Context) error {
+// Close implements dispatcher.Entrance. It ends the requests of the admin API.
+func (d *door) Close(ctx context.Context) error {
 	d.mu.Lock()
 	inside := d.inside
 	d.inside = nil

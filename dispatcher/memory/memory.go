@@ -1,0 +1,87 @@
+// Package memory divides the memory of a process among the parts of a dispatcher.
+package memory
+
+import (
+	"cmp"
+	"os"
+	"runtime"
+	"runtime/debug"
+
+	"github.com/posthorn/posthorn/analytics/event"
+)
+
+const (
+	// Default and Min are the default and the smallest limit of the resident memory of a process, in bytes.
+	Default = 400_000_000
+	Min     = 200_000_000
+	// programMemory is the process memory outside of the Go heap: the resident pages of the
+	// program, about 45 MB, and memory that the runtime does not count.
+	programMemory = 64_000_000
+)
+
+// Plan divides a limit of the resident memory. The sum of all parts, in bytes, is below Heap.
+type Plan struct {
+	Heap       int64 // limit of the Go runtime, at which the garbage collector runs as often as necessary
+	MemTable   int64 // each memtable of the store
+	Cache      int64 // block cache of the store
+	Duplicates int64 // filters of stored messageIds
+	Requests   int64 // requests in progress
+	InFlight   int   // deliveries in flight; four messages are leased for each
+}
+
+// PlanFor returns the plan for a limit of at least Min; 0 is Default.
+func PlanFor(limit int64) Plan {
+	heap := cmp.Or(limit, Default) - programMemory
+	return Plan{
+		Heap:       heap,
+		MemTable:   min(heap/48, 64<<20),
+		Cache:      min(heap/16, 256<<20),
+		Duplicates: min(heap/20, 256<<20),
+		Requests:   heap / 10 * 3,
+		InFlight:   int(min(heap/10*4/leasedBytes, maxInFlight)),
+	}
+}
+
+// Share returns the plan of one of n stores in a process.
+func (p Plan) Share(n int) Plan {
+	p.MemTable = max(p.MemTable/int64(n), minMemTable)
+	p.Cache, p.Duplicates, p.Requests = p.Cache/int64(n), p.Duplicates/int64(n), p.Requests/int64(n)
+	p.InFlight = max(p.InFlight/n, 1)
+	return p
+}
+
+const (
+	minMemTable = 1 << 20
+	maxInFlight = 1024
+	leasedBytes = 4 * event.MaxCallBytes
+)
+
+// quietGrowth is the growth of an idle process's heap, in percent, at which the garbage collector
+// runs: small, because it runs rarely in an idle process.
+const quietGrowth = 10
+
+// Bound sets the garbage collector's limit. GOMEMLIMIT takes precedence.
+func (p Plan) Bound() {
+	if os.Getenv("GOMEMLIMIT") == "" {
+		debug.SetMemoryLimit(p.Heap)
+	}
+}
+
+// OnQuiet returns a function that is called when a store becomes idle or busy. It returns memory to the operating
+// system once per burst, and keeps the heap small until the next burst.
+func OnQuiet() func(bool) {
+	growth := debug.SetGCPercent(100)
+	debug.SetGCPercent(growth)
+	return func(quiet bool) {
+		if !quiet {
+			debug.SetGCPercent(growth)
+			return
+		}
+		if growth < 0 || growth > quietGrowth {
+			debug.SetGCPercent(quietGrowth)
+		}
+		// The first collection empties the sync.Pools, the second frees their contents.
+		runtime.GC()
+		debug.FreeOSMemory()
+	}
+}
