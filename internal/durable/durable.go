@@ -42,7 +42,14 @@ func SyncFolder(path string) error {
 	if runtime.GOOS == "windows" {
 		return nil
 	}
-	f, err := os.Open(path)
+	return Sync(os.Open(path))
+}
+
+// Sync syncs and closes a file or a folder that was opened, in any file system: Sync(fs.OpenDir(name)).
+func Sync(f interface {
+	Sync() error
+	Close() error
+}, err error) error {
 	if err != nil {
 		return err
 	}

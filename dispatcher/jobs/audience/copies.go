@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // Copies keeps copies of the files outside of this process's disk; slots.Objects implements it. A
@@ -162,7 +164,7 @@ func (s *Service) fetchFiles(a *audience, r stored) error {
 	if !fetched {
 		return nil
 	}
-	return syncFolder(s.FS, a.dir)
+	return durable.Sync(s.FS.OpenDir(a.dir))
 }
 
 // fetchCopy writes one file, which exists only when it is complete.
@@ -236,7 +238,7 @@ func FetchFiles(ctx context.Context, from Copies, to vfs.FS, dir string) error {
 		if err := existing(fetchCopy(ctx, from, name, to, to.PathJoin(folder, file))); err != nil {
 			return err
 		}
-		if err := syncFolder(to, folder); err != nil {
+		if err := durable.Sync(to.OpenDir(folder)); err != nil {
 			return err
 		}
 	}

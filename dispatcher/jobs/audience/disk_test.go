@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+	"github.com/posthorn/posthorn/internal/durable"
 	"github.com/posthorn/posthorn/test/check"
 )
 
@@ -140,7 +141,7 @@ func (d *disk) write(t *testing.T, path string, content []byte) {
 	f, err := d.fs.Create(path, vfs.WriteCategoryUnspecified)
 	check.NoError(t, "create a file", err)
 	_, err = f.Write(content)
-	check.NoError(t, "write a file", errors.Join(err, f.Sync(), f.Close(), syncFolder(d.fs, d.fs.PathDir(path))))
+	check.NoError(t, "write a file", errors.Join(err, f.Sync(), f.Close(), durable.Sync(d.fs.OpenDir(d.fs.PathDir(path)))))
 }
 
 // makeAll creates a folder and its parents durably.

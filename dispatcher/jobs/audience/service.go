@@ -40,6 +40,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 const (
@@ -796,7 +797,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result admina
 // decide stores that a sync will be completed. After an error decided is true if that is unknown.
 func (s *Service) decide(a *audience, next *state) (decided bool, err error) {
 	// The names of the files must be durable before the state that has them.
-	if err := errors.Join(syncFolder(s.FS, a.dir), s.copyFiles(a, stored{Pending: next})); err != nil {
+	if err := errors.Join(durable.Sync(s.FS.OpenDir(a.dir)), s.copyFiles(a, stored{Pending: next})); err != nil {
 		return false, err
 	}
 	if err = put(s.Store.PutMetaDurable, a.name, stored{Done: a.done, Pending: next}); err == nil {

@@ -13,6 +13,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // The state of an audience is one value of the Store, so that each change of it takes effect as a
@@ -149,14 +150,5 @@ func makeFolder(fs vfs.FS, dir string) error {
 	if err := fs.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	return syncFolder(fs, fs.PathDir(dir))
-}
-
-// syncFolder makes the names in a folder durable.
-func syncFolder(fs vfs.FS, dir string) error {
-	f, err := fs.OpenDir(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
+	return durable.Sync(fs.OpenDir(fs.PathDir(dir)))
 }

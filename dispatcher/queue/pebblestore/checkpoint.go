@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // Checkpoint writes a consistent copy of the store to dir, which must not exist and is on the same
@@ -134,5 +135,5 @@ func (s *Store) cutLogs(dir string, log uint64, end int64) error {
 			return err
 		}
 	}
-	return integrity.SyncFolder(s.o.FS, dir)
+	return durable.Sync(s.o.FS.OpenDir(dir))
 }

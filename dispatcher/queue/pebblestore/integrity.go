@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // The manifest and the logs are checked before the engine opens them: the manifest must exist,
@@ -136,7 +137,7 @@ func (s *Store) writeCleanMark() error {
 
 func (s *Store) path(name string) string { return s.fs.PathJoin(s.dir, name) }
 
-func (s *Store) syncDir() error { return integrity.SyncFolder(s.fs, s.dir) }
+func (s *Store) syncDir() error { return durable.Sync(s.fs.OpenDir(s.dir)) }
 
 func (s *Store) readFile(name string) ([]byte, error) { return integrity.ReadFile(s.fs, s.path(name)) }
 

@@ -33,6 +33,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/fulldisk"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 var _ queue.Store = (*Store)(nil)
@@ -218,7 +219,7 @@ func (s *Store) lockDir() error {
 		return err
 	}
 	for dir := s.dir; dir != present; dir = s.fs.PathDir(dir) {
-		if err := integrity.SyncFolder(s.fs, s.fs.PathDir(dir)); err != nil {
+		if err := durable.Sync(s.fs.OpenDir(s.fs.PathDir(dir))); err != nil {
 			return err
 		}
 	}

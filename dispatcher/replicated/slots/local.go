@@ -13,6 +13,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // local is what a process stores beside its copy of a slot.
@@ -64,7 +65,7 @@ func (l local) write(to vfs.FS, dir string) error {
 	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return err
 	}
-	return errors.Join(to.Rename(temporary, path), syncFolder(to, to.PathDir(dir)))
+	return errors.Join(to.Rename(temporary, path), durable.Sync(to.OpenDir(to.PathDir(dir))))
 }
 
 func (l local) session() (s pebblestore.Session) {

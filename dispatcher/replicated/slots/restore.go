@@ -13,6 +13,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // errNoSnapshot reports that a slot has no snapshot, or none that can be restored.
@@ -138,13 +139,13 @@ func (r *restorer) download(ctx context.Context, m manifest) error {
 			return errors.Join(fmt.Errorf("file %s: %w", f.Name, err), r.fs.RemoveAll(temporary))
 		}
 	}
-	if err := syncFolder(r.fs, temporary); err != nil {
+	if err := durable.Sync(r.fs.OpenDir(temporary)); err != nil {
 		return err
 	}
 	if err := errors.Join(r.fs.RemoveAll(r.dir), r.fs.Rename(temporary, r.dir)); err != nil {
 		return err
 	}
-	return syncFolder(r.fs, r.fs.PathDir(r.dir))
+	return durable.Sync(r.fs.OpenDir(r.fs.PathDir(r.dir)))
 }
 
 // getFile writes one file. The error wraps errNoSnapshot when its object is missing or damaged.
@@ -179,12 +180,4 @@ func (r *restorer) getFile(ctx context.Context, dir string, f file) (err error) 
 		return fmt.Errorf("%w: object %s has %d bytes with checksum %08x, want %d bytes with %08x", errNoSnapshot, f.Object, data.size, data.checksum, f.Size, f.Checksum)
 	}
 	return created.Sync()
-}
-
-func syncFolder(fs vfs.FS, dir string) error {
-	d, err := fs.OpenDir(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // Result is the result of a repair.
@@ -128,7 +129,7 @@ func replace(dir, fresh string) (aside string, err error) {
 	if err := exchange(aside, dir); err != nil {
 		return "", errors.Join(fmt.Errorf("repair: replace %s by %s: %w", aside, dir, err), os.RemoveAll(aside))
 	}
-	return aside, integrity.SyncFolder(vfs.Default, vfs.Default.PathDir(dir))
+	return aside, durable.Sync(vfs.Default.OpenDir(vfs.Default.PathDir(dir)))
 }
 
 // writeStore makes a store from the salvager's current entries.

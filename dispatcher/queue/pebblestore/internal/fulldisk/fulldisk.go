@@ -17,6 +17,8 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/cockroachdb/pebble/v2/wal"
+
+	"github.com/posthorn/posthorn/internal/durable"
 )
 
 // FS is a file system whose writes wait for space while the disk is full. The engine would stop
@@ -231,11 +233,7 @@ func (fs *FS) syncDir(name string) error {
 	if !strings.HasPrefix(fs.PathBase(name), "marker.") {
 		return nil
 	}
-	dir, err := fs.OpenDir(fs.PathDir(name))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return durable.Sync(fs.OpenDir(fs.PathDir(name)))
 }
 
 // Unwrap implements vfs.FS.

@@ -9,7 +9,6 @@
 package integrity
 
 import (
-	"errors"
 	"hash/crc32"
 	"io"
 
@@ -25,15 +24,6 @@ const CleanName = "clean-shutdown"
 const DamagedName = "damaged"
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
-// SyncFolder makes the names of a folder durable.
-func SyncFolder(fs vfs.FS, name string) error {
-	dir, err := fs.OpenDir(name)
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
-}
 
 // DamagedFile is a file, or a part of one, that cannot be read.
 type DamagedFile struct {
