@@ -34,8 +34,8 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/invariants"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -226,7 +226,7 @@ func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDe
 	var d v1alpha1.WebhookDestination
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &d)).To(Succeed())
 	if d.Status.ObservedGeneration > 0 {
-		g.Expect(health.CheckDestination(d)).To(Succeed())
+		g.Expect(invariants.Destination(d)).To(Succeed())
 	}
 	return d
 }
@@ -235,7 +235,7 @@ func (w *world) source(g Gomega, namespace, name string) v1alpha1.Source {
 	var s v1alpha1.Source
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &s)).To(Succeed())
 	if s.Status.ObservedGeneration > 0 {
-		g.Expect(health.CheckSource(s)).To(Succeed())
+		g.Expect(invariants.Source(s)).To(Succeed())
 	}
 	return s
 }

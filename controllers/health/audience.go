@@ -88,8 +88,3 @@ func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 	}
 	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has been received yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
 }
-
-// CheckAudience returns the violated invariants of an Audience's status. It is for tests.
-func CheckAudience(a v1alpha1.Audience) []error {
-	return checkConditions(a.Generation, a.Status.ObservedGeneration, Own(a.Status.Conditions, audienceConditions), v1alpha1.ConditionSynced)
-}

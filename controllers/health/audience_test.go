@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/test/invariants"
 )
 
 func TestAudience(t *testing.T) {
@@ -50,8 +51,8 @@ func TestAudience(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			a := audience
 			a.Status = Audience(a, c.verdict, "shop", c.pods, now)
-			if errs := CheckAudience(a); len(errs) > 0 {
-				t.Error(errs)
+			if err := invariants.Audience(a); err != nil {
+				t.Errorf("invariants: %v", err)
 			}
 			synced := meta.FindStatusCondition(a.Status.Conditions, v1alpha1.ConditionSynced)
 			if synced.Status != c.status || synced.Reason != c.reason {

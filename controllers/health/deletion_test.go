@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/test/invariants"
 )
 
 func TestDeletionRequest(t *testing.T) {
@@ -119,7 +120,7 @@ func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
 			continue
 		case c == nil:
 			t.Fatalf("no condition %s in %+v", conditionType, s.Conditions)
-		case c.ObservedGeneration != generation || !reasonPattern.MatchString(c.Reason) || c.LastTransitionTime.IsZero():
+		case c.ObservedGeneration != generation || !invariants.Reason.MatchString(c.Reason) || c.LastTransitionTime.IsZero():
 			t.Errorf("%+v", c)
 		case c.Status == metav1.ConditionTrue:
 			are = append(are, conditionType)

@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/invariants"
 )
 
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 123456789, time.UTC)
@@ -127,7 +128,7 @@ func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Ve
 	t.Helper()
 	before := *d.DeepCopy()
 	d.Status = pacedDestination(d, v, namespace, pods, now, true)
-	if err := CheckDestination(d); err != nil {
+	if err := invariants.Destination(d); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
 	if diff := cmp.Diff(before.Spec, d.Spec); diff != "" {
@@ -611,7 +612,7 @@ func TestPaceOfFailures(t *testing.T) {
 	soon := func(e adminapi.EndpointReport, after time.Duration) string {
 		d := d.DeepCopy()
 		d.Status = pacedDestination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
-		if err := CheckDestination(*d); err != nil {
+		if err := invariants.Destination(*d); err != nil {
 			t.Error(err)
 		}
 		return summary(d.Status.Conditions[4:])
@@ -664,7 +665,7 @@ func takes(name string, r adminapi.SourceReport) Pod {
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
 	t.Helper()
 	s.Status = pacedSource(s, v, namespace, pods, now, true)
-	if err := CheckSource(s); err != nil {
+	if err := invariants.Source(s); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
 	for _, due := range []bool{true, false} {
@@ -861,7 +862,7 @@ func TestInvariantsAreChecked(t *testing.T) {
 	} {
 		d := good.DeepCopy()
 		spoil(d)
-		if CheckDestination(*d) == nil {
+		if invariants.Destination(*d) == nil {
 			t.Errorf("%s: not found", name)
 		}
 	}

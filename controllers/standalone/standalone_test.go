@@ -26,9 +26,9 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/test/invariants"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -215,7 +215,7 @@ func TestRunAppliesChanges(t *testing.T) {
 	}
 	f.until("Ready", func() bool { return condition("Ready").Status == metav1.ConditionTrue })
 	d := f.destinations("").Items[0]
-	if err := health.CheckDestination(d); err != nil {
+	if err := invariants.Destination(d); err != nil {
 		t.Error(err)
 	}
 	if d.Generation != 1 || d.CreationTimestamp.IsZero() || d.UID == "" || d.Status.Delivery.Delivered != 5 {
@@ -225,7 +225,7 @@ func TestRunAppliesChanges(t *testing.T) {
 	if len(sources.Items) != 1 || !slices.Equal(sources.Items[0].Status.Destinations, []string{"crm"}) {
 		t.Errorf("%+v", sources.Items)
 	}
-	if err := health.CheckSource(sources.Items[0]); err != nil {
+	if err := invariants.Source(sources.Items[0]); err != nil {
 		t.Error(err)
 	}
 

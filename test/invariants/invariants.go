@@ -1,4 +1,5 @@
-package health
+// Package invariants checks what holds for every status of an object, whatever happened to it.
+package invariants
 
 import (
 	"errors"
@@ -12,10 +13,17 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// CheckDestination returns the violated invariants of a destination's status. It is for
-// tests.
-func CheckDestination(d v1alpha1.WebhookDestination) error {
-	errs := checkConditions(d.Generation, d.Status.ObservedGeneration, Own(d.Status.Conditions, destinationConditions), v1alpha1.ConditionDelivering)
+// The bounds of the API.
+const (
+	maxMessageBytes        = 2048
+	maxFailureReasonBytes  = 64
+	maxFailureMessageBytes = 512
+	maxDestinations        = 100
+)
+
+// Destination returns the violated invariants of a destination's status.
+func Destination(d v1alpha1.WebhookDestination) error {
+	errs := conditions(d.Generation, d.Status.ObservedGeneration, d.Status.Conditions, v1alpha1.ConditionDelivering)
 	if len(d.Status.Endpoints) != len(d.Spec.Endpoints) {
 		errs = append(errs, fmt.Errorf("status has %d endpoints, spec %d", len(d.Status.Endpoints), len(d.Spec.Endpoints)))
 	}
@@ -36,23 +44,34 @@ func CheckDestination(d v1alpha1.WebhookDestination) error {
 	return errors.Join(errs...)
 }
 
-// CheckSource returns the violated invariants of a Source's status. It is for tests.
-func CheckSource(s v1alpha1.Source) error {
-	errs := checkConditions(s.Generation, s.Status.ObservedGeneration, Own(s.Status.Conditions, sourceConditions), v1alpha1.ConditionReceiving)
+// Source returns the violated invariants of a Source's status.
+func Source(s v1alpha1.Source) error {
+	errs := conditions(s.Generation, s.Status.ObservedGeneration, s.Status.Conditions, v1alpha1.ConditionReceiving)
 	if n := len(s.Status.Destinations); n > maxDestinations || !slices.IsSorted(s.Status.Destinations) {
 		errs = append(errs, fmt.Errorf("%d destinations: too many, or not sorted", n))
 	}
 	return errors.Join(errs...)
 }
 
-var reasonPattern = regexp.MustCompile(`^[A-Z][A-Za-z0-9]*$`)
+// Audience returns the violated invariants of an Audience's status.
+func Audience(a v1alpha1.Audience) error {
+	return errors.Join(conditions(a.Generation, a.Status.ObservedGeneration, a.Status.Conditions, v1alpha1.ConditionSynced)...)
+}
 
-func checkConditions(generation, observed int64, conditions []metav1.Condition, traffic string) (errs []error) {
+// Reason matches the reasons that the API server accepts and tools expect.
+var Reason = regexp.MustCompile(`^[A-Z][A-Za-z0-9]*$`)
+
+// conditions checks the conditions of an object, without those that other programs have added.
+func conditions(generation, observed int64, all []metav1.Condition, traffic string) (errs []error) {
+	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic}
+	conditions := slices.DeleteFunc(slices.Clone(all), func(c metav1.Condition) bool {
+		return c.Type != v1alpha1.ConditionStalled && !slices.Contains(want, c.Type)
+	})
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	var types []string
 	for _, c := range conditions {
 		types = append(types, c.Type)
-		if !reasonPattern.MatchString(c.Reason) {
+		if !Reason.MatchString(c.Reason) {
 			fail("%s: reason %q", c.Type, c.Reason)
 		}
 		if c.ObservedGeneration > generation {
@@ -65,7 +84,6 @@ func checkConditions(generation, observed int64, conditions []metav1.Condition, 
 			fail("%s: message of %d bytes", c.Type, len(c.Message))
 		}
 	}
-	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic}
 	if meta.IsStatusConditionTrue(conditions, v1alpha1.ConditionStalled) {
 		want = append(want, v1alpha1.ConditionStalled)
 	}
@@ -77,17 +95,14 @@ func checkConditions(generation, observed int64, conditions []metav1.Condition, 
 		fail("observedGeneration %d is above generation %d", observed, generation)
 	}
 	accepted, resolved, programmed, ready := conditions[0], conditions[1], conditions[2], conditions[3]
-	all := true
-	for _, c := range conditions[:3] {
-		all = all && c.Status == metav1.ConditionTrue
-	}
-	if all != (ready.Status == metav1.ConditionTrue) {
+	works := !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue })
+	if works != (ready.Status == metav1.ConditionTrue) {
 		fail("Ready is %s, Accepted %s, ResolvedRefs %s, Programmed %s", ready.Status, accepted.Status, resolved.Status, programmed.Status)
 	}
-	if all && ready.Reason != v1alpha1.ReasonReady && ready.Reason != v1alpha1.ReasonDiscardAhead {
+	if works && ready.Reason != v1alpha1.ReasonReady && ready.Reason != v1alpha1.ReasonDiscardAhead {
 		fail("Ready is True with reason %s", ready.Reason)
 	}
-	if !all && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason }) {
+	if !works && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason }) {
 		fail("Ready has reason %s, which no condition that is not True has", ready.Reason)
 	}
 	for _, c := range conditions[:4] {
