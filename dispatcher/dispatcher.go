@@ -225,10 +225,6 @@ func New(o Options) (*Dispatcher, error) {
 		d.listeners.Close()
 		return nil, err
 	}
-	if err := redelivery.CheckMoved(d.store); err != nil {
-		d.listeners.Close()
-		return nil, errors.Join(fmt.Errorf("%s: %w", o.DataDir, err), d.store.Close())
-	}
 	// The lock of the store excludes other processes.
 	if err := backup.RemoveRest(o.DataDir); err != nil {
 		d.log.Warn("remove the rest of an interrupted backup", "error", err)

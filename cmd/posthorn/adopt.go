@@ -26,11 +26,11 @@ import (
 func newLog() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "log",
-		Short: "Repair a replicated log, or move a store to it and back",
+		Short: "Repair a replicated log, or move a store to it",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
 	}
-	cmd.AddCommand(newAdopt(), newLogImport(), newLogExport())
+	cmd.AddCommand(newAdopt(), newLogImport())
 	return cmd
 }
 

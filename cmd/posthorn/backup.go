@@ -198,8 +198,9 @@ const (
 	restoreLock   = ".restore.lock"
 )
 
-// restore extracts a backup into a data directory without a store.
-func restore(ctx context.Context, out io.Writer, from, data string) error {
+// restore extracts a backup into a data directory without a store. It puts the store in place last, so an interrupted
+// call can be repeated.
+func restore(ctx context.Context, out io.Writer, from, data string) (err error) {
 	if err := checkNoStore(data); err != nil {
 		return err
 	}
@@ -210,27 +211,6 @@ func restore(ctx context.Context, out io.Writer, from, data string) error {
 	// A read, for example from a network file system, may have no end.
 	defer context.AfterFunc(ctx, func() { _ = r.Close() })()
 	defer r.Close()
-	var index backup.Index
-	lanes, deadLetters, err := placeStore(ctx, data, func(dir string) (err error) {
-		if index, err = backup.Extract(contextReader{ctx, r}, dir, freeBytes); err != nil {
-			err = fmt.Errorf("%s: %w", from, err)
-		}
-		return err
-	}, func(err error) error { return fmt.Errorf("%s: %w; use another backup", from, err) })
-	if err != nil {
-		return err
-	}
-	fmt.Fprintf(out, "Restored the backup of %s: %s, %s, %d bytes. Start Posthorn with --data %s.\n", index.Time.Format(time.RFC3339), plural.Count(lanes, "lane"), plural.Count(deadLetters, "dead letter"), index.Bytes, data)
-	return nil
-}
-
-// placeStore fills a data directory without a store: fill writes to a folder, whose files are then read and checked;
-// explain completes the errors of the check. The store is put in place last, so an interrupted call can be repeated.
-// It returns the numbers of lanes and dead letters.
-func placeStore(ctx context.Context, data string, fill func(dir string) error, explain func(error) error) (lanes, deadLetters int, err error) {
-	if err := checkNoStore(data); err != nil {
-		return 0, 0, err
-	}
 	if _, missing := os.Stat(data); missing != nil {
 		defer func() {
 			if err != nil {
@@ -239,42 +219,43 @@ func placeStore(ctx context.Context, data string, fill func(dir string) error, e
 		}()
 	}
 	if err := os.MkdirAll(data, 0o700); err != nil {
-		return 0, 0, err
+		return err
 	}
 	unlock, err := lockRestore(data)
 	if err != nil {
-		return 0, 0, err
+		return err
 	}
 	defer unlock()
 	// Another restore may have ended meanwhile.
 	if err := checkNoStore(data); err != nil {
-		return 0, 0, err
+		return err
 	}
 	partial := filepath.Join(data, restoreFolder)
 	defer os.RemoveAll(partial)
 	if err := errors.Join(os.RemoveAll(partial), os.Mkdir(partial, 0o700)); err != nil {
-		return 0, 0, err
+		return err
 	}
-	err = fill(partial)
+	index, err := backup.Extract(contextReader{ctx, r}, partial, freeBytes)
 	if cause := context.Cause(ctx); cause != nil {
-		return 0, 0, cause
+		return cause
 	}
 	if err != nil {
-		return 0, 0, err
+		return fmt.Errorf("%s: %w", from, err)
 	}
-	lanes, deadLetters, err = dispatcher.VerifyCopy(ctx, partial)
+	lanes, deadLetters, err := dispatcher.VerifyCopy(ctx, partial)
 	if cause := context.Cause(ctx); cause != nil {
-		return 0, 0, cause
+		return cause
 	}
 	if err != nil {
-		return 0, 0, explain(err)
+		return fmt.Errorf("%s: %w; use another backup", from, err)
 	}
 	for _, name := range backup.Entries() {
 		if err := moveEntry(partial, data, name); err != nil {
-			return 0, 0, err
+			return err
 		}
 	}
-	return lanes, deadLetters, nil
+	fmt.Fprintf(out, "Restored the backup of %s: %s, %s, %d bytes. Start Posthorn with --data %s.\n", index.Time.Format(time.RFC3339), plural.Count(lanes, "lane"), plural.Count(deadLetters, "dead letter"), index.Bytes, data)
+	return nil
 }
 
 func checkNoStore(data string) error {

@@ -11,7 +11,6 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
@@ -40,7 +39,7 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 	return p
 }
 
-// move runs posthorn log import or export, and returns its output.
+// move runs posthorn log import, and returns its output.
 func (s *servers) move(verb, data string, flags ...string) (string, error) {
 	s.t.Helper()
 	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
@@ -63,7 +62,7 @@ func (s *servers) notMoved(want, verb, data string, flags ...string) {
 	}
 }
 
-// allMoved is in the output of an import or export.
+// allMoved is in the output of an import.
 const allMoved = "dead letters, ledgers and audiences"
 
 // wantLedger waits until the ledger of the owner is another one.
@@ -91,9 +90,9 @@ func wantDuplicates(t *testing.T, pods []*pod, all *sender, before queue.Ledger)
 	}
 }
 
-// A store with a log of its own moves to a replicated log and back, after kill -9: waiting messages, dead letters,
-// the ledger, and the members of an audience. Nothing is lost, and nothing is delivered twice.
-func TestMoveToALogAndBack(t *testing.T) {
+// A store with a log of its own moves to a replicated log, after kill -9: waiting messages, dead letters, the ledger,
+// and the members of an audience. Nothing is lost, and nothing is delivered twice. Another store is refused.
+func TestMoveToALog(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	data := filepath.Join(t.TempDir(), "data")
@@ -121,6 +120,9 @@ func TestMoveToALogAndBack(t *testing.T) {
 	volume[0].end(syscall.SIGKILL)
 
 	s.moved(allMoved, "import", data)
+	second := filepath.Join(t.TempDir(), "data")
+	startVolume(t, manifests(r.URL), second).end(syscall.SIGTERM)
+	s.notMoved("posthorn drain", "import", second)
 	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
 	wantLedger(t, "in the log, as before", pods, func(l queue.Ledger) bool { return l == before })
 	r.answer.Store(0)
@@ -132,76 +134,9 @@ func TestMoveToALogAndBack(t *testing.T) {
 	send("log")
 	logged := wantLedger(t, "without pending messages in the log", pods, func(l queue.Ledger) bool { return l.Pending == 0 })
 	wantDuplicates(t, pods, all, logged)
-	for _, p := range pods {
-		p.end(syscall.SIGTERM)
-	}
-
-	data = filepath.Join(t.TempDir(), "exported")
-	s.moved(allMoved, "export", data)
-	volume = []*pod{startVolume(t, manifests(r.URL), data)}
-	wantLedger(t, "of the exported store, as before", volume, func(l queue.Ledger) bool { return l == logged })
-	if out := syncMembers(t, volume[0], "u3", "u4"); !strings.Contains(out, "added 1, removed 1") {
-		t.Errorf("sync of an audience after the export: got %q, want 1 added and 1 removed member", out)
-	}
-	all.setPods(volume)
-	send("exported")
-	end := wantLedger(t, "without pending messages at the end", volume, func(l queue.Ledger) bool { return l.Pending == 0 })
-	wantDuplicates(t, volume, all, end)
 	checkDelivered(t, slices.Concat(all.acknowledged[:delivered], all.acknowledged[delivered+rejected:]), r)
-	if repeated := r.repeated(); repeated != 0 || int(end.DeadLettered) != rejected {
-		t.Errorf("at the end: got %d repeated deliveries and the ledger %+v, want none and %d dead letters", repeated, end, rejected)
-	}
-}
-
-// The waiting messages and dead letters of a second data directory, of a process that was killed, are added to the
-// log: each is delivered once.
-func TestAddASecondDirectory(t *testing.T) {
-	t.Parallel()
-	s, r := startServers(t), newReceiver(t)
-	r.answer.Store(http.StatusConflict)
-	var data []string
-	var waiting, rejected []string
-	for i := range 2 {
-		data = append(data, filepath.Join(t.TempDir(), "data"))
-		volume := []*pod{startVolume(t, manifests(r.URL), data[i])}
-		all := &sender{pods: volume}
-		send := func(prefix string) {
-			stop := all.start(t, fmt.Sprint(prefix, i, "-"))
-			acknowledge(t, all, 400)
-			stop()
-		}
-		send("rejected")
-		n := len(all.acknowledged)
-		wantLedger(t, "with dead letters", volume, func(l queue.Ledger) bool { return int(l.DeadLettered) == n })
-		r.answer.Store(http.StatusServiceUnavailable)
-		send("waiting")
-		wantLedger(t, "with waiting messages", volume, func(l queue.Ledger) bool { return int(l.Pending) == len(all.acknowledged)-n })
-		rejected, waiting = append(rejected, all.acknowledged[:n]...), append(waiting, all.acknowledged[n:]...)
-		volume[0].end(syscall.SIGKILL)
-		r.answer.Store(http.StatusConflict)
-	}
-	s.notMoved("first import the data directory of pod 0", "import", data[1], "--add")
-	s.moved(allMoved, "import", data[0])
-	s.notMoved("use --add", "import", data[1])
-	s.moved("remove it", "import", data[1], "--add")
-	s.moved("has 0 messages and 0 dead letters more", "import", data[1], "--add")
-
-	r.answer.Store(http.StatusServiceUnavailable)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
-	wantLedger(t, "in the log, with all waiting messages", pods, func(l queue.Ledger) bool { return int(l.Pending) == len(waiting) })
-	s.notMoved("a process uses the slot", "import", data[1], "--add")
-	r.answer.Store(0)
-	checkDelivered(t, waiting, r)
-	api := owner(t, pods).AdminAPI()
-	if stored, err := api.DeadLettersStored(t.Context(), "default/crm"); err != nil || int(stored) != len(rejected) {
-		t.Errorf("stored dead letters: got %d and %v, want %d", stored, err, len(rejected))
-	}
-	if _, err := api.Redeliver(t.Context(), adminapi.DeadLetterAction{Destination: "default/crm", Rate: 1000}, nil); err != nil {
-		t.Fatal(err)
-	}
-	checkDelivered(t, rejected, r)
-	if repeated := r.repeated(); repeated != 0 {
-		t.Errorf("repeated deliveries: got %d, want none", repeated)
+	if repeated := r.repeated(); repeated != 0 || int(logged.DeadLettered) != rejected {
+		t.Errorf("at the end: got %d repeated deliveries and the ledger %+v, want none and %d dead letters", repeated, logged, rejected)
 	}
 }
 
@@ -244,20 +179,6 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("namespaces, want default in slot %d and the other one in another slot: %v", slot, err)
 	}
-	// The messages of a second data directory go to the slot of their namespace.
-	h.stop()
-	r.answer.Store(http.StatusServiceUnavailable)
-	second := filepath.Join(t.TempDir(), "data")
-	volume = startVolume(t, manifests(r.URL), second)
-	added := &sender{pods: []*pod{volume}}
-	stop = added.start(t, "added")
-	acknowledge(t, added, 100)
-	stop()
-	volume.end(syscall.SIGTERM)
-	s.moved(fmt.Sprintf("slot %d has %d messages", slot, len(added.acknowledged)), "import", second, "--add", "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots))
-	r.answer.Store(0)
-	startHost(t, s, "process-1", configs)
-	checkDelivered(t, added.acknowledged, r)
 	if repeated := r.repeated(); repeated != 0 {
 		t.Errorf("repeated deliveries: got %d, want none", repeated)
 	}

@@ -190,7 +190,10 @@ func fetchCopy(ctx context.Context, copies Copies, name string, to vfs.FS, path 
 func StoreFiles(ctx context.Context, from vfs.FS, dir string, to Copies) error {
 	folders, err := from.List(dir)
 	if err != nil {
-		return existing(err)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
 	}
 	for _, folder := range folders {
 		files, err := from.List(from.PathJoin(dir, folder))
@@ -217,40 +220,6 @@ func storeFile(ctx context.Context, from vfs.FS, path string, to Copies, name st
 		return err
 	}
 	return errors.Join(to.Put(ctx, name, f), f.Close())
-}
-
-// FetchFiles writes the copies of the files of all audiences to dir.
-func FetchFiles(ctx context.Context, from Copies, to vfs.FS, dir string) error {
-	names, err := from.List(ctx)
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		folder, file, _ := strings.Cut(name, "/")
-		if folder != to.PathBase(folder) || file != to.PathBase(file) || file == ".." || folder == ".." {
-			return fmt.Errorf("%q is not the name of a copy", name)
-		}
-		folder = to.PathJoin(dir, folder)
-		if err := makeFolder(to, folder); err != nil {
-			return err
-		}
-		// An incomplete copy has a name, too.
-		if err := existing(fetchCopy(ctx, from, name, to, to.PathJoin(folder, file))); err != nil {
-			return err
-		}
-		if err := durable.Sync(to.OpenDir(folder)); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// existing returns an error unless it means that a file does not exist.
-func existing(err error) error {
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return err
 }
 
 // removeCopies removes the copies that needed does not select. Copies that cannot be removed only cost

@@ -1,6 +1,5 @@
 // Package redelivery sends selected dead letters of a destination again, at a bounded
-// rate. Run and Purge process them in one call; Service runs the Redelivery objects. Move moves the
-// messages and dead letters of one store to another.
+// rate. Run and Purge process them in one call; Service runs the Redelivery objects.
 package redelivery
 
 import (

@@ -9,6 +9,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -222,11 +224,30 @@ func (s Slot) lastEpoch(ctx context.Context, state State) (last uint64, err erro
 	return last, nil
 }
 
+// releaseTimeout bounds the release of a slot by a command.
+const releaseTimeout = 10 * time.Second
+
 // storeSnapshot takes a snapshot of the files in Dir, so that processes without a copy can restore the
 // slot, and releases the slot.
 func (s Slot) storeSnapshot(ctx context.Context) error {
-	return s.use(ctx, func(_ *pebblestore.Store, snapshots *Snapshotter) error { return snapshots.Take(ctx) })
+	w, err := s.TakeOver(ctx)
+	if err != nil {
+		return err
+	}
+	defer w.Close()
+	o := s.Store
+	o.Log, o.Logger, o.DuplicateWindow = w, s.Logger, pebblestore.MaxDuplicateWindow // A shorter one removes messageIds.
+	o.MaxBytesPerSource = pebblestore.NoQuota
+	store, err := pebblestore.Open(s.Dir, o)
+	if err != nil {
+		return fmt.Errorf("open the store of the slot: %w", err)
+	}
+	snapshots := Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger, Limiter: rate.NewLimiter(rate.Inf, 0)}
+	err = snapshots.Take(ctx)
+	if failed := store.Close(); failed != nil {
+		return errors.Join(err, failed)
+	}
+	releasing, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	return errors.Join(err, w.Release(releasing))
 }
-
-// releaseTimeout bounds the release of a slot by a command.
-const releaseTimeout = 10 * time.Second

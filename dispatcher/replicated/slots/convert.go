@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
@@ -34,7 +33,7 @@ func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, repla
 	if err := s.checkImport(ctx, state, former, at); err != nil {
 		return err
 	}
-	if state.ID != "" && former.Stream == state.ID { // A repeated import. An unfinished addition knows the stream by its ID.
+	if state.ID != "" && former.Stream == state.ID { // A repeated import.
 		rename = func(context.Context, ...string) error { return nil }
 	}
 	if err := prepare(); err != nil {
@@ -50,7 +49,7 @@ func (s Slot) Import(ctx context.Context, rename func(ctx context.Context, repla
 // checkImport returns an error unless the stream is unused, or begins with the store at a position.
 func (s Slot) checkImport(ctx context.Context, state State, former local, at pebblestore.Position) error {
 	if err := former.checkStream(state, s.Dir); err != nil {
-		return fmt.Errorf("the store belongs to another log; use its --log-name, or export that log: %w", err)
+		return fmt.Errorf("the store belongs to another log; use its --log-name: %w", err)
 	}
 	if state.Last == 0 {
 		if err := s.checkUnused(ctx); err != nil {
@@ -66,39 +65,4 @@ func (s Slot) checkImport(ctx context.Context, state State, former local, at peb
 		return ErrUsed
 	}
 	return err
-}
-
-// Export writes the content of the slot to Dir, which must not exist, as a store with a log of its own. No process
-// may use the slot; otherwise the error is ErrInUse. The slot keeps its content, so that only one of the two may be
-// used later.
-func (s Slot) Export(ctx context.Context) error {
-	s.setStoreDefaults()
-	if _, err := s.Store.FS.Stat(s.Dir); !errors.Is(err, fs.ErrNotExist) {
-		return errors.Join(err, fmt.Errorf("%s exists; use another directory", s.Dir))
-	}
-	state, err := s.checkIdle(ctx)
-	if err != nil {
-		return err
-	}
-	if state.Last == 0 {
-		return ErrUnused
-	}
-	w, err := s.TakeOver(ctx) // The claim has no batch, so the copy is the content of the slot.
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	releasing, cancel := context.WithTimeout(ctx, releaseTimeout)
-	defer cancel()
-	if err := w.Release(releasing); err != nil {
-		return err
-	}
-	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
-	if err != nil {
-		return err
-	}
-	if err := r.Detach(); err != nil {
-		return fmt.Errorf("detach the store in %s from the log: %w", s.Dir, err)
-	}
-	return s.Store.FS.Remove(s.Dir + localSuffix)
 }

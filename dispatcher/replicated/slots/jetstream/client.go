@@ -274,24 +274,6 @@ func (c *Client) OpenAdopted(ctx context.Context, number, slot int) (r slots.Rem
 	return c.openSlot(ctx, slot, "")
 }
 
-// ErrNoSlot reports that a slot does not exist.
-var ErrNoSlot = errors.New("the servers lack a slot")
-
-// OpenExisting is OpenAdopted for a slot that exists; otherwise the error is ErrNoSlot.
-func (c *Client) OpenExisting(ctx context.Context, number, slot int) (r slots.Remote, err error) {
-	if err := c.check(ctx); err != nil {
-		return r, err
-	}
-	exists, err := c.exists(ctx, c.slotStream(slot))
-	if err == nil && !exists {
-		err = fmt.Errorf("%w: slot %d of the log %q; correct --log-name or --slot", ErrNoSlot, slot, c.c.Name)
-	}
-	if err != nil {
-		return r, err
-	}
-	return c.OpenAdopted(ctx, number, slot)
-}
-
 // openSlot opens a slot. bucket is that of StreamConfig.
 func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots.Remote, err error) {
 	base := c.slotStream(slot)

@@ -907,8 +907,8 @@ func TestOtherInstallations(t *testing.T) {
 		_, err := c.OpenAdopted(t.Context(), 1, 0)
 		return err
 	}
-	export := func(c *Client) error {
-		_, err := c.OpenExisting(t.Context(), 2, 0)
+	adoptOne := func(c *Client) error {
+		_, err := c.OpenAdopted(t.Context(), 2, 0)
 		return err
 	}
 	slot := func(c *Client) error {
@@ -922,7 +922,7 @@ func TestOtherInstallations(t *testing.T) {
 		refused map[string]func(*Client) error
 	}{
 		"one slot":      {one, []string{"PH_test_W0"}, map[string]func(*Client) error{"the slot": one, "several slots": several, "adopt": adopt}},
-		"several slots": {several, []string{"PH_test_DIR", "PH_test_W1"}, map[string]func(*Client) error{"the directory": several, "a slot": slot, "one slot": one, "export": export}},
+		"several slots": {several, []string{"PH_test_DIR", "PH_test_W1"}, map[string]func(*Client) error{"the directory": several, "a slot": slot, "one slot": one, "adopt": adoptOne}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := startServer(t, server.Options{Port: server.RANDOM_PORT})

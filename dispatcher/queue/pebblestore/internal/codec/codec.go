@@ -9,7 +9,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -275,25 +274,13 @@ func (r *Record) Verdict(lane queue.LaneID) Verdict {
 
 // FilterError returns why the filter of a destination could not decide about the message.
 func (r *Record) FilterError(destination string) string {
-	failed := r.failed(queue.FilterFailed(destination, ""))
-	if len(failed) == 0 {
-		return ""
-	}
-	return strings.TrimPrefix(failed[0], queue.FilterFailed(destination, ""))
-}
-
-// Failed returns the entries of queue.FilterFailed.
-func (r *Record) Failed() []string { return r.failed(queue.FilterFailed("", "")[:1]) }
-
-// failed returns the names of skip with a prefix.
-func (r *Record) failed(prefix string) (names []string) {
-	d := Decoder{Rest: r.Skip}
+	d, prefix := Decoder{Rest: r.Skip}, []byte(queue.FilterFailed(destination, ""))
 	for range r.Skips {
-		if name := d.Bytes(); bytes.HasPrefix(name, []byte(prefix)) {
-			names = append(names, string(name))
+		if reason, ok := bytes.CutPrefix(d.Bytes(), prefix); ok {
+			return string(reason)
 		}
 	}
-	return names
+	return ""
 }
 
 // ForSibling reports whether a message is only for another endpoint of the lane's destination.
