@@ -24,8 +24,8 @@ func (h *host) serve(ctx context.Context) error {
 	admin.MountHealth(calls, h.ready)
 	calls.Handle("/", h.front())
 	peers := peer.Handlers{
-		Calls:     h.fromPeer(func(a *admitted, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
-		Admin:     h.fromPeer((*admitted).serveAdmin),
+		Calls:     h.fromPeer(func(a *openGate, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
+		Admin:     h.fromPeer((*openGate).serveAdmin),
 		Namespace: h.namespaces.index.OfHash,
 	}
 	return h.o.Listeners.serve(ctx, h.o, dispatcher.Handlers{Calls: calls, Admin: h.admin(), Ready: h.ready}, peers, func() time.Duration { return handOverTimeout })
@@ -37,7 +37,7 @@ func (h *host) admin() http.Handler {
 	registry := dispatcher.NewRegistry()
 	registry.MustRegister(h.o.clock.metric())
 	for _, s := range h.slots {
-		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.term.Load, s.forwarder, s.sequence})
+		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.ownership.Load, s.forwarder, s.sequence})
 	}
 	guarded := http.NewServeMux()
 	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(w, r, registry) })
@@ -106,7 +106,7 @@ func writeJSON(w http.ResponseWriter, status int, value any) {
 }
 
 // state returns the part of the process in the log of the slot; nil for none.
-func (s *hosted) state() *adminapi.LogState {
+func (s *replica) state() *adminapi.LogState {
 	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
 		return inside.dispatcher.LogState()
@@ -119,8 +119,8 @@ func (s *hosted) state() *adminapi.LogState {
 
 // sequence returns the sequence of the last record that the process has; ok is false if it has none of the
 // slot.
-func (s *hosted) sequence() (n uint64, ok bool) {
-	if t := s.term.Load(); t != nil {
+func (s *replica) sequence() (n uint64, ok bool) {
+	if t := s.ownership.Load(); t != nil {
 		return t.writer.Status().Sequence, true
 	}
 	if b := s.standby.Load(); b != nil {

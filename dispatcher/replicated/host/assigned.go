@@ -26,7 +26,7 @@ type compared struct {
 
 // assignStored assigns to the slot the namespaces of its store that have none, and repeats it until the
 // directory answers or ctx is done.
-func (s *hosted) assignStored(ctx context.Context, stored []string) {
+func (s *replica) assignStored(ctx context.Context, stored []string) {
 	directory := s.host.namespaces.directory.Load()
 	for _, namespace := range stored {
 		if _, known := directory.Slot(namespace); known {
@@ -60,7 +60,7 @@ func (s *hosted) assignStored(ctx context.Context, stored []string) {
 
 // misplaced returns the namespaces with messages in the store of this slot that the directory assigns to
 // another one, each with the fix.
-func (s *hosted) misplaced(d *dispatcher.Dispatcher) (problems []string) {
+func (s *replica) misplaced(d *dispatcher.Dispatcher) (problems []string) {
 	directory := s.host.namespaces.directory.Load()
 	type count struct{ pending, letters int64 }
 	counts := map[string]count{}
@@ -82,15 +82,15 @@ func (s *hosted) misplaced(d *dispatcher.Dispatcher) (problems []string) {
 
 // readDurability adds the misplaced namespaces and the gaps of the members' copies to what the log returns; nil if it
 // returns nothing.
-func (t *term) readDurability(d *dispatcher.Dispatcher) func(context.Context) (slots.Durability, error) {
+func (t *ownership) readDurability(d *dispatcher.Dispatcher) func(context.Context) (slots.Durability, error) {
 	if t.remote.Durability == nil {
 		return nil
 	}
 	return func(ctx context.Context) (slots.Durability, error) {
 		result, err := t.remote.Durability(ctx)
 		result.Gaps = append(result.Gaps, d.LostMembers()...)
-		if err == nil && t.hosted != nil {
-			result.Weak = append(result.Weak, t.hosted.misplaced(d)...)
+		if err == nil && t.replica != nil {
+			result.Weak = append(result.Weak, t.replica.misplaced(d)...)
 		}
 		return result, err
 	}

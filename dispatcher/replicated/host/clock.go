@@ -10,7 +10,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
-// clockCheck compares the wall clock of this process with those of the servers of the log and of the other
+// clockCheck compares the wall clock of this process with the clocks of the log's servers and of the other
 // processes. A process with a wrong clock takes no slot, and hands over those that it has. A nil clockCheck
 // finds no problem.
 type clockCheck struct {
@@ -29,7 +29,7 @@ func (c *clockCheck) isRight() bool {
 	return c == nil || slots.Member{ClockSkew: c.Skew(), Clock: c.Now()}.HasRightClock(c.members.List())
 }
 
-// isTrusted reports whether the clock agrees with those of the servers or of the other processes. Otherwise no
+// isTrusted reports whether the clock agrees with the servers or with the other processes. Otherwise no
 // retry window and no retention ends.
 func (c *clockCheck) isTrusted() bool {
 	return c == nil || c.Skew().Abs() <= slots.MaxClockSkew || c.isRight()
@@ -75,7 +75,7 @@ func (c *clockCheck) log(to *slog.Logger) {
 	c.logged = !c.logged
 }
 
-// metric is that of the clock.
+// metric returns the metric of the clock.
 func (c *clockCheck) metric() prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "posthorn_log_clock_skew_seconds", Help: "Seconds by which the clock of the process is ahead of those of the NATS servers; negative if it is behind.",

@@ -19,10 +19,10 @@ const (
 	announcedConfigs = 8
 )
 
-// configVersions compares the live configs of this process with those of the others: a watch can hang without
+// configVersions compares the live configs of this process with the other processes' ones: a watch can hang without
 // an error.
 type configVersions struct {
-	// numbers are those of the present configs, and deleted those of the configs that were deleted while this
+	// numbers has the present configs, and deleted the configs that were deleted while this
 	// process ran, by namespace.
 	numbers, deleted map[string]int64
 	// lacking are the configs that another process has.

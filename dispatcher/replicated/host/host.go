@@ -17,7 +17,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 
@@ -70,7 +69,7 @@ func slotFolder(dataDir string, slot int) string {
 }
 
 const (
-	// handOverTimeout bounds the wait for calls and deliveries in flight at the end of a term, which ends both at
+	// handOverTimeout bounds the wait for calls and deliveries in flight at the end of an ownership, which ends both at
 	// the same time. Receivers that answer later may get a message twice.
 	handOverTimeout = 2 * time.Second
 	// settleTime is the age of a process at which it knows the other processes.
@@ -91,7 +90,7 @@ const (
 // the namespaces of other slots are forwarded to the owners.
 //
 // RunSlots requires o.Listeners with a listener for other processes, and closes them at its end. Errors
-// of the log are those of RunSlot. An error is returned when a listener fails, or when the directory of
+// of the log are handled as in RunSlot. An error is returned when a listener fails, or when the directory of
 // the namespaces was replaced.
 func RunSlots(ctx context.Context, o Options, s Slots) error {
 	if o.Logger == nil {
@@ -119,7 +118,7 @@ type host struct {
 	started    time.Time
 	namespaces *namespaces
 	members    *slots.Members
-	slots      []*hosted
+	slots      []*replica
 	// connections are those to the other processes.
 	connections peer.Connections
 	// wake has a value when a heartbeat is due before its time.
@@ -138,7 +137,7 @@ type host struct {
 	memory  memory.Plan
 	shared  *pebblestore.Shared
 	uploads *rate.Limiter
-	quiet   quietness
+	quiet   idleTracker
 }
 
 func newHost(o Options, s Slots) *host {
@@ -166,7 +165,7 @@ func newHost(o Options, s Slots) *host {
 	h.fault.Store(&connecting)
 	h.oldConfig.Store(new(string))
 	for slot := range s.Number {
-		h.slots = append(h.slots, newHosted(h, slot))
+		h.slots = append(h.slots, newReplica(h, slot))
 	}
 	return h
 }
@@ -438,7 +437,7 @@ func (h *host) place(ctx context.Context) error {
 	}
 }
 
-// compareConfigs compares the live configs with those of the other processes.
+// compareConfigs compares the live configs with the other processes' ones.
 func (h *host) compareConfigs() {
 	problem := h.namespaces.compareConfigs(h.members.Configs(h.name), cmp.Or(h.s.ConfigDelay, configDelay))
 	switch before := *h.oldConfig.Swap(&problem); {
@@ -450,7 +449,7 @@ func (h *host) compareConfigs() {
 }
 
 // beat sends a heartbeat, unless the process with the name of this one sends them. Before the directory was
-// opened, the log may be that of another installation, whose processes must not count this one.
+// opened, the log may belong to another installation, whose processes must not count this one.
 func (h *host) beat() {
 	if h.fault.Load() != nil || h.isRecent(&h.namesakeAt) {
 		return
@@ -520,7 +519,7 @@ func (h *host) heartbeat() slots.Heartbeat {
 		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {
-		if s.term.Load() != nil {
+		if s.ownership.Load() != nil {
 			continue
 		}
 		if b := s.standby.Load(); b != nil {
@@ -533,7 +532,7 @@ func (h *host) heartbeat() slots.Heartbeat {
 // owned returns the slots that this process owns.
 func (h *host) owned() (list []slots.OwnedSlot) {
 	for _, s := range h.slots {
-		if t := s.term.Load(); t != nil && !t.Ended() && t.writer.MaySend() {
+		if t := s.ownership.Load(); t != nil && !t.Ended() && t.writer.MaySend() {
 			owned := slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()}
 			if c := s.compared.Load(); c != nil {
 				owned.Directory, owned.Assignments = c.directory, c.assignments
@@ -592,250 +591,10 @@ func (h *host) move(ctx context.Context) {
 	}
 }
 
-// quietness reports whether all stores of a process are idle.
-type quietness struct {
-	report func(quiet bool)
-
-	mu   sync.Mutex
-	busy map[int]bool
-}
-
-// set takes the state of a slot's store.
-func (q *quietness) set(slot int, quiet bool) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.busy == nil {
-		q.busy = map[int]bool{}
-	}
-	before := len(q.busy)
-	if quiet {
-		delete(q.busy, slot)
-	} else {
-		q.busy[slot] = true
-	}
-	if before > 0 != (len(q.busy) > 0) {
-		q.report(len(q.busy) == 0)
-	}
-}
-
-// end removes the state of a slot's store that was closed.
-func (q *quietness) end(slot int) {
-	q.set(slot, true)
-}
-
-// hosted is a slot, as a process with several slots has it.
-type hosted struct {
-	host *host
-	slot int
-	o    Options
-	log  *slog.Logger
-	door door
-	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
-	forwarder *peer.Forwarder
-	forward   http.Handler
-	// mayClaim is true while this process should take the slot.
-	mayClaim atomic.Bool
-	// listed is true while the owner knows no other write keys than those in the live configs.
-	listed atomic.Bool
-	// standby is the copy while the process follows the slot, and term that while it owns it.
-	standby atomic.Pointer[standby]
-	term    atomic.Pointer[term]
-	ending  ending
-	// compared is nil while this process does not own the slot, and until its store is compared with the
-	// directory.
-	compared atomic.Pointer[compared]
-
-	mu sync.Mutex
-	// end ends the following of the slot; nil while the process does not follow it. removing is true from its
-	// call by remove until the copy is removed.
-	end      context.CancelFunc
-	removing bool
-}
-
-func newHosted(h *host, slot int) *hosted {
-	s := &hosted{host: h, slot: slot, log: h.log.With("slot", slot)}
-	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
-	s.forward = forwardCalls(s.forwarder)
-	o := h.o
-	o.Logger, o.DataDir, o.Options.Listeners = s.log, slotFolder(h.o.DataDir, slot), &dispatcher.Listeners{}
-	o.ShutdownDelay = 0
-	o.identity, o.forwarder, o.hosted = nil, s.forwarder, s
-	o.Entrance = &s.door
-	o.Share = &dispatcher.Share{
-		Stores: s.share(), Labels: s.labels(), Listed: h.namespaces.index.Knows, Decoder: &h.namespaces.decoder,
-	}
-	o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
-	o.Queue.Shared = h.shared
-	// Copies have the same write buffers as stores.
-	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, h.memory.Share(s.share()).MemTable)
-	s.o = o
-	return s
-}
-
-// hasUnlistedKeys reports whether this process, which owns the slot, can know write keys that no live config
-// has.
-func (s *hosted) hasUnlistedKeys() bool {
-	inside := s.enter()
-	if inside == nil {
-		return true // Its Dispatcher starts or ends.
-	}
-	defer inside.requests.Done()
-	return inside.dispatcher.HasUnlistedKeys()
-}
-
-// number is that of the slot; 0 in a process with one slot.
-func (s *hosted) number() int {
-	if s == nil {
-		return 0
-	}
-	return s.slot
-}
-
-// labels are those of the metrics of the slot.
-func (s *hosted) labels() prometheus.Labels { return prometheus.Labels{"slot": strconv.Itoa(s.slot)} }
-
-// share is the number of stores for which the memory of the process is planned: half of the slots,
-// because an installation with several slots has two processes or more. It is 1 for a process with one
-// store.
-func (s *hosted) share() int {
-	if s == nil {
-		return 1
-	}
-	return (s.host.s.Number + 1) / 2
-}
-
-// uploads is the bound of the uploads of the process; nil in one with one slot.
-func (s *hosted) uploads() *rate.Limiter {
-	if s == nil {
-		return nil
-	}
-	return s.host.uploads
-}
-
-// changed makes the next heartbeat due. It does nothing in a process with one slot.
-func (s *hosted) changed() {
-	if s != nil {
-		s.host.signal()
-	}
-}
-
-// mayClaim is Options.MayClaim of package slots: the clock is right, no other process has more objects of the log,
-// and a process with several slots should take this one.
-func (o *Options) mayClaim() bool {
-	return o.clock.isRight() && o.lacking.mayClaim() && (o.hosted == nil || o.hosted.mayClaim.Load())
-}
-
-// start starts to follow the slot, unless the process does already.
-func (s *hosted) start(ctx context.Context) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.end != nil || ctx.Err() != nil {
-		return
-	}
-	following, end := context.WithCancel(ctx)
-	s.end = end
-	s.host.running.Go(func() {
-		s.follow(following)
-		s.mu.Lock()
-		removing := s.removing
-		s.mu.Unlock()
-		if !removing {
-			return
-		}
-		if err := os.RemoveAll(s.o.DataDir); err != nil {
-			s.log.Warn("removing the copy of a slot failed", "error", err)
-		}
-		s.mu.Lock()
-		s.end, s.removing = nil, false
-		s.mu.Unlock()
-	})
-}
-
-// stop ends the following and the ownership of the slot, without waiting.
-func (s *hosted) stop() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.end != nil {
-		s.end()
-	}
-}
-
-// remove ends the following of the slot, and removes the copy. It does not wait for them: the heartbeats of the
-// process would wait, too, and the others would take it for lost.
-func (s *hosted) remove() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.end == nil || s.removing || s.term.Load() != nil {
-		return
-	}
-	s.log.Info("another process keeps the copy of this slot; removing this one")
-	s.removing = true
-	s.end()
-}
-
-// handOver ends the ownership of the slot in order.
-func (s *hosted) handOver() {
-	if s.ending.now() {
-		s.log.Info("handing over the slot to another process")
-	}
-}
-
-// follow follows the slot, and owns it when the process may, until ctx is done.
-func (s *hosted) follow(ctx context.Context) {
-	defer s.standby.Store(nil)
-	open := func(ctx context.Context) (slots.Remote, error) { return s.host.s.Open(ctx, s.slot) }
-	for ctx.Err() == nil {
-		b := newStandby(s.o)
-		s.standby.Store(b)
-		t, d := b.own(ctx, s.o, open)
-		if t == nil {
-			return
-		}
-		s.term.Store(t)
-		s.host.signal()
-		err := t.run(ctx, d, s.runTerm)
-		s.host.quiet.end(s.slot)
-		s.compared.Store(nil)
-		s.term.Store(nil)
-		s.host.signal()
-		if err != nil {
-			s.log.Error("the store of the slot failed; following the slot again", "error", err)
-			select {
-			case <-time.After(slotRetry):
-			case <-ctx.Done():
-			}
-		}
-	}
-}
-
-// runTerm runs a Dispatcher until ctx is done, or the slot is handed over.
-func (s *hosted) runTerm(ctx context.Context, d *dispatcher.Dispatcher) error {
-	return s.ending.run(ctx, func(ctx context.Context) error {
-		feeding, stop := context.WithCancel(ctx)
-		stored := d.Namespaces()
-		var fed sync.WaitGroup
-		fed.Go(func() { s.assignStored(feeding, stored) })
-		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })
-		defer fed.Wait()
-		defer stop()
-		return d.Run(ctx)
-	})
-}
-
-// ServeHTTP sends a call to the owner of the slot.
-func (s *hosted) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if inside := s.enter(); inside != nil {
-		defer inside.requests.Done()
-		inside.calls.ServeHTTP(w, r)
-		return
-	}
-	s.forward.ServeHTTP(w, r)
-}
-
-// any returns the handler of a slot that this process owns; otherwise that of a slot with an owner.
+// any returns the handler of a slot that this process owns; otherwise of one that has an owner.
 func (h *host) any() http.Handler {
 	for _, s := range h.slots {
-		if s.term.Load() != nil {
+		if s.ownership.Load() != nil {
 			return s
 		}
 	}
@@ -882,24 +641,15 @@ func (h *host) handlerOf(slot int) http.Handler {
 }
 
 // slotNamed returns the slot with a number in decimal; nil if there is none.
-func (h *host) slotNamed(number string) *hosted {
+func (h *host) slotNamed(number string) *replica {
 	if slot, err := strconv.Atoi(number); err == nil && slot >= 0 && slot < len(h.slots) {
 		return h.slots[slot]
 	}
 	return nil
 }
 
-// enter admits a request to the Dispatcher of the slot. The result is nil if this process does not own
-// the slot; otherwise the caller calls requests.Done after its request.
-func (s *hosted) enter() *admitted {
-	if s == nil {
-		return nil
-	}
-	return s.door.enter()
-}
-
-// fromPeer returns the handler of the requests that other processes have forwarded, by that of a slot.
-func (h *host) fromPeer(serve func(*admitted, http.ResponseWriter, *http.Request)) http.Handler {
+// fromPeer returns the handler of the requests that other processes have forwarded; serve handles those for a slot.
+func (h *host) fromPeer(serve func(*openGate, http.ResponseWriter, *http.Request)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		inside := h.slotNamed(peer.TakeSlot(r)).enter()
 		if inside == nil {

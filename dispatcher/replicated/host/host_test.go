@@ -865,7 +865,7 @@ func TestStartWithAWrongClock(t *testing.T) {
 // A process is idle again when the only busy store is handed over.
 func TestQuietness(t *testing.T) {
 	var got []bool
-	q := quietness{report: func(quiet bool) { got = append(got, quiet) }}
+	q := idleTracker{report: func(quiet bool) { got = append(got, quiet) }}
 	q.set(1, false)
 	q.set(2, false)
 	q.set(1, true)
@@ -874,7 +874,7 @@ func TestQuietness(t *testing.T) {
 	if diff := cmp.Diff([]bool{false, true}, got); diff != "" {
 		t.Errorf("reports (-want +got):\n%s", diff)
 	}
-	(&quietness{}).end(1) // Without a limit of the memory nothing is reported.
+	(&idleTracker{}).end(1) // Without a limit of the memory nothing is reported.
 }
 
 // A process with several slots, of which a newer release wrote one, is not ready.

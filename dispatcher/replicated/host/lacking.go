@@ -55,13 +55,13 @@ func (l lackedSince) problem(now time.Time) string {
 	return fmt.Sprintf("the manifests of this standby lack what the log has, or have an older version: %s%s; copy the manifests of the owner. If this process becomes the owner, it parks these objects", strings.Join(names, ", "), more)
 }
 
-// lacking compares the objects of the log with those of this process while it is a standby. One that lacks an
+// lacking compares the objects of the log with the objects of this process while it is a standby. One that lacks an
 // object, or has not compared them yet, leaves the slot to a standby that has all. A nil lacking finds nothing.
 type lacking struct {
 	find    func(values map[string][]byte) []string
 	members *slots.Members
 	log     *slog.Logger
-	// values are those of the log that are compared next.
+	// values has the log's objects that are compared next.
 	values chan map[string][]byte
 
 	mu       sync.Mutex
@@ -98,7 +98,7 @@ func (l *lacking) offer(values map[string][]byte) {
 	}
 }
 
-// restart forgets the result: a term has ended, in which the objects may have changed.
+// restart forgets the result: an ownership has ended, in which the objects may have changed.
 func (l *lacking) restart() {
 	if l == nil {
 		return
@@ -153,7 +153,7 @@ func (l *lacking) mayClaim() bool {
 	return placed[0].Unowned >= slots.TakeTurn || !slices.ContainsFunc(l.members.Successors(0), func(m slots.Member) bool { return !m.OldConfig })
 }
 
-// metric is that of a standby.
+// metric returns the metric of a standby.
 func (l *lacking) metric() prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "posthorn_log_lacking_objects", Help: "Objects of the log that the manifests of this standby of posthorn run lack, or have in an older version.",

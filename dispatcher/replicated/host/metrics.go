@@ -10,8 +10,8 @@ import (
 
 // logMetrics are the metrics of a slot of the replicated log.
 type logMetrics struct {
-	// term returns that of this process; nil in a standby.
-	term func() *term
+	// ownership returns the one of this process; nil in a standby.
+	ownership func() *ownership
 	// forwarder is nil in a process that does not forward calls.
 	forwarder *peer.Forwarder
 	// sequence returns the sequence of the last known record; ok is false in a process without the messages
@@ -33,36 +33,36 @@ var (
 // ownerMetrics are the metrics of an owner.
 var ownerMetrics = []struct {
 	desc  *prometheus.Desc
-	value func(*term, slots.Status, slots.Durability) float64
+	value func(*ownership, slots.Status, slots.Durability) float64
 }{
-	{prometheus.NewDesc("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		return float64(t.writer.Epoch())
 	}},
-	{prometheus.NewDesc("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		return promtext.Bool(t.writer.MaySend())
 	}},
-	{prometheus.NewDesc("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return s.Unacknowledged.Seconds()
 	}},
-	{prometheus.NewDesc("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return float64(s.Bytes)
 	}},
-	{prometheus.NewDesc("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *term, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return float64(s.MaxBytes)
 	}},
-	{prometheus.NewDesc("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(len(d.Weak))
 	}},
-	{prometheus.NewDesc("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return promtext.Bool(d.Sync == slots.SyncAlways)
 	}},
-	{prometheus.NewDesc("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Replicas)
 	}},
-	{prometheus.NewDesc("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *term, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Current)
 	}},
-	{prometheus.NewDesc("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *term, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		taken := t.snapshotTaken()
 		if taken.IsZero() {
 			return 0
@@ -88,7 +88,7 @@ func (m logMetrics) Collect(to chan<- prometheus.Metric) {
 	}
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Answered()), "answered")
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Failed()), "failed")
-	t := m.term()
+	t := m.ownership()
 	add(logOwner, prometheus.GaugeValue, promtext.Bool(t != nil))
 	if n, ok := m.sequence(); ok {
 		add(logSequence, prometheus.GaugeValue, float64(n))

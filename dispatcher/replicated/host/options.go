@@ -14,15 +14,15 @@ import (
 
 // Options configure the Dispatchers of a process, and its part in the log.
 type Options struct {
-	// Options are those of each Dispatcher.
+	// Options configure each Dispatcher.
 	dispatcher.Options
-	// Listeners are those of the process. Required.
+	// Listeners of the process. Required.
 	Listeners *Listeners
 	// PeerListen, when set, is the address of a listener for the calls that standbys forward to the
 	// owner of a slot; host:port, where the host is the one at which the other processes reach this
 	// one.
 	PeerListen string
-	// WallClock is the clock of this process that is compared with those of the log's servers, replaced by
+	// WallClock is the clock of this process that is compared with the log's servers, replaced by
 	// tests. Default time.Now.
 	WallClock func() time.Time
 	// Bus carries the heartbeats of RunSlot. Without it an owner with a wrong clock keeps its slot.
@@ -37,6 +37,6 @@ type Options struct {
 	// identity and forwarder are set if standbys forward calls.
 	identity  *peer.Identity
 	forwarder *peer.Forwarder
-	// hosted is set by RunSlots: the slot of the store.
-	hosted *hosted
+	// replica is set by RunSlots: the slot of the store.
+	replica *replica
 }

@@ -16,12 +16,12 @@ import (
 type single struct {
 	o Options
 	// name is another one for each process: --pod-name is optional.
-	name    string
-	started time.Time
-	members *slots.Members
-	standby atomic.Pointer[standby]
-	term    atomic.Pointer[term]
-	ending  ending
+	name      string
+	started   time.Time
+	members   *slots.Members
+	standby   atomic.Pointer[standby]
+	ownership atomic.Pointer[ownership]
+	stopper   stopper
 }
 
 func newSingle(o Options) *single {
@@ -62,7 +62,7 @@ func (s *single) exchange(ctx context.Context) {
 func (s *single) beat() {
 	skew, clock := s.o.clock.milliseconds()
 	own := slots.Heartbeat{Member: s.name, Milliseconds: time.Since(s.started).Milliseconds(), ClockSkew: skew, Clock: clock}
-	if t := s.term.Load(); t != nil {
+	if t := s.ownership.Load(); t != nil {
 		if t.writer.MaySend() {
 			own.Owned = []slots.OwnedSlot{{Epoch: t.writer.Epoch()}}
 		}
@@ -80,17 +80,17 @@ func (s *single) beat() {
 	}
 	members, placed := s.members.View(1)
 	for _, m := range slots.Place(members, placed, 1) {
-		if m.Member == s.name && m.Action == slots.HandOver && s.ending.now() {
+		if m.Member == s.name && m.Action == slots.HandOver && s.stopper.now() {
 			s.o.Logger.Warn("handing over the slot to another process, because the clock is wrong")
 		}
 	}
 }
 
-// own runs a term until ctx is done, the term has ended, or the slot is handed over.
-func (s *single) own(ctx context.Context, t *term, d *dispatcher.Dispatcher, run func(context.Context, *dispatcher.Dispatcher) error) error {
-	s.term.Store(t)
-	defer s.term.Store(nil)
+// own runs an ownership until ctx is done, the ownership has ended, or the slot is handed over.
+func (s *single) own(ctx context.Context, t *ownership, d *dispatcher.Dispatcher, run func(context.Context, *dispatcher.Dispatcher) error) error {
+	s.ownership.Store(t)
+	defer s.ownership.Store(nil)
 	return t.run(ctx, d, func(ctx context.Context, d *dispatcher.Dispatcher) error {
-		return s.ending.run(ctx, func(ctx context.Context) error { return run(ctx, d) })
+		return s.stopper.run(ctx, func(ctx context.Context) error { return run(ctx, d) })
 	})
 }

@@ -5,19 +5,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
 	"path/filepath"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher"
@@ -49,7 +45,7 @@ const (
 	releaseTimeout = 5 * time.Second
 	// drainTakeover bounds the wait for requests to the previous owner before a process opens the store.
 	drainTakeover = time.Second
-	// standbyRetryAfter is the Retry-After of a standby, in seconds, and silentRetryAfter that of one whose
+	// standbyRetryAfter is the Retry-After of a standby, in seconds, and silentRetryAfter of one whose
 	// owner does not answer.
 	standbyRetryAfter = 2
 	silentRetryAfter  = 5
@@ -101,8 +97,8 @@ func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Con
 }
 
 // becomeOwner is a standby until this process owns the slot and has made a Dispatcher with its store.
-// The term is nil when ctx is done before. present is the standby meanwhile.
-func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*term, *dispatcher.Dispatcher, error) {
+// The ownership is nil when ctx is done before. present is the standby meanwhile.
+func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*ownership, *dispatcher.Dispatcher, error) {
 	shared, err := o.Listeners.share()
 	if err != nil {
 		return nil, nil, err
@@ -155,7 +151,7 @@ type standby struct {
 
 func newStandby(o Options) *standby {
 	s := &standby{log: o.Logger, calls: o.forwarder, clock: o.clock, lacking: o.lacking}
-	s.because(connecting)
+	s.setReason(connecting)
 	return s
 }
 
@@ -186,18 +182,18 @@ func (s *standby) ready() error {
 // connecting is the reason of a standby that has no answer of the log yet.
 const connecting = "connecting to the log"
 
-// because sets why the process does not own the slot.
-func (s *standby) because(reason string) { s.reason.Store(&reason) }
+// setReason sets why the process does not own the slot.
+func (s *standby) setReason(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
-func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *dispatcher.Dispatcher) {
+func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*ownership, *dispatcher.Dispatcher) {
 	var damaged *pebblestore.CorruptError // of the last attempt to open the store
 	for ctx.Err() == nil {
-		s.because(connecting)
+		s.setReason(connecting)
 		pause := slotRetry
 		t, err := s.follow(ctx, o, open, damaged)
 		if err == nil {
-			s.because("this process owns the slot, and opens its store")
+			s.setReason("this process owns the slot, and opens its store")
 			var d *dispatcher.Dispatcher
 			if d, err = dispatcher.New(t.options(o)); err == nil {
 				return t, d
@@ -211,7 +207,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *di
 			break
 		}
 		s.failed(err)
-		o.hosted.changed()
+		o.replica.changed()
 		s.log.Warn("this process cannot own the slot; trying again", "error", err, "after", pause.String())
 		select {
 		case <-time.After(pause):
@@ -224,7 +220,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*term, *di
 // failed takes the error that ended the following of the slot, or with which its store could not be opened.
 func (s *standby) failed(err error) {
 	reason := err.Error()
-	s.because(reason)
+	s.setReason(reason)
 	s.caughtUp.Store(false)
 	if errors.Is(err, pebblestore.ErrNewerFormat) {
 		s.newer.Store(&reason)
@@ -252,16 +248,16 @@ func (s *standby) copied(slot int) slots.SlotCopied {
 	return slots.SlotCopied{Slot: slot, Ready: s.caughtUp.Load() && !failed, Failed: failed}
 }
 
-// upToDate takes note that the copy has all records of the log.
-func (s *standby) upToDate() {
+// markCaughtUp takes note that the copy has all records of the log.
+func (s *standby) markCaughtUp() {
 	s.caughtUp.Store(true)
 	s.newer.Store(nil)
 }
 
-func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*term, error) {
-	t := &term{
-		slot: o.hosted.number(), pod: o.Pod, address: o.identity.Address(), hosted: o.hosted, stopping: ctx.Done(),
-		dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.hosted.uploads(),
+func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*ownership, error) {
+	t := &ownership{
+		slot: o.replica.number(), pod: o.Pod, address: o.identity.Address(), replica: o.replica, stopping: ctx.Done(),
+		dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.replica.uploads(),
 	}
 	var err error
 	if t.remote, err = open(ctx); err != nil {
@@ -276,11 +272,11 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 	go o.clock.Watch(watching, t.slot, t.remote.Clocks)
 	s.following.Store(true)
 	defer s.following.Store(false)
-	s.because("standby: another process owns the slot, or did a moment ago")
+	s.setReason("standby: another process owns the slot, or did a moment ago")
 	q := o.Queue
 	q.Logger = o.Logger
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.upToDate(); o.hosted.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
+	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.markCaughtUp(); o.replica.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
 	if o.lacking != nil {
 		access.Values = o.lacking.offer
 	}
@@ -310,7 +306,7 @@ func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) e
 
 // state returns the part of this standby in the log.
 func (s *standby) state(o Options) *adminapi.LogState {
-	state := &adminapi.LogState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.hosted.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
+	state := &adminapi.LogState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.replica.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
 	if s.calls != nil {
 		state.OwnerName = s.calls.Owner()
 	}
@@ -320,63 +316,6 @@ func (s *standby) state(o Options) *adminapi.LogState {
 		state.Ready = true
 	}
 	return state
-}
-
-// State implements dispatcher.Lease.
-func (t *term) State(ready error) *adminapi.LogState {
-	status := t.writer.Status()
-	state := &adminapi.LogState{
-		Pod: t.pod, Address: t.address, Slot: t.slot, Owner: true, Ready: ready == nil, Sequence: status.Sequence,
-		Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
-		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
-	}
-	t.durability.describe(state)
-	state.Gaps = t.gaps()
-	if ready != nil {
-		state.Reason = ready.Error()
-	}
-	return state
-}
-
-// snapshotTaken returns the time of the last snapshot; zero before the first one.
-func (t *term) snapshotTaken() time.Time {
-	if s := t.snapshots.Load(); s != nil {
-		return s.Taken()
-	}
-	return time.Time{}
-}
-
-// repair makes a snapshot replace the records that a server lacks; false if the store is not open yet.
-func (t *term) repair() bool {
-	s := t.snapshots.Load()
-	if s != nil {
-		s.Repair()
-	}
-	return s != nil
-}
-
-// gaps returns what the log lacks.
-func (t *term) gaps() (gaps []string) {
-	if s := t.snapshots.Load(); s != nil {
-		gaps = s.Gaps()
-	}
-	return slices.Concat(gaps, t.durability.known().Gaps)
-}
-
-// foundGaps returns the number of checks that found something that the log lacks.
-func (t *term) foundGaps() (n int64) {
-	if s := t.snapshots.Load(); s != nil {
-		n = s.Repairs()
-	}
-	return n + t.durability.gaps.Load()
-}
-
-// uploaded returns the number of bytes that were uploaded for snapshots.
-func (t *term) uploaded() int64 {
-	if s := t.snapshots.Load(); s != nil {
-		return s.Uploaded()
-	}
-	return 0
 }
 
 // call forwards the calls to the owner, or refuses them.
@@ -414,7 +353,7 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := dispatcher.NewRegistry()
-	registry.MustRegister(logMetrics{func() *term { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
+	registry.MustRegister(logMetrics{func() *ownership { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return promtext.Bool(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
@@ -482,215 +421,4 @@ func forwardAdmin(f *peer.Forwarder) http.Handler {
 		}
 		http.Error(w, message, status)
 	})
-}
-
-// ending ends a term in order, from another goroutine.
-type ending struct {
-	mu     sync.Mutex
-	cancel context.CancelFunc // nil while there is no term
-}
-
-// run calls a function whose context ends with ctx, or by now.
-func (e *ending) run(ctx context.Context, fn func(context.Context) error) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	e.set(cancel)
-	defer e.set(nil)
-	return fn(ctx)
-}
-
-func (e *ending) set(cancel context.CancelFunc) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.cancel = cancel
-}
-
-// now ends the term, and reports whether there was one that had not been ended.
-func (e *ending) now() bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.cancel == nil {
-		return false
-	}
-	e.cancel()
-	e.cancel = nil
-	return true
-}
-
-// term is the time for which this process owns a slot.
-type term struct {
-	// slot is the number of the slot, in the process pod, which others reach at an address.
-	slot         int
-	pod, address string
-	// hosted is nil in a process with one slot.
-	hosted *hosted
-	// stopping is closed when dispatcher.New need not continue.
-	stopping <-chan struct{}
-	remote   slots.Remote
-	writer   *slots.Writer
-	dir      string
-	logger   *slog.Logger
-	clock    *clockCheck
-	// uploads is that of the process; nil for one with one slot.
-	uploads *rate.Limiter
-	// snapshots is set when the store is open.
-	snapshots  atomic.Pointer[slots.Snapshotter]
-	durability durability
-}
-
-// run runs a Dispatcher until ctx is done or the term has ended.
-func (t *term) run(ctx context.Context, d *dispatcher.Dispatcher, run func(context.Context, *dispatcher.Dispatcher) error) error {
-	defer t.writer.Close()
-	running, stop := context.WithCancel(ctx)
-	defer stop()
-	go func() {
-		select {
-		case <-t.writer.Done():
-			stop()
-		case <-running.Done():
-		}
-	}()
-	go t.durability.watch(running, t.readDurability(d), t.repair, t.logger)
-	go t.clock.Watch(running, t.slot, t.remote.Clocks)
-	taken := make(chan struct{})
-	go func() {
-		defer close(taken)
-		t.takeSnapshots(running, d.Store())
-	}()
-	defer func() {
-		stop()
-		if ctx.Err() == nil { // The next term uses the same folder.
-			<-taken
-		}
-	}()
-	err := run(running, d)
-	if t.Ended() {
-		if ctx.Err() == nil {
-			t.logger.Warn("another process owns the slot now, or the log is damaged; becoming a standby", "error", t.writer.Err())
-		}
-		if errors.Is(err, slots.ErrSessionEnded) {
-			err = nil // The writes of a session that has ended fail.
-		}
-		return err
-	}
-	return errors.Join(err, t.release(ctx))
-}
-
-// release ends the term in order, also when ctx is done.
-func (t *term) release(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
-	defer cancel()
-	return t.writer.Release(ctx)
-}
-
-// options returns the options of the Dispatcher of this term.
-func (t *term) options(o Options) dispatcher.Options {
-	made := o.Options
-	made.Lease, made.HandOver = t, cmp.Or(o.HandOver, handOverTimeout)
-	if t.hosted != nil {
-		return made
-	}
-	made.Listeners = o.Listeners.Listeners
-	made.Collectors = []prometheus.Collector{logMetrics{func() *term { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
-	if o.identity != nil {
-		made.Entrance = &peerEntrance{on: o.Listeners.peers, identity: o.identity, log: o.Logger}
-	}
-	return made
-}
-
-// Log implements dispatcher.Lease.
-func (t *term) Log() pebblestore.Log { return t.writer }
-
-// MaySend implements dispatcher.Lease.
-func (t *term) MaySend() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
-
-// MayExpire implements dispatcher.Lease.
-func (t *term) MayExpire() bool { return t.clock.isTrusted() }
-
-// Report implements dispatcher.Lease.
-func (t *term) Report() *adminapi.LogReport {
-	return &adminapi.LogReport{Epoch: t.writer.Epoch(), Slot: t.slot}
-}
-
-// abandonAfter is the time without an acknowledgement of the log after which the end of a term does not wait for it.
-const abandonAfter = 5 * time.Second
-
-// Abandon implements dispatcher.Lease.
-func (t *term) Abandon() {
-	if t.writer.Status().Unacknowledged >= abandonAfter {
-		t.logger.Warn("the log does not answer; stopping without it. Calls in progress are refused")
-		t.writer.Close()
-	}
-}
-
-// Ended implements dispatcher.Lease.
-func (t *term) Ended() bool { return t.writer.Err() != nil }
-
-// Members implements dispatcher.Lease.
-func (t *term) Members() audience.Copies {
-	return ownedCopies{t.remote.Members, t.writer, t.stopping}
-}
-
-// ownedCopies are copies of which only those of this owner and of earlier ones are listed. A process
-// that was stopped, and has lost the slot, must not remove the files of the next owner as unknown
-// ones. Reads, which only New needs, end with the session and with the process.
-type ownedCopies struct {
-	audience.Copies
-	writer interface {
-		MaySend() bool
-		Done() <-chan struct{}
-	}
-	stopping <-chan struct{}
-}
-
-// List implements audience.Copies.
-func (c ownedCopies) List(ctx context.Context) ([]string, error) {
-	names, err := c.Copies.List(ctx)
-	// The check is after the list: a later owner adds its files after this moment.
-	if err == nil && !c.writer.MaySend() {
-		return nil, errors.New("this process may have lost the slot; the copies are listed again at the next start")
-	}
-	return names, err
-}
-
-// Get implements audience.Copies.
-func (c ownedCopies) Get(ctx context.Context, name string) (io.ReadCloser, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	go func() {
-		select {
-		case <-c.writer.Done():
-			cancel()
-		case <-c.stopping:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
-	r, err := c.Copies.Get(ctx, name)
-	if err != nil {
-		cancel()
-		return nil, err
-	}
-	return untilClosed{r, cancel}, nil
-}
-
-// untilClosed is a reader whose context ends when it is closed.
-type untilClosed struct {
-	io.ReadCloser
-	cancel context.CancelFunc
-}
-
-func (r untilClosed) Close() error {
-	defer r.cancel()
-	return r.ReadCloser.Close()
-}
-
-// takeSnapshots takes snapshots of the store until ctx is done. It may end a few seconds later, when a
-// request to the object store ends, so the release of the slot does not wait for it.
-func (t *term) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
-	s := &slots.Snapshotter{
-		Log: t.remote.Log, Objects: t.remote.Snapshots, Writer: t.writer, Store: store,
-		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.uploads,
-	}
-	t.snapshots.Store(s)
-	s.Run(ctx)
 }

@@ -143,7 +143,7 @@ func TestStoreThatCannotBeOpenedIsReleased(t *testing.T) {
 	}
 	defer w.Close()
 	if !released || w.Epoch() != 2 {
-		t.Errorf("end of the first term: released %v, next epoch %d, want true and 2", released, w.Epoch())
+		t.Errorf("end of the first ownership: released %v, next epoch %d, want true and 2", released, w.Epoch())
 	}
 }
 
@@ -557,7 +557,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 	return owner
 }
 
-// The end of a term gives the calls and the deliveries one common time: the deliveries end while a call is in
+// The end of an ownership gives the calls and the deliveries one common time: the deliveries end while a call is in
 // progress.
 func TestDeliveriesEndWithTheCalls(t *testing.T) {
 	owner := newSlowOwner(t, "http://127.0.0.1:1", 0, func(o *Options) { o.HandOver = time.Hour })
@@ -580,7 +580,7 @@ func TestDeliveriesEndWithTheCalls(t *testing.T) {
 	}
 }
 
-// A receiver that does not answer does not delay the end of a term by the drain timeout.
+// A receiver that does not answer does not delay the end of an ownership by the drain timeout.
 func TestSlowReceiverAtTheEndOfATerm(t *testing.T) {
 	sent, cancelled := make(chan struct{}, 9), make(chan struct{}, 9)
 	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
@@ -643,7 +643,7 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 			}
 		}
 		wantCopy("after the failure", false, true)
-		s.upToDate() // It follows the next owner, and knows its address.
+		s.markCaughtUp() // It follows the next owner, and knows its address.
 		s.hasKnown.Store(true)
 		wantCopy("with all records", false, true)
 		time.Sleep(openBackoff)
@@ -682,14 +682,14 @@ func TestDamageFoundByTheOwner(t *testing.T) {
 		}
 		o := Options{Options: dispatcher.Options{DataDir: dir, Logger: discard}, Listeners: &Listeners{Listeners: &dispatcher.Listeners{}}, clock: newClockCheck(nil, slots.NewMembers(nil))}
 		s := newStandby(o)
-		term, d := s.own(t.Context(), o, func(context.Context) (slots.Remote, error) { return remote, nil })
+		owned, d := s.own(t.Context(), o, func(context.Context) (slots.Remote, error) { return remote, nil })
 		if reason := s.openFailure(); !strings.Contains(reason, "the name of a lane is malformed") {
 			t.Errorf("first attempt to open the store: got %q, want the damage", reason)
 		}
 		if lanes := d.Store().Lanes(); len(lanes) != 1 {
 			t.Errorf("lanes of the restored store: got %d, want 1", len(lanes))
 		}
-		if err := errors.Join(term.release(t.Context()), d.Close()); err != nil {
+		if err := errors.Join(owned.release(t.Context()), d.Close()); err != nil {
 			t.Log(err) // Positions in memory are dropped.
 		}
 	})

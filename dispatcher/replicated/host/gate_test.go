@@ -10,11 +10,11 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 )
 
-// A closing door waits for a call, and ends a request of the admin API that would have no end.
+// A closing requestGate waits for a call, and ends a request of the admin API that would have no end.
 func TestDoorCloses(t *testing.T) {
-	var d door
+	var d requestGate
 	if d.enter() != nil {
-		t.Fatal("a new door is open, want closed")
+		t.Fatal("a new requestGate is open, want closed")
 	}
 	finish, begun := make(chan struct{}), make(chan struct{})
 	d.Open(nil, dispatcher.Handlers{
@@ -54,11 +54,11 @@ func TestDoorCloses(t *testing.T) {
 	}
 	select {
 	case err := <-closed:
-		t.Errorf("the door closed beside a call in progress, with error %v", err)
+		t.Errorf("the requestGate closed beside a call in progress, with error %v", err)
 	default:
 	}
 	if d.enter() != nil {
-		t.Error("a closing door admits a request")
+		t.Error("a closing requestGate admits a request")
 	}
 	close(finish)
 	if err := <-closed; err != nil || <-ended != "call" {
@@ -66,10 +66,10 @@ func TestDoorCloses(t *testing.T) {
 	}
 }
 
-// An answer that a closing door ends is not complete for its client: a list would lack entries, and a
+// An answer that a closing requestGate ends is not complete for its client: a list would lack entries, and a
 // command that follows attempts would end without an error.
 func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
-	var d door
+	var d requestGate
 	d.Open(nil, dispatcher.Handlers{Admin: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.WriteString(w, "first\n")
 		_ = http.NewResponseController(w).Flush()
@@ -81,7 +81,7 @@ func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
 		inside.serveAdmin(w, r)
 	}))
 	defer server.Close()
-	resp, err := http.Get(server.URL) //nolint:noctx // it ends with the door
+	resp, err := http.Get(server.URL) //nolint:noctx // it ends with the requestGate
 	if err != nil {
 		t.Fatal(err)
 	}

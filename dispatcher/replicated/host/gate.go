@@ -8,35 +8,35 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 )
 
-// door admits the requests of a process with several slots to the Dispatcher of one slot, while it is
+// requestGate admits the requests of a process with several slots to the Dispatcher of one slot, while it is
 // open. The zero value is closed.
-type door struct {
+type requestGate struct {
 	mu     sync.RWMutex
-	inside *admitted
+	inside *openGate
 }
 
-// admitted are the Dispatcher behind an open door and its requests in progress.
-type admitted struct {
+// openGate are the Dispatcher behind an open requestGate and its requests in progress.
+type openGate struct {
 	dispatcher   *dispatcher.Dispatcher
 	calls, admin http.Handler
 	requests     sync.WaitGroup
-	// closing is done when the door closes, by close.
+	// closing is done when the requestGate closes, by close.
 	closing context.Context
 	close   context.CancelFunc
 }
 
 // Open implements dispatcher.Entrance.
-func (d *door) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers, _ func(error)) {
-	inside := &admitted{dispatcher: to, calls: h.Calls, admin: h.Admin}
+func (d *requestGate) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers, _ func(error)) {
+	inside := &openGate{dispatcher: to, calls: h.Calls, admin: h.Admin}
 	inside.closing, inside.close = context.WithCancel(context.Background())
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.inside = inside
 }
 
-// serveAdmin serves a request of the admin API until the door closes: some of them have no end. An answer
+// serveAdmin serves a request of the admin API until the requestGate closes: some of them have no end. An answer
 // that ends so is aborted, because its client would use it as a complete one.
-func (a *admitted) serveAdmin(w http.ResponseWriter, r *http.Request) {
+func (a *openGate) serveAdmin(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	defer context.AfterFunc(a.closing, cancel)()
@@ -46,8 +46,8 @@ func (a *admitted) serveAdmin(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// enter returns what is behind the door, or nil. The caller calls requests.Done after its request.
-func (d *door) enter() *admitted {
+// enter returns what is behind the requestGate, or nil. The caller calls requests.Done after its request.
+func (d *requestGate) enter() *openGate {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	if d.inside != nil {
@@ -57,7 +57,7 @@ func (d *door) enter() *admitted {
 }
 
 // Close implements dispatcher.Entrance. It ends the requests of the admin API.
-func (d *door) Close(ctx context.Context) error {
+func (d *requestGate) Close(ctx context.Context) error {
 	d.mu.Lock()
 	inside := d.inside
 	d.inside = nil

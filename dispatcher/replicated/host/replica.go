@@ -1,0 +1,238 @@
+package host
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"net/http"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/time/rate"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+)
+
+// replica is a slot, as a process with several slots has it.
+type replica struct {
+	host        *host
+	slot        int
+	o           Options
+	log         *slog.Logger
+	requestGate requestGate
+	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
+	forwarder *peer.Forwarder
+	forward   http.Handler
+	// mayClaim is true while this process should take the slot.
+	mayClaim atomic.Bool
+	// listed is true while the owner knows no other write keys than those in the live configs.
+	listed atomic.Bool
+	// standby is the copy while the process follows the slot, and ownership is set while it owns it.
+	standby   atomic.Pointer[standby]
+	ownership atomic.Pointer[ownership]
+	stopper   stopper
+	// compared is nil while this process does not own the slot, and until its store is compared with the
+	// directory.
+	compared atomic.Pointer[compared]
+
+	mu sync.Mutex
+	// end ends the following of the slot; nil while the process does not follow it. removing is true from its
+	// call by remove until the copy is removed.
+	end      context.CancelFunc
+	removing bool
+}
+
+func newReplica(h *host, slot int) *replica {
+	s := &replica{host: h, slot: slot, log: h.log.With("slot", slot)}
+	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
+	s.forward = forwardCalls(s.forwarder)
+	o := h.o
+	o.Logger, o.DataDir, o.Options.Listeners = s.log, slotFolder(h.o.DataDir, slot), &dispatcher.Listeners{}
+	o.ShutdownDelay = 0
+	o.identity, o.forwarder, o.replica = nil, s.forwarder, s
+	o.Entrance = &s.requestGate
+	o.Share = &dispatcher.Share{
+		Stores: s.share(), Labels: s.labels(), Listed: h.namespaces.index.Knows, Decoder: &h.namespaces.decoder,
+	}
+	o.Queue.Quiet = func(quiet bool) { h.quiet.set(slot, quiet) }
+	o.Queue.Shared = h.shared
+	// Copies have the same write buffers as stores.
+	o.Queue.MemTableBytes = cmp.Or(o.Queue.MemTableBytes, h.memory.Share(s.share()).MemTable)
+	s.o = o
+	return s
+}
+
+// hasUnlistedKeys reports whether this process, which owns the slot, can know write keys that no live config
+// has.
+func (s *replica) hasUnlistedKeys() bool {
+	inside := s.enter()
+	if inside == nil {
+		return true // Its Dispatcher starts or ends.
+	}
+	defer inside.requests.Done()
+	return inside.dispatcher.HasUnlistedKeys()
+}
+
+// number returns the slot's number; 0 in a process with one slot.
+func (s *replica) number() int {
+	if s == nil {
+		return 0
+	}
+	return s.slot
+}
+
+// labels returns the labels of the slot's metrics.
+func (s *replica) labels() prometheus.Labels { return prometheus.Labels{"slot": strconv.Itoa(s.slot)} }
+
+// share is the number of stores for which the memory of the process is planned: half of the slots,
+// because an installation with several slots has two processes or more. It is 1 for a process with one
+// store.
+func (s *replica) share() int {
+	if s == nil {
+		return 1
+	}
+	return (s.host.s.Number + 1) / 2
+}
+
+// uploads is the bound of the uploads of the process; nil in one with one slot.
+func (s *replica) uploads() *rate.Limiter {
+	if s == nil {
+		return nil
+	}
+	return s.host.uploads
+}
+
+// changed makes the next heartbeat due. It does nothing in a process with one slot.
+func (s *replica) changed() {
+	if s != nil {
+		s.host.signal()
+	}
+}
+
+// mayClaim is Options.MayClaim of package slots: the clock is right, no other process has more objects of the log,
+// and a process with several slots should take this one.
+func (o *Options) mayClaim() bool {
+	return o.clock.isRight() && o.lacking.mayClaim() && (o.replica == nil || o.replica.mayClaim.Load())
+}
+
+// start starts to follow the slot, unless the process does already.
+func (s *replica) start(ctx context.Context) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.end != nil || ctx.Err() != nil {
+		return
+	}
+	following, end := context.WithCancel(ctx)
+	s.end = end
+	s.host.running.Go(func() {
+		s.follow(following)
+		s.mu.Lock()
+		removing := s.removing
+		s.mu.Unlock()
+		if !removing {
+			return
+		}
+		if err := os.RemoveAll(s.o.DataDir); err != nil {
+			s.log.Warn("removing the copy of a slot failed", "error", err)
+		}
+		s.mu.Lock()
+		s.end, s.removing = nil, false
+		s.mu.Unlock()
+	})
+}
+
+// stop ends the following and the ownership of the slot, without waiting.
+func (s *replica) stop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.end != nil {
+		s.end()
+	}
+}
+
+// remove ends the following of the slot, and removes the copy. It does not wait for them: the heartbeats of the
+// process would wait, too, and the others would take it for lost.
+func (s *replica) remove() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.end == nil || s.removing || s.ownership.Load() != nil {
+		return
+	}
+	s.log.Info("another process keeps the copy of this slot; removing this one")
+	s.removing = true
+	s.end()
+}
+
+// handOver ends the ownership of the slot in order.
+func (s *replica) handOver() {
+	if s.stopper.now() {
+		s.log.Info("handing over the slot to another process")
+	}
+}
+
+// follow follows the slot, and owns it when the process may, until ctx is done.
+func (s *replica) follow(ctx context.Context) {
+	defer s.standby.Store(nil)
+	open := func(ctx context.Context) (slots.Remote, error) { return s.host.s.Open(ctx, s.slot) }
+	for ctx.Err() == nil {
+		b := newStandby(s.o)
+		s.standby.Store(b)
+		t, d := b.own(ctx, s.o, open)
+		if t == nil {
+			return
+		}
+		s.ownership.Store(t)
+		s.host.signal()
+		err := t.run(ctx, d, s.runOwned)
+		s.host.quiet.end(s.slot)
+		s.compared.Store(nil)
+		s.ownership.Store(nil)
+		s.host.signal()
+		if err != nil {
+			s.log.Error("the store of the slot failed; following the slot again", "error", err)
+			select {
+			case <-time.After(slotRetry):
+			case <-ctx.Done():
+			}
+		}
+	}
+}
+
+// runOwned runs a Dispatcher until ctx is done, or the slot is handed over.
+func (s *replica) runOwned(ctx context.Context, d *dispatcher.Dispatcher) error {
+	return s.stopper.run(ctx, func(ctx context.Context) error {
+		feeding, stop := context.WithCancel(ctx)
+		stored := d.Namespaces()
+		var fed sync.WaitGroup
+		fed.Go(func() { s.assignStored(feeding, stored) })
+		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })
+		defer fed.Wait()
+		defer stop()
+		return d.Run(ctx)
+	})
+}
+
+// ServeHTTP sends a call to the owner of the slot.
+func (s *replica) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if inside := s.enter(); inside != nil {
+		defer inside.requests.Done()
+		inside.calls.ServeHTTP(w, r)
+		return
+	}
+	s.forward.ServeHTTP(w, r)
+}
+
+// enter admits a request to the Dispatcher of the slot. The result is nil if this process does not own
+// the slot; otherwise the caller calls requests.Done after its request.
+func (s *replica) enter() *openGate {
+	if s == nil {
+		return nil
+	}
+	return s.requestGate.enter()
+}
