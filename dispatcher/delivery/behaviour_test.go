@@ -1,9 +1,6 @@
 package delivery
 
 import (
-	"crypto/hmac"
-	"crypto/sha1"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"math"
@@ -19,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 const (
@@ -26,12 +24,6 @@ const (
 	urlB = "http://b.test"
 	urlC = "http://c.test"
 )
-
-func hexHMAC(key, body string) string {
-	mac := hmac.New(sha1.New, []byte(key))
-	mac.Write([]byte(body))
-	return hex.EncodeToString(mac.Sum(nil))
-}
 
 func TestSigned(t *testing.T) {
 	bubble(t, func(t *testing.T) {
@@ -53,7 +45,7 @@ func TestSigned(t *testing.T) {
 			t.Fatalf("%d requests", len(got))
 		}
 		for _, r := range got {
-			if r.headers.Get("X-Signature") != hexHMAC("new", r.body) || r.headers.Get("X-Signature-Previous") != hexHMAC("old", r.body) || r.id() != r.body {
+			if r.headers.Get("X-Signature") != signature.SHA1("new", r.body) || r.headers.Get("X-Signature-Previous") != signature.SHA1("old", r.body) || r.id() != r.body {
 				t.Fatalf("%+v", r)
 			}
 		}
@@ -94,7 +86,7 @@ func TestLongNumbers(t *testing.T) {
 				t.Errorf("%d requests to %s, want %d", len(got), url, n)
 			}
 			for _, r := range got {
-				if r.body != want || r.headers.Get("X-Signature") != hexHMAC("key", want) {
+				if r.body != want || r.headers.Get("X-Signature") != signature.SHA1("key", want) {
 					t.Errorf("request to %s has body %s and signature %s, want body %s", url, r.body, r.headers.Get("X-Signature"), want)
 				}
 			}

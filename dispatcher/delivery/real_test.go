@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/signature"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -63,7 +64,7 @@ func TestRealClient(t *testing.T) {
 	arrived := map[string]bool{}
 	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		if err != nil || r.Header.Get("X-Signature") != hexHMAC("s3cr3t", string(body)) || r.Header.Get("User-Agent") != "Posthorn/1.0" || r.Header.Get("Content-Type") != "application/json" {
+		if err != nil || r.Header.Get("X-Signature") != signature.SHA1("s3cr3t", string(body)) || r.Header.Get("User-Agent") != "Posthorn/1.0" || r.Header.Get("Content-Type") != "application/json" {
 			t.Errorf("%v %v %s", err, r.Header, body)
 			w.WriteHeader(http.StatusBadRequest)
 			return

@@ -4,8 +4,6 @@ import (
 	"bufio"
 	"cmp"
 	"context"
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // the specified signature
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -35,6 +33,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 const (
@@ -262,12 +261,10 @@ func directRole(args []string) error {
 	}
 	message := string(appendBody(nil, 1, plainID))
 	post := func(i int) {
-		mac := hmac.New(sha1.New, []byte(secret))
-		mac.Write([]byte(message))
 		req, _ := http.NewRequest(http.MethodPost, "http://"+addrs[i%len(addrs)]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
 		req.Header.Set("Content-Type", "application/json")
 		req.Header.Set("User-Agent", "Posthorn/1.0")
-		req.Header.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
+		req.Header.Set("X-Signature", signature.SHA1(secret, message))
 		resp, err := clients[i%destinations].Do(req)
 		if err != nil {
 			panic(err)

@@ -7,10 +7,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"crypto/hmac"
-	"crypto/sha1"
 	"encoding/base64"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -45,6 +42,7 @@ import (
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/signature"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -66,9 +64,7 @@ func newReceiver(t *testing.T, secret string) *receiver {
 		body, _ := io.ReadAll(q.Body)
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		mac := hmac.New(sha1.New, []byte(r.secret))
-		mac.Write(body)
-		if q.Header.Get("X-Signature") != hex.EncodeToString(mac.Sum(nil)) {
+		if q.Header.Get("X-Signature") != signature.SHA1(r.secret, body) {
 			r.unsigned++
 		} else if r.status == http.StatusOK {
 			r.got[q.Header.Get("Idempotency-Key")]++

@@ -2,9 +2,6 @@ package compat
 
 import (
 	"bytes"
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // the specified signature
-	"encoding/hex"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -21,6 +18,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 var update = flag.Bool("update", false, "update the recordings of requests and deliveries")
@@ -157,9 +156,7 @@ func TestReplay(t *testing.T) {
 			var bodies []string
 			receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				body, err := io.ReadAll(r.Body)
-				mac := hmac.New(sha1.New, []byte(secret))
-				mac.Write(body)
-				if err != nil || r.Header.Get("X-Signature") != hex.EncodeToString(mac.Sum(nil)) {
+				if err != nil || r.Header.Get("X-Signature") != signature.SHA1(secret, body) {
 					w.WriteHeader(http.StatusUnauthorized)
 					return
 				}

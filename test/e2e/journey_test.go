@@ -3,10 +3,7 @@
 package e2e
 
 import (
-	"crypto/hmac"
 	"crypto/rand"
-	"crypto/sha1"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -17,6 +14,8 @@ import (
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 var _ = Describe("A webhook", func() {
@@ -81,14 +80,9 @@ spec:
 		}
 		line, _, _ := strings.Cut(shop.kubectl("logs", "wire"), "\n") // A delivery without an answer is repeated.
 		Expect(json.Unmarshal([]byte(line), &request)).To(Succeed())
-		sign := func(secret string) string {
-			mac := hmac.New(sha1.New, []byte(secret))
-			mac.Write([]byte(request.Body))
-			return hex.EncodeToString(mac.Sum(nil))
-		}
 		for name, want := range map[string]string{
 			"X-Env": "e2e", "Authorization": "Bearer abc", "Content-Type": "application/json", "User-Agent": "Posthorn/1.0",
-			"X-Signature": sign("newest"), "X-Signature-Previous": sign("n3w"),
+			"X-Signature": signature.SHA1("newest", request.Body), "X-Signature-Previous": signature.SHA1("n3w", request.Body),
 		} {
 			Expect(request.Headers.Get(name)).To(Equal(want), name)
 		}

@@ -1,10 +1,7 @@
 package replicated
 
 import (
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // The scheme HMACSHA1.
 	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -16,6 +13,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/signature"
 	"github.com/posthorn/posthorn/test/wait"
 	"github.com/posthorn/posthorn/test/witness"
 )
@@ -91,9 +89,7 @@ func receiptOf(q *http.Request, body []byte, status int, secrets ...string) *wit
 		r.Body = string(short)
 	}
 	for _, secret := range secrets {
-		mac := hmac.New(sha1.New, []byte(secret))
-		mac.Write(body)
-		if hmac.Equal([]byte(hex.EncodeToString(mac.Sum(nil))), []byte(q.Header.Get("X-Signature"))) {
+		if q.Header.Get("X-Signature") == signature.SHA1(secret, body) {
 			r.Signed = append(r.Signed, secret)
 		}
 	}

@@ -5,9 +5,6 @@ package system
 import (
 	"bytes"
 	"context"
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // the specified signature
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -26,6 +23,7 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/signature"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -303,12 +301,6 @@ func (r request) id() string {
 	return m.MessageID
 }
 
-func digest(secret, body string) string {
-	mac := hmac.New(sha1.New, []byte(secret))
-	mac.Write([]byte(body))
-	return hex.EncodeToString(mac.Sum(nil))
-}
-
 func newReceiver(t *testing.T) *receiver {
 	r := &receiver{secret: secret}
 	r.Server = httptest.NewServer(http.HandlerFunc(r.serve))
@@ -335,7 +327,7 @@ func (r *receiver) serve(w http.ResponseWriter, req *http.Request) {
 			return
 		}
 	}
-	if got := req.Header.Get("X-Signature"); got != digest(r.secret, string(body)) {
+	if got := req.Header.Get("X-Signature"); got != signature.SHA1(r.secret, body) {
 		r.unsigned++
 	}
 	r.requests = append(r.requests, request{header: req.Header.Clone(), path: req.URL.Path, body: string(body)})

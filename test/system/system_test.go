@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 // Every type of call is delivered as specified, and a receiver in JavaScript that
@@ -212,7 +213,7 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	p.eventually("a message with the new signature", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		for _, q := range second.got() {
-			if q.header.Get("X-Signature") == digest("rotated", q.body) {
+			if q.header.Get("X-Signature") == signature.SHA1("rotated", q.body) {
 				return nil
 			}
 		}
@@ -541,8 +542,8 @@ func TestCommandLine(t *testing.T) {
 		"unknown flag":      {[]string{"sink", "--nope"}, "", 2, "", "--nope"},
 		"run, no manifests": {[]string{"run"}, "", 2, "", "--manifests"},
 		"run, bad egress":   {[]string{"run", "--manifests", t.TempDir(), "--egress-allow", "10.0.0.0/99"}, "", 2, "", "--egress-allow"},
-		"verify, authentic": {[]string{"verify", "--secret", "k", "--signature", digest("k", "body")}, "body", 0, "authentic", ""},
-		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", digest("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
+		"verify, authentic": {[]string{"verify", "--secret", "k", "--signature", signature.SHA1("k", "body")}, "body", 0, "authentic", ""},
+		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", signature.SHA1("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
 		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret"},
 		"send, no type":     {[]string{"send"}, "", 2, "", "TYPE"},
 		"send, no server":   {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"}, "", 1, "", "Is Posthorn running"},

@@ -2,9 +2,6 @@ package cli
 
 import (
 	"bytes"
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // the specified algorithm of X-Signature
-	"encoding/hex"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -17,13 +14,8 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
+	"github.com/posthorn/posthorn/test/signature"
 )
-
-func signed(secret, body string) string {
-	mac := hmac.New(sha1.New, []byte(secret))
-	mac.Write([]byte(body))
-	return hex.EncodeToString(mac.Sum(nil))
-}
 
 // verify names the cause of the usual mistakes.
 func TestVerifyNamesTheCause(t *testing.T) {
@@ -33,15 +25,15 @@ func TestVerifyNamesTheCause(t *testing.T) {
 		code                    int
 		want                    string
 	}{
-		"authentic":                  {"s", body, signed("s", body), command.ExitOK, "authentic: 30 bytes"},
-		"another secret":             {"s", body, signed("x", body), command.ExitFailure, "does not match this body"},
-		"another body":               {"s", "{}", signed("s", body), command.ExitFailure, "does not match this body"},
-		"line break in the Secret":   {"s", body, signed("s\n", body), command.ExitFailure, "the signing secret ends in a line break"},
-		"CRLF in the Secret":         {"s", body, signed("s\r\n", body), command.ExitFailure, "the signing secret ends in a line break"},
-		"line break in the file":     {"s\n", body, signed("s", body), command.ExitFailure, "the secret given here ends in a line break"},
-		"line break behind the body": {"s", body + "\n", signed("s", body), command.ExitFailure, "the body has one line break"},
-		"formatted":                  {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signed("s", body), command.ExitFailure, "the body was reformatted"},
-		"upper case":                 {"s", body, strings.ToUpper(signed("s", body)), command.ExitFailure, "40 lowercase hex digits"},
+		"authentic":                  {"s", body, signature.SHA1("s", body), command.ExitOK, "authentic: 30 bytes"},
+		"another secret":             {"s", body, signature.SHA1("x", body), command.ExitFailure, "does not match this body"},
+		"another body":               {"s", "{}", signature.SHA1("s", body), command.ExitFailure, "does not match this body"},
+		"line break in the Secret":   {"s", body, signature.SHA1("s\n", body), command.ExitFailure, "the signing secret ends in a line break"},
+		"CRLF in the Secret":         {"s", body, signature.SHA1("s\r\n", body), command.ExitFailure, "the signing secret ends in a line break"},
+		"line break in the file":     {"s\n", body, signature.SHA1("s", body), command.ExitFailure, "the secret given here ends in a line break"},
+		"line break behind the body": {"s", body + "\n", signature.SHA1("s", body), command.ExitFailure, "the body has one line break"},
+		"formatted":                  {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signature.SHA1("s", body), command.ExitFailure, "the body was reformatted"},
+		"upper case":                 {"s", body, strings.ToUpper(signature.SHA1("s", body)), command.ExitFailure, "40 lowercase hex digits"},
 		"none":                       {"s", body, "", command.ExitUsage, "set --signature"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -186,25 +178,25 @@ func TestSinkSendsOn(t *testing.T) {
 		s.ServeHTTP(w, r)
 		return w.Code
 	}
-	signature := signed("s3cret", body)
+	right := signature.SHA1("s3cret", body)
 	if code := post("00"); code != http.StatusUnauthorized || len(got) > 0 {
 		t.Errorf("a wrong signature: got %d and %d requests, want 401 and none", code, len(got))
 	}
-	if code := post(signature); code != status {
+	if code := post(right); code != status {
 		t.Errorf("an authentic request: got %d, want %d", code, status)
 	}
-	if len(got) != 1 || got[0].URL.Path != "/hook" || got[0].Header.Get("X-Signature") != signature || bodies[0] != body {
+	if len(got) != 1 || got[0].URL.Path != "/hook" || got[0].Header.Get("X-Signature") != right || bodies[0] != body {
 		t.Fatalf("sent on: got %v with %q, want the request", got, bodies)
 	}
 	files, _ := os.ReadDir(dir)
 	if len(files) != 1 || files[0].Name() != "000002.http" {
 		t.Fatalf("saved: got %v, want 000002.http", files)
 	}
-	if text, _ := os.ReadFile(filepath.Join(dir, "000002.http")); !strings.HasSuffix(string(text), "\r\n\r\n"+body) || !strings.Contains(string(text), "X-Signature: "+signature) {
+	if text, _ := os.ReadFile(filepath.Join(dir, "000002.http")); !strings.HasSuffix(string(text), "\r\n\r\n"+body) || !strings.Contains(string(text), "X-Signature: "+right) {
 		t.Errorf("saved: got %q", text)
 	}
 	next.Close()
-	if code := post(signature); code != http.StatusBadGateway || !strings.Contains(out.String(), "not sent on: ") {
+	if code := post(right); code != http.StatusBadGateway || !strings.Contains(out.String(), "not sent on: ") {
 		t.Errorf("a receiver that is down: got %d, want 502, and\n%s", code, out.String())
 	}
 }

@@ -1,9 +1,6 @@
 package main
 
 import (
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // the specified signature
-	"encoding/hex"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -11,6 +8,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 const (
@@ -62,9 +61,7 @@ func (h *hook) ServeHTTP(_ http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if h.signed {
-		mac := hmac.New(sha1.New, []byte(h.version))
-		mac.Write(body)
-		if r.Header.Get("X-Signature") != hex.EncodeToString(mac.Sum(nil)) {
+		if r.Header.Get("X-Signature") != signature.SHA1(h.version, body) {
 			return
 		}
 	} else if r.Header.Get(versionHeader) != h.version {

@@ -2,13 +2,7 @@ package main
 
 import (
 	"bytes"
-	"crypto/hmac"
-	"crypto/sha1" //nolint:gosec // The scheme HMACSHA1.
-	"crypto/sha256"
-	"encoding/base64"
-	"encoding/hex"
 	"fmt"
-	"hash"
 	"io"
 	"net/http"
 	"os"
@@ -20,6 +14,8 @@ import (
 	"github.com/go-oauth2/oauth2/v4/models"
 	"github.com/go-oauth2/oauth2/v4/server"
 	"github.com/go-oauth2/oauth2/v4/store"
+
+	"github.com/posthorn/posthorn/test/signature"
 )
 
 // protect returns a handler that grants access tokens for a client ("ID:SECRET") at /token, and
@@ -63,17 +59,10 @@ func protect(client, secret string, next http.Handler) http.Handler {
 
 // verify checks both signatures as a receiver does that knows only their specifications.
 func verify(secret string, h http.Header, body []byte) error {
-	sum := func(algorithm func() hash.Hash, parts ...string) []byte {
-		mac := hmac.New(algorithm, []byte(secret))
-		for _, part := range parts {
-			mac.Write([]byte(part))
-		}
-		return mac.Sum(nil)
-	}
-	if want := hex.EncodeToString(sum(sha1.New, string(body))); h.Get("X-Signature") != want {
+	if want := signature.SHA1(secret, body); h.Get("X-Signature") != want {
 		return fmt.Errorf("X-Signature: got %q, want %q", h.Get("X-Signature"), want)
 	}
-	want := "v1," + base64.StdEncoding.EncodeToString(sum(sha256.New, h.Get("webhook-id"), ".", h.Get("webhook-timestamp"), ".", string(body)))
+	want := signature.Standard(secret, h.Get("webhook-id"), h.Get("webhook-timestamp"), body)
 	if h.Get("webhook-id") == "" || h.Get("webhook-timestamp") == "" || h.Get("webhook-signature") != want {
 		return fmt.Errorf("webhook-signature: got %q, want %q", h.Get("webhook-signature"), want)
 	}
