@@ -83,18 +83,7 @@ func DispatchersOf(r Reports) Dispatchers {
 		compared: len(r.Ready)+len(r.Unready) > 0 && !r.Silent && !r.Unknown,
 		parked:   map[liveconfig.Ref]parked{}, draining: map[liveconfig.Ref]bool{},
 	}
-	for i, n := range r.Ready {
-		if i == 0 || n.Number < d.confirmed {
-			d.confirmed = n.Number
-		}
-		d.add(n)
-	}
-	for i, n := range r.Unready {
-		if i == 0 || n.Number < d.unready {
-			d.unready = n.Number
-		}
-		d.add(n)
-	}
+	d.confirmed, d.unready = d.add(r.Ready), d.add(r.Unready)
 	if len(r.Unready) == 0 {
 		d.unready = d.confirmed
 	}
@@ -104,27 +93,33 @@ func DispatchersOf(r Reports) Dispatchers {
 	return d
 }
 
-// add adds the report of one pod, except for its confirmation.
-func (d *Dispatchers) add(n adminapi.ConfigReport) {
-	d.applied = max(d.applied, n.Number)
-	for _, p := range n.Parked {
-		var r liveconfig.Ref
-		if r.UnmarshalText([]byte(p.Object)) != nil {
-			continue
+// add adds the reports of pods, and returns the lowest number that they have applied.
+func (d *Dispatchers) add(pods []adminapi.ConfigReport) (lowest int64) {
+	for i, n := range pods {
+		if i == 0 || n.Number < lowest {
+			lowest = n.Number
 		}
-		next := parked{number: p.Number, since: p.Since}
-		if before, ok := d.parked[r]; ok {
-			next.number, next.since = max(before.number, p.Number), earlier(before.since, p.Since)
+		d.applied = max(d.applied, n.Number)
+		for _, p := range n.Parked {
+			var r liveconfig.Ref
+			if r.UnmarshalText([]byte(p.Object)) != nil {
+				continue
+			}
+			next := parked{number: p.Number, since: p.Since}
+			if before, ok := d.parked[r]; ok {
+				next.number, next.since = max(before.number, p.Number), earlier(before.since, p.Since)
+			}
+			d.parked[r] = next
 		}
-		d.parked[r] = next
+		for _, k := range n.Reserved {
+			d.reserved = append(d.reserved, liveconfig.ReservedKey(k))
+		}
+		for _, discard := range n.Discards {
+			d.draining[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: discard.Destination}] = true
+			d.draining[liveconfig.Ref{Section: liveconfig.SectionSources, Name: discard.Source}] = true
+		}
 	}
-	for _, k := range n.Reserved {
-		d.reserved = append(d.reserved, liveconfig.ReservedKey{SHA256: k.SHA256, RemovedAt: k.RemovedAt})
-	}
-	for _, discard := range n.Discards {
-		d.draining[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: discard.Destination}] = true
-		d.draining[liveconfig.Ref{Section: liveconfig.SectionSources, Name: discard.Source}] = true
-	}
+	return lowest
 }
 
 func earlier(a, b time.Time) time.Time {

@@ -88,12 +88,11 @@ func (s *store) readRecords(from Records) error {
 func (s *store) setRecords(all map[string][]byte) {
 	s.written, s.records = map[string][]byte{}, map[string]record{}
 	for name, value := range all {
-		if !strings.HasPrefix(name, recordPrefix) {
-			continue
+		if strings.HasPrefix(name, recordPrefix) {
+			s.written[name] = value
+			s.keepRecord(name)
 		}
-		s.written[name] = value
 	}
-	s.records = decodeRecords(s.written)
 	for id, o := range s.objects {
 		r, ok := s.records[o.recordName()]
 		switch {
@@ -157,16 +156,12 @@ func (r record) restoreStatus(o *stored) error {
 	return json.Unmarshal(r.Status, status)
 }
 
-// decodeRecords returns the records in values of a store.
-func decodeRecords(values map[string][]byte) map[string]record {
-	records := map[string]record{}
-	for name, value := range values {
-		var r record
-		if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
-			records[name] = r
-		}
+// keepRecord adds the record of an object that this process did not load.
+func (s *store) keepRecord(name string) {
+	var r record
+	if json.Unmarshal(s.written[name], &r) == nil {
+		s.records[name] = r
 	}
-	return records
 }
 
 // idOf returns the object of a record.
@@ -186,8 +181,8 @@ func (s *store) isOutdated(o *object) bool {
 // keepRecords keeps the records of the restored objects that the next ones lack, if their deletion is not proved.
 func (s *store) keepRecords(next map[id]*stored) {
 	for id := range s.objects {
-		if value, ok := s.written[id.recordName()]; ok && next[id] == nil && s.unproved[id.namespace] {
-			maps.Copy(s.records, decodeRecords(map[string][]byte{id.recordName(): value}))
+		if next[id] == nil && s.unproved[id.namespace] {
+			s.keepRecord(id.recordName())
 		}
 	}
 	s.unproved = nil

@@ -178,7 +178,7 @@ func (h history) parked(missing time.Time) (list []adminapi.ParkedObject) {
 // which parked lists by Source.
 func (h history) reserved(parked map[string][]writekey.Hash, missing time.Time) (list []adminapi.ReservedKey) {
 	for _, k := range h.Reserved {
-		list = append(list, adminapi.ReservedKey{SHA256: k.SHA256, RemovedAt: k.RemovedAt})
+		list = append(list, adminapi.ReservedKey(k))
 	}
 	for source, hashes := range parked {
 		since := missing
