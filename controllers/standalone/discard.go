@@ -3,6 +3,7 @@ package standalone
 import (
 	"cmp"
 	"context"
+	"maps"
 	"net/http"
 	"slices"
 	"time"
@@ -60,8 +61,8 @@ func (c *Control) discard(namespace, name string, dryRun bool) (found []string) 
 			found = append(found, kindOfRef(r)+" "+namespace+"/"+name)
 		}
 	}
-	for record := range c.store.records {
-		if o := idOf(record); o.namespace == namespace && o.name == name && !slices.Contains(found, o.String()) {
+	for o := range c.store.records {
+		if o.namespace == namespace && o.name == name && !slices.Contains(found, o.String()) {
 			found = append(found, o.String())
 		}
 	}
@@ -70,13 +71,7 @@ func (c *Control) discard(namespace, name string, dryRun bool) (found []string) 
 		return found
 	}
 	c.mu.Lock()
-	for _, object := range found {
-		for record := range c.store.records {
-			if idOf(record).String() == object {
-				delete(c.store.records, record)
-			}
-		}
-	}
+	maps.DeleteFunc(c.store.records, func(o id, _ record) bool { return slices.Contains(found, o.String()) })
 	c.store.parked = c.store.parkedProblems(time.Now())
 	c.mu.Unlock()
 	sent, known := c.sent[namespace]

@@ -3,6 +3,7 @@ package standalone
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
@@ -47,6 +48,10 @@ const DefaultNamespace = "default"
 type id struct{ kind, namespace, name string }
 
 func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
+
+func (i id) compare(o id) int {
+	return cmp.Or(strings.Compare(i.kind, o.kind), strings.Compare(i.namespace, o.namespace), strings.Compare(i.name, o.name))
+}
 
 // object is a valid manifest.
 type object struct {

@@ -86,21 +86,21 @@ func (s *store) readRecords(from Records) error {
 
 // setRecords is readRecords with all values of a store.
 func (s *store) setRecords(all map[string][]byte) {
-	s.written, s.records = map[string][]byte{}, map[string]record{}
+	s.written, s.records = map[string][]byte{}, map[id]record{}
 	for name, value := range all {
 		if strings.HasPrefix(name, recordPrefix) {
 			s.written[name] = value
-			s.keepRecord(name)
+			s.keepRecord(idOf(name))
 		}
 	}
 	for id, o := range s.objects {
-		r, ok := s.records[o.recordName()]
+		r, ok := s.records[id]
 		switch {
 		case len(s.written) == 0: // The store had no log before.
 		case !ok, !r.Created.Equal(&o.Created), !r.isOf(o), r.Content != o.hashed(): // Another process has a newer one.
 			delete(s.objects, id)
 		default:
-			delete(s.records, o.recordName())
+			delete(s.records, id)
 			o.version = r.version
 			o.setServerFields(nil, s.nextVersion())
 			_ = r.restoreStatus(o) // The report restores what cannot be decoded.
@@ -129,11 +129,8 @@ func ForgetRecords(in Records) error {
 // takeRecord returns the record of an object that is loaded now. It has one until its first load: an object that is
 // deleted and created again later is a new one.
 func (s *store) takeRecord(of *stored) (r record, ok bool) {
-	if len(s.records) == 0 {
-		return r, false
-	}
-	r, ok = s.records[of.recordName()]
-	delete(s.records, of.recordName())
+	r, ok = s.records[of.id]
+	delete(s.records, of.id)
 	return r, ok && r.isOf(of)
 }
 
@@ -157,10 +154,10 @@ func (r record) restoreStatus(o *stored) error {
 }
 
 // keepRecord adds the record of an object that this process did not load.
-func (s *store) keepRecord(name string) {
+func (s *store) keepRecord(of id) {
 	var r record
-	if json.Unmarshal(s.written[name], &r) == nil {
-		s.records[name] = r
+	if json.Unmarshal(s.written[of.recordName()], &r) == nil {
+		s.records[of] = r
 	}
 }
 
@@ -175,14 +172,14 @@ func idOf(recordName string) id {
 
 // isOutdated reports whether another process has replaced the version that a manifest has.
 func (s *store) isOutdated(o *object) bool {
-	return s.objects[o.id] == nil && slices.Contains(s.records[o.recordName()].Previous, o.hashed())
+	return s.objects[o.id] == nil && slices.Contains(s.records[o.id].Previous, o.hashed())
 }
 
 // keepRecords keeps the records of the restored objects that the next ones lack, if their deletion is not proved.
 func (s *store) keepRecords(next map[id]*stored) {
 	for id := range s.objects {
 		if next[id] == nil && s.unproved[id.namespace] {
-			s.keepRecord(id.recordName())
+			s.keepRecord(id)
 		}
 	}
 	s.unproved = nil
@@ -227,9 +224,9 @@ func NewLacks(o Options) func(values map[string][]byte) []string {
 		if s.unread {
 			compared = nil
 		}
-		for name := range s.records {
-			if status := s.jobStatus(name); status == nil || !v1alpha1.JobEnded(*status) {
-				found = append(found, idOf(name).String())
+		for id, r := range s.records {
+			if status := r.jobStatus(); status == nil || !v1alpha1.JobEnded(*status) {
+				found = append(found, id.String())
 			}
 		}
 		return found
@@ -238,10 +235,7 @@ func NewLacks(o Options) func(values map[string][]byte) []string {
 
 // parkedProblems returns a problem for each object that the log has and this process did not load.
 func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
-	since := map[string]time.Time{}
-	for _, p := range s.parked {
-		since[p.String()] = p.Since
-	}
+	since := sinceIn(s.parked, now)
 	found := map[id]mark{}
 	for path, f := range s.files {
 		for _, o := range f.objects {
@@ -251,8 +245,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 			found[id] = mark{}
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(s.records)) {
-		object := idOf(name)
+	for _, object := range slices.SortedFunc(maps.Keys(s.records), id.compare) {
 		message := fmt.Sprintf("the log has this object, and the manifests of this process lack it; copy the manifest of the last owner, or run posthorn discard %s/%s to delete the object", object.namespace, object.name)
 		at, isFound := found[object]
 		switch {
@@ -261,12 +254,10 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		case isFound:
 			message = "the log has a newer version of this object; copy the manifest of the last owner, or, to return to this version, change the spec and change it back"
 		}
-		p := manifest.Problem{File: at.path, Object: object.String(), Message: message, Since: seconds(now).Time, Parked: true}
-		if before, ok := since[p.String()]; ok {
-			p.Since = before
-		}
+		p := manifest.Problem{File: at.path, Object: object.String(), Message: message, Parked: true}
+		p.Since = since(p)
 		switch {
-		case s.isUnfinished(name):
+		case s.records[object].isUnfinished():
 			p.Effect = "its run has begun, so its namespace is parked: the messages are kept and not sent, and calls are answered 503"
 		case object.kind == kindSecret:
 			p.Effect = "what uses it does not work"
@@ -279,25 +270,25 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 }
 
 // jobStatus returns the status of a record of a run that has begun, and otherwise nil.
-func (s *store) jobStatus(name string) *v1alpha1.JobStatus {
+func (r record) jobStatus() *v1alpha1.JobStatus {
 	var status v1alpha1.JobStatus
-	if json.Unmarshal(s.records[name].Status, &status) != nil {
+	if json.Unmarshal(r.Status, &status) != nil {
 		return nil
 	}
 	return &status
 }
 
 // isUnfinished reports whether a record is that of a run that has begun and not ended.
-func (s *store) isUnfinished(name string) bool {
-	status := s.jobStatus(name)
+func (r record) isUnfinished() bool {
+	status := r.jobStatus()
 	return status != nil && !v1alpha1.JobEnded(*status)
 }
 
 // lacksRun reports whether this process did not load a run of a namespace that has begun and not ended. The dispatcher
 // would forget it.
 func (s *store) lacksRun(namespace string) bool {
-	for name := range s.records {
-		if idOf(name).namespace == namespace && s.isUnfinished(name) {
+	for id, r := range s.records {
+		if id.namespace == namespace && r.isUnfinished() {
 			return true
 		}
 	}
@@ -307,8 +298,8 @@ func (s *store) lacksRun(namespace string) bool {
 // writeRecords writes the records that have changed. It keeps those of objects that this process did not load.
 func (s *store) writeRecords(to Records) error {
 	next := map[string][]byte{}
-	for name := range s.records {
-		next[name] = s.written[name]
+	for id := range s.records {
+		next[id.recordName()] = s.written[id.recordName()]
 	}
 	for _, o := range s.objects {
 		r, err := o.record()

@@ -43,7 +43,7 @@ type store struct {
 	parked       []manifest.Problem
 	secretValues []SecretValue
 	// records are those of the objects that this process did not load, and written are the values of all, by name.
-	records map[string]record
+	records map[id]record
 	written map[string][]byte
 	// heads are those of the last live configs of the namespaces.
 	heads map[string]liveconfig.Head
@@ -218,20 +218,14 @@ func seconds(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(t
 // explainProblems sets, in the problems of the last load, the time since when each exists and its
 // effect. before are the problems of the load before.
 func (s *store) explainProblems(before []manifest.Problem, now time.Time) {
-	since := map[string]time.Time{}
-	for _, p := range before {
-		since[p.String()] = p.Since
-	}
+	since := sinceIn(before, now)
 	files, objects := s.byFile(), map[string]*stored{}
 	for id, o := range s.objects {
 		objects[id.String()] = o
 	}
 	for i := range s.problems {
 		p := &s.problems[i]
-		p.Since = seconds(now).Time
-		if found, ok := since[p.String()]; ok {
-			p.Since = found
-		}
+		p.Since = since(*p)
 		var kept []*stored
 		if p.Object == "" {
 			kept = files[p.File]
@@ -239,6 +233,20 @@ func (s *store) explainProblems(before []manifest.Problem, now time.Time) {
 			kept = []*stored{o}
 		}
 		p.Outdated, p.Effect = effect(*p, kept)
+	}
+}
+
+// sinceIn returns a function that returns since when a problem exists: since before, or now.
+func sinceIn(before []manifest.Problem, now time.Time) func(manifest.Problem) time.Time {
+	since := map[string]time.Time{}
+	for _, p := range before {
+		since[p.String()] = p.Since
+	}
+	return func(p manifest.Problem) time.Time {
+		if found, ok := since[p.String()]; ok {
+			return found
+		}
+		return seconds(now).Time
 	}
 }
 
@@ -436,9 +444,7 @@ func (all objects) sortedIf(selected func(*stored) bool) []*stored {
 			list = append(list, o)
 		}
 	}
-	slices.SortFunc(list, func(a, b *stored) int {
-		return cmp.Or(strings.Compare(a.kind, b.kind), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
-	})
+	slices.SortFunc(list, func(a, b *stored) int { return a.compare(b.id) })
 	return list
 }
 
