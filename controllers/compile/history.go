@@ -107,7 +107,10 @@ func (d *Dispatchers) add(pods []adminapi.ConfigReport) (lowest int64) {
 			}
 			next := parked{number: p.Number, since: p.Since}
 			if before, ok := d.parked[r]; ok {
-				next.number, next.since = max(before.number, p.Number), earlier(before.since, p.Since)
+				next.number = max(before.number, p.Number)
+				if before.since.Before(p.Since) {
+					next.since = before.since
+				}
 			}
 			d.parked[r] = next
 		}
@@ -120,13 +123,6 @@ func (d *Dispatchers) add(pods []adminapi.ConfigReport) (lowest int64) {
 		}
 	}
 	return lowest
-}
-
-func earlier(a, b time.Time) time.Time {
-	if b.Before(a) {
-		return b
-	}
-	return a
 }
 
 // Reserves reports whether a pod knows reserved write keys.

@@ -18,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/controllers/observed"
 )
 
 // key names an object.
@@ -250,12 +251,10 @@ func (sum *numbers) add(d *adminapi.DestinationReport) {
 	sum.Ledger = plus(sum.Ledger, d.Ledger)
 	sum.Stored += d.DeadLettersStored
 	sum.Retrying += d.Retrying
-	sum.Oldest, sum.Next = earlier(sum.Oldest, d.OldestPending), earlier(sum.Next, d.NextAttempt)
+	sum.Oldest, sum.Next = observed.Earlier(sum.Oldest, d.OldestPending), observed.Earlier(sum.Next, d.NextAttempt)
 	for _, e := range d.Endpoints {
 		sum.Open = sum.Open || e.State.Open()
-		if e.LastSuccess.After(sum.LastSuccess) {
-			sum.LastSuccess = e.LastSuccess
-		}
+		sum.LastSuccess = observed.Later(sum.LastSuccess, e.LastSuccess)
 	}
 }
 
@@ -264,14 +263,6 @@ func plus(a, b adminapi.Ledger) adminapi.Ledger {
 		Accepted: a.Accepted + b.Accepted, Delivered: a.Delivered + b.Delivered, Filtered: a.Filtered + b.Filtered,
 		DeadLettered: a.DeadLettered + b.DeadLettered, Discarded: a.Discarded + b.Discarded, Pending: a.Pending + b.Pending,
 	}
-}
-
-// earlier returns the earlier of two times; zero is no time.
-func earlier(a, b time.Time) time.Time {
-	if a.IsZero() || !b.IsZero() && b.Before(a) {
-		return b
-	}
-	return a
 }
 
 // attempts returns the last attempts of the dispatchers at a destination, newest first. The error

@@ -18,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/controllers/why"
 )
 
@@ -153,7 +154,7 @@ func (p *Page) newOverview(v view, query string) overview {
 	for _, k := range slices.SortedFunc(maps.Keys(v.destinations), compareKeys) {
 		r := p.newRow(v, k)
 		o.All.Ledger, o.All.Stored, o.All.Retrying = plus(o.All.Ledger, r.Ledger), o.All.Stored+r.Stored, o.All.Retrying+r.Retrying
-		o.All.Oldest = earlier(o.All.Oldest, r.Oldest)
+		o.All.Oldest = observed.Earlier(o.All.Oldest, r.Oldest)
 		r.Rate, r.Spark = rate(series[k], delivered), spark("messages delivered to "+k.Name, series[k], delivered)
 		if query == "" || strings.Contains(k.String(), query) {
 			o.Rows = append(o.Rows, r)
