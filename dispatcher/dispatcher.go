@@ -66,7 +66,8 @@ type Options struct {
 	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
 	// without TLS, so that probes never wait for calls.
 	ProbeListen string
-	// Listeners, when set, are used in place of new ones; the Dispatcher does not close them.
+	// Listeners are used, and closed, in place of new ones: the zero value for a Dispatcher that gets all of its
+	// requests by Entrance.
 	Listeners *Listeners
 	// Pod is the name of this dispatcher in reports.
 	Pod string
@@ -202,13 +203,10 @@ func New(o Options) (*Dispatcher, error) {
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
 	var err error
-	if o.Listeners == nil {
-		d.listeners, err = Listen(o)
-	} else {
-		d.listeners, err = o.Listeners.Share()
-	}
-	if err != nil {
-		return nil, err
+	if d.listeners = o.Listeners; d.listeners == nil {
+		if d.listeners, err = Listen(o); err != nil {
+			return nil, err
+		}
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.registerer
@@ -237,7 +235,7 @@ func New(o Options) (*Dispatcher, error) {
 		}
 	}
 	d.sourcesAtStart = ledgersOfSources(d.store)
-	d.warnOfOpenAccess()
+	d.warnOfOpenFolder()
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
 		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
@@ -300,12 +298,8 @@ func (d *Dispatcher) apply(view *liveconfig.View) error {
 	return d.engine.Apply(view)
 }
 
-// warnOfOpenAccess logs settings that let other users read or change stored data, and how to
-// prevent it.
-func (d *Dispatcher) warnOfOpenAccess() {
-	if a, ok := d.AdminAddr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
-		d.log.Warn("the admin address has no authentication and is open to the network: every client can read and purge dead letters; set --admin-listen to a loopback address, or protect it by a firewall or a NetworkPolicy", "admin", a.String())
-	}
+// warnOfOpenFolder logs that other users can change stored data, and how to prevent it.
+func (d *Dispatcher) warnOfOpenFolder() {
 	// Files and folders inside have modes 0600 and 0700, so only write permission matters.
 	if info, err := os.Stat(d.options.DataDir); err == nil && info.Mode().Perm()&0o002 != 0 && info.Mode()&os.ModeSticky == 0 {
 		d.log.Warn("every user may replace files of the data directory; remove that permission: chmod o-w", "path", d.options.DataDir, "mode", info.Mode().String())
@@ -349,25 +343,13 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	defer stopEngine()
 	deliveries, stopDeliveries := context.WithCancel(engine)
 	defer stopDeliveries()
-	failed := make(chan error, 1)
-	fail := func(err error) {
-		select {
-		case failed <- err:
-		default: // The first error ends the Dispatcher.
-		}
-	}
 	h := d.handlers()
 	if e := d.options.Entrance; e != nil {
 		h.Drain = e.Close
-		e.Open(d, h, fail)
+		e.Open(d, h)
 	}
-	written := make(chan struct{})
-	go func() {
-		defer close(written)
-		if err := d.write(engine, deliveries); err != nil {
-			fail(err)
-		}
-	}()
+	written := make(chan error, 1)
+	go func() { written <- d.write(engine, deliveries) }()
 	group, serving := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		defer stopEngine()
@@ -386,7 +368,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	})
 	group.Go(func() error {
 		select {
-		case err := <-failed:
+		case err := <-written:
+			written <- err
 			return err
 		case <-engine.Done():
 			return nil
@@ -394,12 +377,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	})
 	err := group.Wait()
 	select {
-	case <-written:
-		select {
-		case writeErr := <-failed:
-			err = errors.Join(err, writeErr)
-		default:
-		}
+	case writeErr := <-written:
+		err = errors.Join(err, writeErr)
 	case <-time.After(d.options.DrainTimeout + closeGrace):
 		d.log.Warn("drain timeout: closing the store with unsettled deliveries, probably because the disk is full; they will be sent again")
 	}

@@ -58,8 +58,8 @@ type Share struct {
 
 // Entrance brings requests to a Dispatcher by another way than its listeners.
 type Entrance interface {
-	// Open admits requests until Close, and returns. fail ends the Dispatcher with an error.
-	Open(d *Dispatcher, h Handlers, fail func(error))
+	// Open admits requests until Close, and returns.
+	Open(*Dispatcher, Handlers)
 	// Close admits no more requests, and waits for those in progress until ctx is done.
 	Close(ctx context.Context) error
 }

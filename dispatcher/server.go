@@ -76,36 +76,6 @@ func (l *Listeners) all() []*net.Listener {
 	return []*net.Listener{&l.calls, &l.admin, &l.callsTLS, &l.probes}
 }
 
-// Share returns other listeners of the same sockets. A connection waits while no listener accepts it.
-func (l *Listeners) Share() (*Listeners, error) {
-	shared := &Listeners{}
-	for i, from := range l.all() {
-		if *from == nil {
-			continue
-		}
-		var err error
-		if *shared.all()[i], err = ShareListener(*from); err != nil {
-			shared.Close()
-			return nil, err
-		}
-	}
-	return shared, nil
-}
-
-// ShareListener returns another listener of the socket of a TCP listener.
-func ShareListener(l net.Listener) (net.Listener, error) {
-	file, err := l.(*net.TCPListener).File()
-	var shared net.Listener
-	if err == nil {
-		shared, err = net.FileListener(file)
-		err = errors.Join(err, file.Close())
-	}
-	if err != nil {
-		return nil, fmt.Errorf("share the listener %s: %w", l.Addr(), err)
-	}
-	return shared, nil
-}
-
 // Close closes the listeners.
 func (l *Listeners) Close() {
 	for _, opened := range l.all() {
@@ -137,6 +107,7 @@ type Handlers struct {
 // Serve serves h until ctx is done, or a listener fails. Then it calls leave, and the calls in progress have the
 // time that leave returns until they are cancelled. Requests to the admin API end after the calls.
 func (l *Listeners) Serve(ctx context.Context, o Options, h Handlers, leave func() time.Duration) error {
+	l.warnOfOpenAccess(o)
 	calls := NewServer(ingest.NewServer(ingest.Normalize(h.Calls)), MaxConns, o.Logger)
 	requests := NewServer(admin.NewServer(h.Admin), maxAdminConns, o.Logger)
 	probes := NewServer(admin.NewProbeServer(h.Ready), maxAdminConns, o.Logger)
@@ -171,6 +142,16 @@ func (l *Listeners) Serve(ctx context.Context, o Options, h Handlers, leave func
 		return errors.Join(requests.Close(), probes.Close())
 	})
 	return group.Wait()
+}
+
+// warnOfOpenAccess logs that every client can use the admin API.
+func (l *Listeners) warnOfOpenAccess(o Options) {
+	if l.admin == nil || o.AdminGuard != nil {
+		return
+	}
+	if a, ok := l.admin.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() {
+		o.Logger.Warn("the admin address has no authentication and is open to the network: every client can read and purge dead letters; set --admin-listen to a loopback address, or protect it by a firewall or a NetworkPolicy", "admin", a.String())
+	}
 }
 
 // NewServer returns a server with a limit of connections, whose log has one message for all failures of connections.

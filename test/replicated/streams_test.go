@@ -146,7 +146,10 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	}
 	waitNotReady(t, pods, stream, "the stream does not exist", "object store", "posthorn log adopt")
 	settings.Metadata = nil
-	if _, err := js.CreateStream(t.Context(), settings); err != nil {
+	if err := wait.Until(func() error {
+		_, err := js.CreateStream(t.Context(), settings)
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 	waitNotReady(t, pods, "the stream is not the one of the local files", "posthorn log adopt --data")

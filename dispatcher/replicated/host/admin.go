@@ -62,15 +62,7 @@ func (h *host) admin() http.Handler {
 	for _, s := range h.slots {
 		path, forward := adminapi.SlotPath(s.slot), protect(h.o, forwardAdmin(s.forwarder))
 		// The permission to read /report includes those of all slots: both guards get the path without the slot.
-		root.Handle(path+"/", http.StripPrefix(path, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			inside := s.enter()
-			if inside == nil {
-				forward.ServeHTTP(w, r)
-				return
-			}
-			defer inside.requests.Done()
-			inside.serveAdmin(w, r)
-		})))
+		root.Handle(path+"/", http.StripPrefix(path, s.gate.or((*openGate).serveAdmin, forward.ServeHTTP)))
 	}
 	return root
 }

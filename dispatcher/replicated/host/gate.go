@@ -8,25 +8,25 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 )
 
-// requestGate admits the requests of a process with several slots to the Dispatcher of one slot, while it is
+// requestGate admits the requests of a process to the Dispatcher of one slot, while it is
 // open. The zero value is closed.
 type requestGate struct {
 	mu     sync.RWMutex
 	inside *openGate
 }
 
-// openGate are the Dispatcher behind an open requestGate and its requests in progress.
+// openGate has the Dispatcher behind a gate and its requests in progress.
 type openGate struct {
 	dispatcher   *dispatcher.Dispatcher
 	calls, admin http.Handler
 	requests     sync.WaitGroup
-	// closing is done when the requestGate closes, by close.
+	// closing is done when the gate closes, by close.
 	closing context.Context
 	close   context.CancelFunc
 }
 
 // Open implements dispatcher.Entrance.
-func (d *requestGate) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers, _ func(error)) {
+func (d *requestGate) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers) {
 	inside := &openGate{dispatcher: to, calls: h.Calls, admin: h.Admin}
 	inside.closing, inside.close = context.WithCancel(context.Background())
 	d.mu.Lock()
@@ -34,7 +34,10 @@ func (d *requestGate) Open(to *dispatcher.Dispatcher, h dispatcher.Handlers, _ f
 	d.inside = inside
 }
 
-// serveAdmin serves a request of the admin API until the requestGate closes: some of them have no end. An answer
+// serveCalls serves a call.
+func (a *openGate) serveCalls(w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }
+
+// serveAdmin serves a request of the admin API until the gate closes: some of them have no end. An answer
 // that ends so is aborted, because its client would use it as a complete one.
 func (a *openGate) serveAdmin(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancel(r.Context())
@@ -46,7 +49,7 @@ func (a *openGate) serveAdmin(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// enter returns what is behind the requestGate, or nil. The caller calls requests.Done after its request.
+// enter returns what is behind the gate, or nil. The caller calls requests.Done after its request.
 func (d *requestGate) enter() *openGate {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -77,4 +80,16 @@ func (d *requestGate) Close(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// or returns a handler of the requests to what is behind the gate, and of the others while it is closed.
+func (d *requestGate) or(behind func(*openGate, http.ResponseWriter, *http.Request), otherwise http.HandlerFunc) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if inside := d.enter(); inside != nil {
+			defer inside.requests.Done()
+			behind(inside, w, r)
+			return
+		}
+		otherwise(w, r)
+	})
 }

@@ -10,11 +10,11 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 )
 
-// A closing requestGate waits for a call, and ends a request of the admin API that would have no end.
+// A closing gate waits for a call, and ends a request of the admin API that would have no end.
 func TestDoorCloses(t *testing.T) {
 	var d requestGate
 	if d.enter() != nil {
-		t.Fatal("a new requestGate is open, want closed")
+		t.Fatal("a new gate is open, want closed")
 	}
 	finish, begun := make(chan struct{}), make(chan struct{})
 	d.Open(nil, dispatcher.Handlers{
@@ -26,7 +26,7 @@ func TestDoorCloses(t *testing.T) {
 			begun <- struct{}{}
 			<-r.Context().Done()
 		}),
-	}, nil)
+	})
 	ended := make(chan string, 3)
 	go func() {
 		inside := d.enter()
@@ -54,11 +54,11 @@ func TestDoorCloses(t *testing.T) {
 	}
 	select {
 	case err := <-closed:
-		t.Errorf("the requestGate closed beside a call in progress, with error %v", err)
+		t.Errorf("the gate closed beside a call in progress, with error %v", err)
 	default:
 	}
 	if d.enter() != nil {
-		t.Error("a closing requestGate admits a request")
+		t.Error("a closing gate admits a request")
 	}
 	close(finish)
 	if err := <-closed; err != nil || <-ended != "call" {
@@ -66,7 +66,7 @@ func TestDoorCloses(t *testing.T) {
 	}
 }
 
-// An answer that a closing requestGate ends is not complete for its client: a list would lack entries, and a
+// An answer that a closing gate ends is not complete for its client: a list would lack entries, and a
 // command that follows attempts would end without an error.
 func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
 	var d requestGate
@@ -74,7 +74,7 @@ func TestAnswerOfClosedDoorIsNotComplete(t *testing.T) {
 		_, _ = io.WriteString(w, "first\n")
 		_ = http.NewResponseController(w).Flush()
 		<-r.Context().Done()
-	})}, nil)
+	})})
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		inside := d.enter()
 		defer inside.requests.Done()

@@ -90,15 +90,11 @@ func (t *ownership) release(ctx context.Context) error {
 // options returns the options of the Dispatcher of this ownership.
 func (t *ownership) options(o Options) dispatcher.Options {
 	made := o.Options
-	made.Lease, made.HandOver = t, cmp.Or(o.HandOver, handOverTimeout)
+	made.Lease, made.Listeners, made.HandOver = t, &dispatcher.Listeners{}, cmp.Or(o.HandOver, handOverTimeout)
 	if t.replica != nil {
 		return made
 	}
-	made.Listeners = o.Listeners.Listeners
 	made.Collectors = []prometheus.Collector{logMetrics{func() *ownership { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
-	if o.identity != nil {
-		made.Entrance = &peerEntrance{on: o.Listeners.peers, identity: o.identity, log: o.Logger}
-	}
 	return made
 }
 

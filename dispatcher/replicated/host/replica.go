@@ -21,14 +21,14 @@ import (
 
 // replica is a slot, as a process with several slots has it.
 type replica struct {
-	host        *host
-	slot        int
-	o           Options
-	log         *slog.Logger
-	requestGate requestGate
-	// forwarder sends requests to the owner, if it is another process, and forward is its handler.
+	host *host
+	slot int
+	o    Options
+	log  *slog.Logger
+	gate requestGate
+	// forwarder sends requests to the owner, if it is another process. calls serves them here or there.
 	forwarder *peer.Forwarder
-	forward   http.Handler
+	calls     http.Handler
 	// mayClaim is true while this process should take the slot.
 	mayClaim atomic.Bool
 	// listed is true while the owner knows no other write keys than those in the live configs.
@@ -51,12 +51,12 @@ type replica struct {
 func newReplica(h *host, slot int) *replica {
 	s := &replica{host: h, slot: slot, log: h.log.With("slot", slot)}
 	s.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: s.log, Connections: &h.connections, Slot: strconv.Itoa(slot)}
-	s.forward = forwardCalls(s.forwarder)
+	s.calls = s.gate.or((*openGate).serveCalls, forwardCalls(s.forwarder).ServeHTTP)
 	o := h.o
-	o.Logger, o.DataDir, o.Options.Listeners = s.log, slotFolder(h.o.DataDir, slot), &dispatcher.Listeners{}
+	o.Logger, o.DataDir = s.log, slotFolder(h.o.DataDir, slot)
 	o.ShutdownDelay = 0
 	o.identity, o.forwarder, o.replica = nil, s.forwarder, s
-	o.Entrance = &s.requestGate
+	o.Entrance = &s.gate
 	o.Share = &dispatcher.Share{
 		Stores: s.share(), Labels: s.labels(), Listed: h.namespaces.index.Knows, Decoder: &h.namespaces.decoder,
 	}
@@ -219,14 +219,7 @@ func (s *replica) runOwned(ctx context.Context, d *dispatcher.Dispatcher) error 
 }
 
 // ServeHTTP sends a call to the owner of the slot.
-func (s *replica) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if inside := s.enter(); inside != nil {
-		defer inside.requests.Done()
-		inside.calls.ServeHTTP(w, r)
-		return
-	}
-	s.forward.ServeHTTP(w, r)
-}
+func (s *replica) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.calls.ServeHTTP(w, r) }
 
 // enter admits a request to the Dispatcher of the slot. The result is nil if this process does not own
 // the slot; otherwise the caller calls requests.Done after its request.
@@ -234,5 +227,5 @@ func (s *replica) enter() *openGate {
 	if s == nil {
 		return nil
 	}
-	return s.requestGate.enter()
+	return s.gate.enter()
 }

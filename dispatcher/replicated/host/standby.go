@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -20,17 +19,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
-	"github.com/posthorn/posthorn/dispatcher/intake/limits"
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
-	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/internal/promtext"
 )
-
-// OpenSlot opens the stream and the object stores of a slot, and creates them when they are missing.
-type OpenSlot func(ctx context.Context) (slots.Remote, error)
 
 const (
 	// slotRetry is the wait after an error of the log.
@@ -43,8 +37,6 @@ const (
 	openBackoff = 5 * time.Minute
 	// releaseTimeout bounds the orderly end of a session.
 	releaseTimeout = 5 * time.Second
-	// drainTakeover bounds the wait for requests to the previous owner before a process opens the store.
-	drainTakeover = time.Second
 	// standbyRetryAfter is the Retry-After of a standby, in seconds, and silentRetryAfter of one whose
 	// owner does not answer.
 	standbyRetryAfter = 2
@@ -52,77 +44,6 @@ const (
 	// syncLimit is the time within which an owner must answer the sync of an audience: it compares all members.
 	syncLimit = 5 * time.Minute
 )
-
-// RunSlot runs a dispatcher whose store is a slot of a replicated log, until ctx is done. While
-// another process owns the slot, this one is a standby: it keeps a copy of the store and answers
-// calls with 503. When it owns the slot, it makes a Dispatcher, calls run with it, and becomes a
-// standby again when it loses the slot. run must call Run of the Dispatcher.
-//
-// RunSlot requires o.Listeners, and closes them when ctx is done.
-//
-// An error of the log does not end RunSlot: it is logged, is the reason of /readyz, and the attempt is
-// repeated.
-func RunSlot(ctx context.Context, o Options, open OpenSlot, run func(context.Context, *dispatcher.Dispatcher) error) error {
-	if o.Logger == nil {
-		o.Logger = slog.Default()
-	}
-	if o.Listeners.peers != nil {
-		var err error
-		if o.identity, err = peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String()); err != nil {
-			return err
-		}
-		o.forwarder = &peer.Forwarder{Refuse: refuseForwarded, Logger: o.Logger, Connections: &peer.Connections{Memory: &limits.Pool{Max: memory.PlanFor(o.Memory).Requests}}}
-	}
-	process := newSingle(o)
-	o.clock, o.lacking = process.o.clock, process.o.lacking
-	exchanging, stop := context.WithCancel(ctx)
-	var exchanged sync.WaitGroup
-	exchanged.Go(func() { process.exchange(exchanging) })
-	defer exchanged.Wait()
-	defer stop()
-	if o.lacking != nil {
-		go o.lacking.run(exchanging)
-	}
-	defer context.AfterFunc(ctx, o.Listeners.Close)()
-	o.Logger.Info("listening", "listen", o.Listeners.Addr().String(), "admin", o.Listeners.AdminAddr().String())
-	for {
-		t, d, err := becomeOwner(ctx, o, open, &process.standby)
-		if err != nil || t == nil {
-			return err
-		}
-		if err := process.own(ctx, t, d, run); err != nil || ctx.Err() != nil {
-			return err
-		}
-	}
-}
-
-// becomeOwner is a standby until this process owns the slot and has made a Dispatcher with its store.
-// The ownership is nil when ctx is done before. present is the standby meanwhile.
-func becomeOwner(ctx context.Context, o Options, open OpenSlot, present *atomic.Pointer[standby]) (*ownership, *dispatcher.Dispatcher, error) {
-	shared, err := o.Listeners.share()
-	if err != nil {
-		return nil, nil, err
-	}
-	o.lacking.restart()
-	s := newStandby(o)
-	present.Store(s)
-	defer present.Store(nil)
-	serving, stop := context.WithCancel(ctx)
-	served := make(chan error, 1)
-	go func() {
-		defer stop() // Without a listener nothing is claimed.
-		served <- s.serve(serving, ctx, shared, o)
-	}()
-	t, d := s.own(serving, o, open)
-	stop()
-	if err := <-served; err != nil {
-		if t != nil {
-			err = errors.Join(err, t.release(ctx), d.Close())
-		}
-		return nil, nil, err
-	}
-	return t, d, nil
-}
 
 // standby answers requests while this process does not own the slot.
 type standby struct {
@@ -289,19 +210,6 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 	}
 	s.log.Info("this process owns the slot", "epoch", t.writer.Epoch())
 	return t, nil
-}
-
-// serve answers requests until ctx is done. When process, the context of the process, is done, too, it
-// stops as an owner does: calls are still forwarded for the shutdown delay.
-func (s *standby) serve(ctx, process context.Context, l *Listeners, o Options) error {
-	return l.serve(ctx, o, dispatcher.Handlers{Calls: s.handler(s.call()), Admin: s.admin(o), Ready: s.ready}, peer.NotOwner(), func() time.Duration {
-		if process.Err() == nil || s.calls == nil {
-			return drainTakeover
-		}
-		s.stopping.Store(true)
-		time.Sleep(o.ShutdownDelay)
-		return cmp.Or(o.DrainTimeout, dispatcher.DefaultDrain)
-	})
 }
 
 // state returns the part of this standby in the log.

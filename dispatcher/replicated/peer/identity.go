@@ -147,11 +147,6 @@ type Handlers struct {
 	Namespace func(writekey.Hash) (namespace string, ok bool)
 }
 
-// NotOwner are the Handlers of a process that does not own the slot.
-func NotOwner() Handlers {
-	return Handlers{Calls: http.HandlerFunc(Misdirected), Admin: http.HandlerFunc(Misdirected)}
-}
-
 // Handler returns a handler of the requests of other processes.
 func (i *Identity) Handler(to Handlers, log *slog.Logger) *Handler {
 	return &Handler{identity: i, to: to, log: log, stopping: make(chan struct{})}
