@@ -172,7 +172,7 @@ func (c *Client) Redeliver(ctx context.Context, a DeadLetterAction, onProgress f
 	return c.act(ctx, "redeliver", a, onProgress)
 }
 
-// Purge removes the selected dead letters. Its results are those of Redeliver.
+// Purge removes the selected dead letters. It returns what Redeliver returns.
 func (c *Client) Purge(ctx context.Context, a DeadLetterAction, onProgress func(DeadLetterProgress)) (DeadLetterProgress, error) {
 	return c.act(ctx, "purge", a, onProgress)
 }
@@ -318,7 +318,7 @@ func (c *Client) send(req *http.Request) (*http.Response, error) {
 // errorMessage returns the message of a Kubernetes Status, or the status line and the text.
 func errorMessage(status string, text []byte) string {
 	if bytes.Contains(text, []byte("send calls to /v1/")) {
-		return "this is the address for calls; set that of the admin API (default port 8081)"
+		return "this is the address for calls; set the address of the admin API (default port 8081)"
 	}
 	var s struct{ Kind, Message string }
 	if json.Unmarshal(text, &s) == nil && s.Kind == "Status" && s.Message != "" {

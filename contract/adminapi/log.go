@@ -49,7 +49,7 @@ type LogState struct {
 	Replicas        int `json:"replicas,omitempty"`
 	CurrentReplicas int `json:"currentReplicas,omitempty"`
 	// Weak are the settings of the servers with which a loss of servers can lose calls, and the namespaces
-	// that the directory assigns to another slot than that of their messages, with their fixes.
+	// that the directory assigns to another slot than the one with their messages, with their fixes.
 	Weak []string `json:"weak,omitempty"`
 	// Gaps are the records and objects that the log, or the copy of one of its servers, lacks.
 	Gaps []string `json:"gaps,omitempty"`

@@ -41,13 +41,13 @@ type LogReport struct {
 	// Slot is the slot of the report, for a pod with several slots.
 	Slot int `json:"slot,omitempty"`
 	// Number is the number of slots of the log in the report of a pod with several; 0 in other reports.
-	// The report has no namespaces: those of slot N are on GET /slots/N/report. Slots are the slots that
+	// The report has no namespaces: GET /slots/N/report lists the namespaces of slot N. Slots are the slots that
 	// the pod owns, sorted.
 	Number int   `json:"number,omitempty"`
 	Slots  []int `json:"slots,omitempty"`
 }
 
-// Several reports whether the report is that of a pod with several slots. The LogReport may be nil.
+// Several reports whether a pod with several slots sent the report. The LogReport may be nil.
 func (l *LogReport) Several() bool { return l != nil && l.Number > 0 }
 
 // ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
@@ -65,7 +65,7 @@ type ConfigReport struct {
 	// Discards are the discards ahead, sorted by destination and Source.
 	Discards []Discard `json:"discards,omitempty"`
 	// Reserved are the write keys that only a Source of the namespace may have although its live
-	// config has none with them, sorted by SHA256: those that the last config reserved, and those of
+	// config has none with them, sorted by SHA256: keys that the last config reserved, and keys of
 	// parked Sources.
 	Reserved []ReservedKey `json:"reserved,omitempty"`
 }
@@ -238,7 +238,7 @@ type SourceReport struct {
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
 	// The numbers count since the creation of the pod's store. Accepted is durable. After a crash,
-	// Rejected and Duplicates lack those of the last 10 seconds.
+	// Rejected and Duplicates lack the calls of the last 10 seconds.
 	Accepted   int64 `json:"accepted"`
 	Rejected   int64 `json:"rejected"`
 	Duplicates int64 `json:"duplicates"`
@@ -249,7 +249,7 @@ type SourceReport struct {
 	// LastRejection is the reason in words. It excludes calls that were rejected because the Source
 	// is disabled.
 	LastRejection string `json:"lastRejection,omitempty"`
-	// Defects are those of accepted calls.
+	// Defects counts accepted calls.
 	Defects CallDefects `json:"defects,omitzero"`
 	// Messages is the durable ledger of the calls: each call counts once per destination (or
 	// endpoint, under EveryEndpoint) that gets it, including deleted destinations.
@@ -265,7 +265,7 @@ type StorageShare struct {
 	UsedBytes int64 `json:"usedBytes"`
 	// MaxBytes is the share of the namespace, or the Source's quota; 0 for no bound.
 	MaxBytes int64 `json:"maxBytes"`
-	// Quota is true if both are those of the Source alone.
+	// Quota is true if both count the Source alone.
 	Quota bool `json:"quota,omitempty"`
 }
 

@@ -13,7 +13,7 @@ import (
 // MessageTrace is what one dispatcher knows about a messageId, or about the pending messages and the dead
 // letters of a user: the answer to GET /trace.
 type MessageTrace struct {
-	// MessageID or UserID is set, that of the search.
+	// MessageID or UserID is set: what was searched for.
 	MessageID event.ID `json:"messageId,omitempty"`
 	UserID    event.ID `json:"userId,omitempty"`
 	// Accepted has an entry for each message, and each Source that accepted it.

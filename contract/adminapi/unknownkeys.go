@@ -12,7 +12,7 @@ type UnknownKey struct {
 	// Prefix holds the first letters of the key: at most four, and at most a quarter of the key. It
 	// is empty for short keys, and for an address with many keys.
 	Prefix string `json:"prefix,omitempty"`
-	// Address is the sender's IP address, or that of its last proxy that is not trusted.
+	// Address is the IP address of the sender, or of its last proxy that is not trusted.
 	Address  string    `json:"address,omitempty"`
 	Requests int64     `json:"requests"`
 	First    time.Time `json:"first"`

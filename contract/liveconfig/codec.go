@@ -59,7 +59,7 @@ func SecretName(namespace string) string {
 }
 
 // NamespaceOf returns the namespace of a live-config Secret's name; ok is false for any other name,
-// including that of a copy.
+// including the name of a copy.
 func NamespaceOf(name string) (namespace string, ok bool) {
 	rest, ok := strings.CutPrefix(name, secretPrefix)
 	_, namespace, _ = strings.Cut(rest, "-")

@@ -254,7 +254,7 @@ type SigningScheme struct {
 	Secret Secret `json:"secret"`
 	// Previous is the secret before a rotation, or empty.
 	Previous Secret `json:"previous,omitzero"`
-	// Format is that of a scheme of the type HMAC, and nil for the other types.
+	// Format is set for a scheme of the type HMAC only.
 	Format *HMACFormat `json:"format,omitempty"`
 }
 

@@ -24,14 +24,14 @@ type decoded struct {
 	// config and head are the hashes of the stored config, and text is the length of the JSON text.
 	config, head hashSum
 	text         int
-	// destinations are those of the config by the hash of their text.
+	// destinations has the config's destinations by the hash of their text.
 	destinations map[hashSum]*Destination
 }
 
 type hashSum [sha256.Size]byte
 
-// Decode decodes the config of a namespace; that of another one is invalid. The result shares memory with
-// those of other calls, and must not be changed.
+// Decode decodes the config of a namespace; the config of another one is invalid. The result shares memory
+// with the results of other calls, and must not be changed.
 func (d *Decoder) Decode(namespace string, s Stored) (Revisioned, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -108,7 +108,7 @@ func (n *decoded) decodeChanged(plain []byte, known map[hashSum]*Destination) (c
 
 // splitDestinations returns the text of a config with an empty list of destinations, and the texts of the
 // destinations; none if the text is not in the form that Encode writes. The text is a valid config with these
-// destinations if the results are valid, and the empty list is that of the config.
+// destinations if the results are valid, and the empty list is the config's list.
 func splitDestinations(plain []byte) (rest []byte, texts [][]byte) {
 	// In a JSON text, the quote after the comma begins a name: no string contains it unescaped.
 	list := []byte(`,"` + SectionDestinations + `":[`)

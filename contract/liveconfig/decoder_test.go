@@ -144,7 +144,7 @@ func TestDecoderIsStrict(t *testing.T) {
 		expectDecoded(t, &d, odd)
 		after := expectDecoded(t, &d, valid)
 		if _, err := odd.Decode(); err != nil && &after.Destinations[0] != &before.Destinations[0] {
-			t.Errorf("the valid config after %s: got other destinations, want those of before", text)
+			t.Errorf("the valid config after %s: got other destinations, want the same", text)
 		}
 	}
 	for _, bad := range []Stored{{}, {Config: []byte("x")}, {missing: "part"}} {

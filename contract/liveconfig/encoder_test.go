@@ -89,7 +89,7 @@ func TestEncoderReusesChunks(t *testing.T) {
 		}
 		expectCanonical(t, c, data, revision)
 		if anew, _, _ := Encode(c); !bytes.Equal(data, anew) {
-			t.Errorf("%s: the bytes differ from those of Encode", step.name)
+			t.Errorf("%s: the bytes differ from what Encode returns", step.name)
 		}
 		added := 0
 		for key := range e.chunks {

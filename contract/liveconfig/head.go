@@ -69,9 +69,9 @@ type Head struct {
 	// Since is the number of the first config after which no config was lost. An object that was in
 	// a config of this or a later number, and is missing now, was deleted by its owner.
 	Since int64 `json:"since,omitempty"`
-	// Revision is that of the Config to which the head belongs.
+	// Revision is the revision of the Config to which the head belongs.
 	Revision string `json:"revision"`
-	// UIDs are those of the objects of the Config that have data in the dispatchers' stores.
+	// UIDs has the UID of each object of the Config that has data in the dispatchers' stores.
 	UIDs map[Ref]string `json:"uids,omitempty"`
 	// Kinds are the UIDs of the CustomResourceDefinitions of these objects, by section.
 	Kinds map[string]string `json:"kinds,omitempty"`
@@ -101,7 +101,7 @@ type Tombstone struct {
 	// UID of the deleted object; empty if it is unknown.
 	UID       string    `json:"uid,omitempty"`
 	DeletedAt time.Time `json:"deletedAt"`
-	// Sources and Filter are those of a destination. Until its lanes are dropped, they receive the
+	// Sources and Filter are set for a destination. Until its lanes are dropped, they receive the
 	// same calls as before, in case it is restored.
 	Sources []string `json:"sources,omitempty"`
 	Filter  *Filter  `json:"filter,omitempty"`

@@ -31,7 +31,7 @@ func withNoise(d Destination, random *rand.Rand) Destination {
 	return d
 }
 
-// secrets are the Secrets of a live config: the data of the parts by name, and that of the root.
+// secrets are the Secrets of a live config: the data of the parts by name, and the data of the root.
 type secrets struct {
 	root  map[string][]byte
 	parts map[string]map[string][]byte

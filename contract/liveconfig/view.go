@@ -16,7 +16,7 @@ import (
 type View struct {
 	namespaces map[string]Revisioned
 	byKey      map[writekey.Hash]SourceRef
-	keys       writekey.Book // Set by WithKeys; its known keys are those of byKey.
+	keys       writekey.Book // Set by WithKeys; byKey has its known keys.
 	unusable   map[string]bool
 	parked     map[string]map[Ref]bool    // Set by WithParked.
 	lost       map[string]map[string]Lost // Set by WithLost.

@@ -11,14 +11,14 @@ import (
 
 // Changes is what changed in a pod since its last reports.
 type Changes struct {
-	// Report is that of the pod; nil if nothing changed.
+	// Report is the pod's report; nil if nothing changed.
 	Report *adminapi.Report
-	// Slots are those of the slots that a pod with several slots owns, each nil if nothing changed.
+	// Slots has the reports of the slots that a pod with several slots owns, each nil if nothing changed.
 	Slots map[int]*adminapi.Report
 }
 
 // Fetch requests what changed since the last state of the pod and of its slots, each of which may be
-// nil. If the report of a slot fails, the Changes lack it, and those of later slots.
+// nil. If the report of a slot fails, the Changes lack it and the reports of later slots.
 func Fetch(ctx context.Context, c *adminapi.Client, last *Index, slots map[int]*Index) (changes Changes, err error) {
 	if changes.Report, err = since(ctx, c, last); err != nil {
 		return changes, err

@@ -16,7 +16,7 @@ import (
 // equal in all dispatchers, and without those that are usually zero. Both slices are immutable.
 type destinations struct {
 	all []compactDestination
-	// endpoints are those of all destinations, in their order.
+	// endpoints has the endpoints of all destinations, in their order.
 	endpoints []compactEndpoint
 }
 
@@ -165,7 +165,6 @@ func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDes
 	return c, endpoints
 }
 
-// equalExceptNumbers is that of NamespaceIndex.
 func (d *destinations) equalExceptNumbers(o *destinations) bool {
 	return slices.EqualFunc(d.all, o.all, func(a, b compactDestination) bool {
 		return a.filterError() == b.filterError() && (a.destinationConfig == b.destinationConfig || reflect.DeepEqual(a.destinationConfig, b.destinationConfig))
@@ -194,7 +193,7 @@ func (e compactEndpoint) failure() failure {
 	return failure{e.rare.state, e.rare.consecutiveFailures > 0, e.rare.lastFailure != nil}
 }
 
-// configOf returns the config of a report, that of one of likes if it is equal.
+// configOf returns the config of a report, or an equal config of one of likes.
 func configOf(r *adminapi.DestinationReport, likes []*destinations) *destinationConfig {
 	for _, like := range likes {
 		c := like.find(r.Name)

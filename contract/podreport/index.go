@@ -16,7 +16,7 @@ import (
 // Index is the state of one dispatcher as of its reports, by namespace and name. It is immutable:
 // Merge returns another Index, which shares the unchanged parts.
 type Index struct {
-	// Pod, Cursor, Ready, Storage, Configs and Log are those of the last report.
+	// The fields of the last report.
 	Pod     string
 	Cursor  string
 	Ready   bool
@@ -31,7 +31,7 @@ type Index struct {
 type NamespaceIndex struct {
 	Revision string
 	Refused  *adminapi.RefusedConfig
-	// The reports of the objects, by name; for those of destinations, see Destinations.
+	// The reports of the objects, by name; for destinations, see Destinations.
 	Sources      map[string]*adminapi.SourceReport
 	Audiences    map[string]*adminapi.AudienceReport
 	Deletions    map[string]*adminapi.DeletionReport
@@ -176,8 +176,8 @@ func (x *Index) configs() []adminapi.ConfigReport {
 	return x.Configs
 }
 
-// merge returns the state after the changes of a report; n may be nil. Its strings are those of the
-// first one of likes that has equal ones.
+// merge returns the state after the changes of a report; n may be nil. Its strings are
+// shared with the first one of likes that has equal ones.
 func (n *NamespaceIndex) merge(r *adminapi.NamespaceReport, likes ...*NamespaceIndex) *NamespaceIndex {
 	if n == nil {
 		n = &NamespaceIndex{}

@@ -43,7 +43,7 @@ func (e Entry) Known() bool { return e != Entry{} && e.RemovedAt.IsZero() }
 // Removed reports whether the key belonged to a Source.
 func (e Entry) Removed() bool { return !e.RemovedAt.IsZero() }
 
-// MaxRemoved bounds the removed keys. MaxRemovedPerNamespace bounds those of one namespace, so that
+// MaxRemoved bounds the removed keys. MaxRemovedPerNamespace bounds the keys of one namespace, so that
 // it cannot displace the keys of another.
 const (
 	MaxRemoved             = 10_000
@@ -84,7 +84,7 @@ type Change struct {
 }
 
 // Next returns the Book at a time when the keys of known belong to Sources, and the changes. The
-// known keys of a Source that is Parked remain known, and those of one that is Doubtful, for lostTime.
+// known keys of a Source that is Parked remain known, and of one that is Doubtful for lostTime.
 //
 // Beyond MaxRemoved and MaxRemovedPerNamespace the oldest removed keys become unknown.
 func (b Book) Next(now time.Time, known map[Hash]Owner, presence func(Owner) Presence) (Book, []Change) {

@@ -136,7 +136,7 @@ func TestNextLeavesTheBook(t *testing.T) {
 }
 
 // Beyond the bounds the keys that were removed first become unknown, and one
-// namespace with many removed keys does not displace those of another.
+// namespace with many removed keys does not displace the keys of another.
 func TestBounds(t *testing.T) {
 	for name, c := range map[string]struct {
 		namespaces, perEach int

@@ -639,7 +639,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	if !strings.Contains(mixed, "\ncrm ") || !strings.Contains(mixed, "did you mean crm?") {
 		t.Errorf("get with an unknown name: got\n%s\nwant crm and a suggestion", mixed)
 	}
-	if out, errs, code := cli(t, "", "attempts", "crm", "--admin", p.Addr); code != 1 || !strings.Contains(errs, "this is the address for calls; set that of the admin API (default port 8081)") {
+	if out, errs, code := cli(t, "", "attempts", "crm", "--admin", p.Addr); code != 1 || !strings.Contains(errs, "this is the address for calls; set the address of the admin API (default port 8081)") {
 		t.Errorf("attempts at the address for calls: got exit code %d and %s%s, want 1 and the admin address", code, out, errs)
 	}
 	prints("no dead letter nonsense", 1, "deadletters", "show", "crm", "nonsense")

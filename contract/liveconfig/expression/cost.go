@@ -90,8 +90,8 @@ func length(v ref.Val) int {
 	return len(text)
 }
 
-// chargeFunctions decorates the calls of functions that must be charged before they run. bindings are those of indexOf
-// and lastIndexOf.
+// chargeFunctions decorates the calls of functions that must be charged before they run. bindings has the overloads
+// of indexOf and lastIndexOf.
 func chargeFunctions(bindings map[string]*functions.Overload) interpreter.InterpretableDecoratorV2 {
 	return func(i interpreter.InterpretableV2) (interpreter.InterpretableV2, error) {
 		call, ok := i.(interpreter.InterpretableCall)

@@ -323,7 +323,7 @@ func TestInstructions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if most := len(program.Inst) - 2; got < most { // Two instructions are those of every program.
+		if most := len(program.Inst) - 2; got < most { // Every program has two instructions.
 			t.Errorf("%s: got %d instructions; the compiled pattern has %d", pattern, got, most)
 		}
 	}
