@@ -1,6 +1,6 @@
 // Package termsafe escapes the characters that change how a terminal shows a text or what the
 // terminal does: DEL, the C1 controls (some terminals read U+009B as ESC [) and the marks and
-// overrides of bidirectional text. The escapes are those of JSON, where these characters occur in
+// overrides of bidirectional text. The escapes are JSON escapes: in JSON these characters occur in
 // strings only, so escaped JSON equals the original.
 package termsafe
 
