@@ -35,8 +35,8 @@ import (
 type Store interface {
 	// Append makes messages durable; see queue.Store.
 	Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error)
-	// Share returns the undelivered bytes that count for a Source, those of its namespace or its own ones, and
-	// their bound; 0 for no limit.
+	// Share returns the undelivered bytes of a Source, or of its namespace, whichever is bounded, and the
+	// bound; 0 for no limit.
 	Share(source string) (used, most int64)
 	// Full reports whether the disk is above the high-water mark.
 	Full() bool

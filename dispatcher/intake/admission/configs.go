@@ -34,7 +34,7 @@ type Configs struct {
 	routers map[string]*route.Router
 	synced  bool
 	keys    writekey.Book
-	// histories are those of all namespaces that have or had a config with a number.
+	// histories has all namespaces that have or had a config with a number.
 	histories map[string]history
 	// lost are the lost connections of the destinations in histories.
 	lost map[string]map[string]liveconfig.Lost
@@ -171,7 +171,7 @@ func (c *Configs) updateReport(change func()) {
 	change()
 }
 
-// Synced ends the start: the configs of all namespaces are set, except for those of the failed
+// Synced ends the start: the configs of all namespaces are set, except for the failed
 // namespaces, which exist but could not be compiled. A later call replaces the failed namespaces.
 func (c *Configs) Synced(failed ...string) {
 	c.mu.Lock()
@@ -336,8 +336,8 @@ func (c *Configs) Usable() bool {
 	return len(c.invalid) == 0 || len(c.applied) > 0
 }
 
-// HasUnlistedKeys reports whether write keys can be known that no provided config has: those of a config that
-// is in effect although a later one was rejected, those of missing configs and Sources, and lost ones.
+// HasUnlistedKeys reports whether write keys can be known that no provided config has: the keys of a config that
+// is in effect although a later one was rejected, of missing configs and Sources, and lost keys.
 func (c *Configs) HasUnlistedKeys() bool {
 	if view := c.gate.View(); view == nil || !view.Complete() {
 		return true

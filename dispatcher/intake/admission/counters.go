@@ -13,8 +13,8 @@ import (
 const (
 	// countersPrefix is the prefix of the names under which the store keeps the counters of Sources.
 	countersPrefix = "calls/"
-	// countersInterval is how often the counters that changed are stored. After a crash, those of this
-	// time are missing.
+	// countersInterval is how often the counters that changed are stored. After a crash, the changes of
+	// this time are missing.
 	countersInterval = 10 * time.Second
 )
 

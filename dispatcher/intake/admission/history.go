@@ -34,7 +34,7 @@ type history struct {
 	// Reserved are the write keys that the config reserved. The operator asks for them when the live
 	// config is lost.
 	Reserved []liveconfig.ReservedKey `json:"reserved,omitempty"`
-	// Destinations are those of the config, and the missing ones whose lanes may exist, by name.
+	// Destinations has the destinations of the config, and missing ones whose lanes may exist, by name.
 	Destinations map[string]destination `json:"destinations,omitempty"`
 }
 
@@ -174,7 +174,7 @@ func (h history) parked(missing time.Time) (list []adminapi.ParkedObject) {
 	return list
 }
 
-// reserved returns the write keys of a report: the reserved ones, and those of the parked Sources,
+// reserved returns the write keys of a report: the reserved ones, and the keys of the parked Sources,
 // which parked lists by Source.
 func (h history) reserved(parked map[string][]writekey.Hash, missing time.Time) (list []adminapi.ReservedKey) {
 	for _, k := range h.Reserved {
@@ -310,7 +310,7 @@ type ConfigState struct {
 	// one.
 	Missing time.Time
 	Parked  []adminapi.ParkedObject
-	// Reserved are the reserved write keys, and those of parked Sources.
+	// Reserved has the reserved write keys, and the keys of parked Sources.
 	Reserved []adminapi.ReservedKey
 }
 

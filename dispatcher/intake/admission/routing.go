@@ -94,7 +94,7 @@ func (g *Gate) Begin() Routing {
 func (r Routing) End() { r.by.routing.Add(-1) }
 
 // View returns the view of the routing; nil before the first full config. While a config takes
-// effect it is the previous one, and the destinations are already those of both.
+// effect it is the previous one, but the destinations are already the ones of both.
 func (r Routing) View() *liveconfig.View { return r.by.view }
 
 // Suppressed reports whether a deletion request suppresses the call's user.
@@ -148,8 +148,8 @@ func (r Routing) SkipAllBut(namespace, source string, only func(key string) bool
 	return skip
 }
 
-// Append makes messages durable and reports which are duplicates. Its errors are those of the
-// queue: queue.ErrFull, queue.ErrOverShare, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
+// Append makes messages durable and reports which are duplicates. Its errors are the
+// queue's: queue.ErrFull, queue.ErrOverShare, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
 func (r Routing) Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error) {
 	duplicates, err = r.gate.Store.Append(ctx, msgs)
 	for i := range msgs {

@@ -78,7 +78,7 @@ func TestFiltersAreChargedByTheirUnits(t *testing.T) {
 					})
 					synctest.Wait()
 				}
-				blockers[0].Leave(0) // One slot, so that the order is that of the turns.
+				blockers[0].Leave(0) // One slot, so that the turns determine the order.
 				all.Wait()
 				blockers[1].Leave(0)
 				if len(order) != 2*requests*calls {

@@ -16,7 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/intake/listen"
 )
 
-// Heads of 64 KB are served. Those of up to 256 KB get 431, which an allowed page can read, and their calls are
+// Heads of 64 KB are served. Heads of up to 256 KB get 431, which an allowed page can read, and their calls are
 // counted for their Source; the connection remains open. With both protocols, in clear text and over TLS.
 func TestHeads(t *testing.T) {
 	f := newFixture(t)

@@ -32,7 +32,7 @@ import (
 
 // Options configure a Handler. Gate is required.
 type Options struct {
-	// Gate is the way into the queue; its clock is that of the Handler.
+	// Gate is the way into the queue; the Handler uses its clock.
 	Gate *admission.Gate
 	// MaxBuffered bounds the memory of all requests in progress: their bodies, their messages, and
 	// the copies that the store makes. Default 256 MiB. One Source gets at most half of it, and
@@ -50,7 +50,7 @@ type Options struct {
 	Tracer trace.Tracer
 }
 
-// Error codes in addition to those of packages event and admission.
+// Error codes in addition to the codes of packages event and admission.
 const (
 	codeOriginDenied    = "origin_not_allowed"
 	codeRateLimited     = "rate_limited"
@@ -165,7 +165,7 @@ type request struct {
 	*http.Request
 	view *liveconfig.View
 	ref  liveconfig.SourceRef
-	// source is that of unidentified requests until the write key is known.
+	// source is Gate.Unidentified until the write key is known.
 	source *admission.Source
 	origin string
 	memory limits.Reservation
@@ -411,8 +411,8 @@ const (
 	// storeCopies is the number of copies that the store holds of a message until it is on disk: in
 	// the commit's batch, in the memtable, and in the buffer of the write-ahead log.
 	storeCopies = 3
-	// callBytes is the overhead of a call beyond its message, and nameBytes that of the name of a destination that does
-	// not get it.
+	// callBytes is the overhead of a call beyond its message, and nameBytes the overhead of the name of a destination
+	// that does not get it.
 	callBytes = 512
 	nameBytes = 16
 	// requestBytes is the minimum charge of a request.

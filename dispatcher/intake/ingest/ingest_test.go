@@ -583,7 +583,7 @@ func TestCountersAndMetrics(t *testing.T) {
 	if strings.Contains(text, "nobody") || strings.Contains(text, "web-key") {
 		t.Error("a write key is in the metrics")
 	}
-	// The series of a removed Source are removed, too. Its counters remain, as those of the store do:
+	// The series of a removed Source are removed, too. Its counters remain, as the store's counters do:
 	// a Source with the same name continues them.
 	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}}))
 	f.do(post("/v1/track", "new-key", track))
@@ -831,8 +831,8 @@ func TestAFloodWaitsForItself(t *testing.T) {
 }
 
 // A large request is written in parts, so that a commit of another Source fits in
-// between. When storage becomes full in the middle, the answer is that of a
-// request that may be stored in part.
+// between. When storage becomes full in the middle, the answer says that the
+// request may be stored in part.
 func TestLargeRequestsAreStoredInParts(t *testing.T) {
 	f := newFixture(t)
 	var parts []int

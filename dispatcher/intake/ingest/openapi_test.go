@@ -45,7 +45,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 	}
 	const settings = "/v1/projects/{writeKey}/settings"
 	if len(d.Paths) != len(paths)+1 || d.Paths[settings] == nil {
-		t.Errorf("%d paths are documented, %d and that of the settings are served", len(d.Paths), len(paths))
+		t.Errorf("%d paths are documented, %d and the settings are served", len(d.Paths), len(paths))
 	}
 	statuses := map[string]string{} // component -> status
 	for status, r := range d.Paths[settings]["get"].Responses {

@@ -31,7 +31,7 @@ type Conns struct {
 
 	mu    sync.Mutex
 	conns connHeap
-	heads int // sum of those of conns
+	heads int // sum of the heads of conns
 }
 
 // NewConns returns a limiter of at most that many open connections.
@@ -51,7 +51,7 @@ type Conn struct {
 	// State of Conns, guarded by its lock.
 	rank  int64
 	index int // in the heap; -1 when the connection is not counted
-	heads int // bytes of heads that are read, and of those of requests in progress
+	heads int // bytes of the head that is read, and of the heads of requests in progress
 }
 
 // NewConn returns the progress of a connection that closeConn closes. It is counted from its state

@@ -19,7 +19,7 @@ type Pool struct {
 
 	mu       sync.Mutex
 	used     int64
-	accounts map[string]int64 // without those of 0
+	accounts map[string]int64 // without accounts of 0
 }
 
 // Reservation is the part of a pool that one request uses.

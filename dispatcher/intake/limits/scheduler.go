@@ -15,7 +15,7 @@ type Scheduler struct {
 	mu    sync.Mutex
 	slots int // number of requests that compute at the same time
 	busy  int
-	// clock is the virtual time: that of the namespace of the last admitted request.
+	// clock is the virtual time: the time of the last admitted request's namespace.
 	clock int64
 	// last is the namespace of the last admitted request. Until sharedUntil, at least two namespaces count as active.
 	last        *Share

@@ -49,7 +49,7 @@ func schedule(s *Scheduler, bytes map[string]int, requests ...string) (order []s
 			s.mu.Unlock()
 		}
 	}
-	blockers[0].Leave(0) // One slot, so that the order is that of the turns.
+	blockers[0].Leave(0) // One slot, so that the turns determine the order.
 	for range requests {
 		order = append(order, <-ran)
 	}

@@ -94,7 +94,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// FuzzFraming compares the framing with that of net/http: without a fault, both find the same
+// FuzzFraming compares the framing with net/http: without a fault, both find the same
 // requests with the same bodies.
 func FuzzFraming(f *testing.F) {
 	for _, test := range faults {

@@ -24,7 +24,7 @@ const IntegrationName = "Webhooks"
 // safe for concurrent use.
 type Router struct {
 	bySource map[string][]*destination
-	// programs are the compiled expressions, and old those of the Router before.
+	// programs are the compiled expressions, and old the expressions of the Router before.
 	programs, old programs
 }
 
