@@ -1155,7 +1155,7 @@ func TestParkedDestinationKeepsItsRecords(t *testing.T) {
 }
 
 // The lane of an endpoint that a restored config lacks is parked for a limited time. After that its
-// messages are dead letters, as those of a removed endpoint.
+// messages are dead letters, as after the removal of an endpoint.
 func TestLostEndpoint(t *testing.T) {
 	long(t)
 	bubble(t, func(t *testing.T) {
@@ -1403,7 +1403,7 @@ func TestDeadLettersStayForAMoment(t *testing.T) {
 	})
 }
 
-// Pending messages of a renamed endpoint become dead letters; those of a
+// Pending messages of a renamed endpoint become dead letters; messages of a
 // disconnected Source are discarded.
 func TestRemovedEndpoint(t *testing.T) {
 	bubble(t, func(t *testing.T) {
@@ -1450,8 +1450,8 @@ func TestFairShare(t *testing.T) {
 	}
 }
 
-// When all dead letters together exceed their quota, those of the destination with the most are
-// removed first.
+// When all dead letters together exceed their quota, the destination with the most loses them
+// first.
 func TestDeadLettersOfAllAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var quota atomic.Int64

@@ -133,7 +133,7 @@ func (e *Engine) isApplied(namespace string, applied, d *liveconfig.Destination)
 }
 
 // changedNamespaces returns the namespaces to which the view in effect and the next one do not give the
-// same lanes. After a start it returns all, with those of the earlier run.
+// same lanes. After a start it returns all, also namespaces of the earlier run.
 func (e *Engine) changedNamespaces(next *liveconfig.View) []string {
 	if e.applied != nil {
 		return next.Differing(e.applied)

@@ -155,7 +155,7 @@ type Engine struct {
 // namespace has what the destinations of a namespace share: the turns of their lanes, and counters
 // that include deleted destinations.
 type namespace struct {
-	// destinations are those of the engine in the namespace.
+	// destinations has the engine's destinations in the namespace.
 	destinations map[*destination]struct{}
 	// inFlight counts requests; load counts these and the lanes in queues.
 	inFlight, load int

@@ -41,7 +41,7 @@ func (q *fifo) pop() *lane {
 	return l
 }
 
-// readyQueue has the lanes that can send, by namespace. The next lane is that of the namespace with
+// readyQueue has the lanes that can send, by namespace. The next lane belongs to the namespace with
 // the fewest requests in flight; among equals the namespaces take turns, and so do the lanes of a
 // namespace. Every operation is O(log n) for n namespaces with ready lanes.
 type readyQueue struct {

@@ -36,8 +36,8 @@ func orphanName(id queue.LaneID) string {
 	return orphanPrefix + strings.Join([]string{id.Source, id.Destination, id.Endpoint, strconv.FormatBool(id.Any)}, " ")
 }
 
-// storeOrphans stores the records of new orphans, and deletes those of lanes that are dropped or in the config of
-// the view again. Only Apply and the maintenance call it, which exclude each other.
+// storeOrphans stores the records of new orphans, and deletes the records of lanes that are dropped or in the
+// config of the view again. Only Apply and the maintenance call it, which exclude each other.
 func (e *Engine) storeOrphans(v *liveconfig.View) {
 	var added []*lane
 	var removed []string

@@ -244,7 +244,7 @@ func TestWaitsOfOneURL(t *testing.T) {
 	})
 }
 
-// The responses that open a circuit do not postpone its first probe by an hour; those of probes do.
+// The responses that open a circuit do not postpone its first probe by an hour; responses to probes do.
 func TestOutageWithRetryAfter(t *testing.T) {
 	for _, test := range []struct{ outage, most time.Duration }{{3 * time.Second, 6 * time.Minute}, {20 * time.Minute, 80 * time.Minute}} {
 		bubble(t, func(t *testing.T) {

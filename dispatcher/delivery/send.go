@@ -267,7 +267,7 @@ func (l *lane) expiry(now time.Time) queue.Failure {
 	return expired(f, l.set.policy.Window)
 }
 
-// expired turns the last failure of a message into that of its expiry.
+// expired returns the failure Expired, with the text of the message's last failure.
 func expired(last queue.Failure, window time.Duration) queue.Failure {
 	text := fmt.Sprintf("not delivered within %v after it was accepted", window)
 	if last.Reason != "" {

@@ -238,7 +238,7 @@ func (e *Engine) addLanes(s *destinationSeries, lanes []queue.LaneID, now time.T
 	}
 }
 
-// ledgers yields each ledger of a destination's lanes: that of a lane, or that of a group, once.
+// ledgers yields the ledger of each lane of a destination, or of its group, once.
 func (e *Engine) ledgers(lanes []queue.LaneID) iter.Seq2[queue.LaneID, queue.LaneStats] {
 	return func(yield func(queue.LaneID, queue.LaneStats) bool) {
 		groups := map[queue.LaneID]bool{}

@@ -103,7 +103,7 @@ type storm struct {
 	deliveries   map[claim]int
 	lastDelivery map[claim]time.Time // The time of the last delivery.
 	repeats      map[claim]int       // The number of allowed repeated deliveries.
-	sent         map[string]bool     // All messages, also those of an interrupted append.
+	sent         map[string]bool     // All messages, also of an interrupted append.
 	accepted     map[string]int64    // Accepted messages by Source.
 	uncertain    int64               // Messages with an unknown acceptance.
 	cuts         int

@@ -27,8 +27,8 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
-// Reason classifies a failed attempt; "" is success. The reasons are those of
-// the condition Delivering.
+// Reason classifies a failed attempt; "" is success. The condition Delivering has
+// the same reasons.
 type Reason string
 
 // The reasons.
@@ -356,7 +356,7 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 }
 
 // WithDeadline is a cheap context.WithDeadline for Post only: it has no timer and needs no cancel.
-// The context's Done is that of its parent; Post ends at the deadline nevertheless.
+// Done is the parent's channel; Post ends at the deadline nevertheless.
 func WithDeadline(parent context.Context, deadline time.Time) context.Context {
 	return deadlineContext{parent, deadline}
 }

@@ -309,7 +309,7 @@ func (t *tokens) explain(ctx context.Context, err error) error {
 	return fmt.Errorf("the answer of %s is not a token in JSON; check the token URL", t.server.host)
 }
 
-// errorCodes are those of RFC 6749, sections 4.1.2.1 and 5.2.
+// errorCodes are the codes of RFC 6749, sections 4.1.2.1 and 5.2.
 var errorCodes = []string{
 	"invalid_request", "invalid_client", "invalid_grant", "unauthorized_client", "unsupported_grant_type", "invalid_scope",
 	"access_denied", "unsupported_response_type", "server_error", "temporarily_unavailable",

@@ -112,7 +112,7 @@ func (p *pool) count(n int64) {
 	p.client.open.Add(n)
 }
 
-// addIdle adds n to the unused connections, and returns those of the client.
+// addIdle adds n to the unused connections, and returns their number in the client.
 func (p *pool) addIdle(n int64) int64 {
 	p.idle.Add(n)
 	return p.client.idle.Add(n)

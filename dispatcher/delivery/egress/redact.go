@@ -103,8 +103,8 @@ type finder struct {
 	end int
 }
 
-// find searches a view of the text for forms; offsets maps positions of the view to those of the
-// text; nil means that they are equal.
+// find searches a view of the text for forms; offsets maps positions of the view to positions
+// of the text; nil means that they are equal.
 func (f *finder) find(forms [][]byte, view []byte, offsets []int) {
 	at := func(i int) int {
 		if offsets == nil {

@@ -18,7 +18,7 @@ const (
 	fallbackDelay   = 300 * time.Millisecond
 )
 
-// newResolver returns a resolver whose queries end with their context; those of net.DefaultResolver
+// newResolver returns a resolver whose queries end with their context; queries of net.DefaultResolver
 // wait until their own timeout.
 func newResolver() *net.Resolver {
 	return &net.Resolver{Dial: func(ctx context.Context, network, address string) (net.Conn, error) {

@@ -170,7 +170,7 @@ func (a *answer) header(line []byte, long bool) error {
 		field = is(name, "retry-after")
 	case len("Content-Length"):
 		field = is(name, "content-length")
-	// The marks of a proxy's own error page: tinyproxy's, that of RFC 9209, and squid's.
+	// The marks of a proxy's own error page: by tinyproxy, RFC 9209 and squid.
 	case len("Server"):
 		a.byProxy = a.byProxy || is(name, "server") != "" && bytes.HasPrefix(value, []byte("tinyproxy/"))
 	case len("Proxy-Status"):

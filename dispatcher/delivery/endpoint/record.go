@@ -58,7 +58,7 @@ func (m *Machine) restoreOpen(r Record, revision string, now time.Time) {
 	m.open, m.gone = true, r.Gone
 	m.interval = time.Duration(r.IntervalMS) * time.Millisecond
 	m.probeAt = r.ProbeAt
-	// The clock was set back, or that of another process was ahead: the probe waits as long as planned.
+	// The clock was set back, or the clock of another process was ahead: the probe waits as long as planned.
 	if f := r.LastFailure; f != nil && f.Time.After(now) {
 		m.probeAt = now.Add(r.ProbeAt.Sub(f.Time))
 	}
