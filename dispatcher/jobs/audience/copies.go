@@ -24,9 +24,9 @@ type Copies interface {
 	Put(ctx context.Context, name string, data io.Reader) error
 	// Get returns the bytes of a copy.
 	Get(ctx context.Context, name string) (io.ReadCloser, error)
-	// List returns the names of all copies, also those of incomplete ones.
+	// List returns the names of all copies, also of incomplete ones.
 	List(ctx context.Context) ([]string, error)
-	// Missing returns those of some copies that do not exist or are incomplete.
+	// Missing returns the names of the copies that do not exist or are incomplete.
 	Missing(ctx context.Context, names []string) ([]string, error)
 	// Delete removes a copy if it exists.
 	Delete(ctx context.Context, name string) error

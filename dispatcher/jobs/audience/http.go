@@ -117,7 +117,7 @@ func WithoutDeadline(w http.ResponseWriter, r *http.Request, idle time.Duration)
 	return r
 }
 
-// authenticate finds the Source of a request. A refusal counts for the Source, like that of a call.
+// authenticate finds the Source of a request. A refusal counts for the Source, as for calls.
 func (s *Service) authenticate(r *http.Request) (view *liveconfig.View, ref liveconfig.SourceRef, bad *admission.Refusal) {
 	source := s.Gate.Unidentified
 	defer func() {

@@ -82,7 +82,7 @@ func newPace(source string, calls int64, now time.Time) *pace {
 	return &pace{source: source, lanes: map[queue.LaneID]*lanePace{}, begin: now, floor: max(floorRate, float64(calls)/floorTime.Seconds())}
 }
 
-// list selects the lanes that count: those of active destinations.
+// list selects the lanes that count: the lanes of active destinations.
 func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Time) {
 	active := map[string]bool{}
 	for _, d := range config.Destinations {

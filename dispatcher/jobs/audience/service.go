@@ -70,7 +70,7 @@ type Options struct {
 	FS vfs.FS
 	// Store keeps the states of the audiences.
 	Store Store
-	// Copies keeps copies of the files for other processes; nil when the disk is that of the Store.
+	// Copies keeps copies of the files for other processes; nil when the Store is on the same disk.
 	Copies Copies
 	// Gate is the way into the queue.
 	Gate *admission.Gate

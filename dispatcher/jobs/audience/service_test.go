@@ -45,7 +45,7 @@ type log struct {
 	mu       sync.Mutex
 	messages []queue.Message
 	ids      map[string]bool
-	// full and room, when set, are those of the disk.
+	// full and room, when set, describe the disk.
 	full func() bool
 	room func(source string) bool
 	// before, when set, may reject an append.

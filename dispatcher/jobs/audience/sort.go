@@ -162,7 +162,7 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 	return merge(s.fs, s.runs)
 }
 
-// merge merges sorted runs; of equal ids it keeps that of the last run.
+// merge merges sorted runs; of equal ids it keeps the one in the last run.
 func merge(fs vfs.FS, runs []string) (stream, func(), error) {
 	m := &merger{}
 	done := func() {

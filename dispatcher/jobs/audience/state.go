@@ -72,7 +72,7 @@ func (r stored) files() map[string]bool {
 type state struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
-	// Source, Key and Kind are those of the sync; members with other values do not belong to the
+	// Source, Key and Kind are the sync's; members with other values do not belong to the
 	// audience.
 	Source string `json:"source"`
 	Key    string `json:"key"`

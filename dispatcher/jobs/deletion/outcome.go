@@ -12,7 +12,7 @@ import (
 )
 
 // OutcomeTracker is a queue.Store that records which delete messages have an outcome in
-// which lane, so that their outcome is known before that of older messages. The record
+// which lane, so that their outcome is known before the outcome of older messages. The record
 // is in memory: after a restart the lane's position gives the outcome.
 //
 // It makes dead letters of the messages of cancelled notifications when they are

@@ -386,7 +386,7 @@ func message(l letters, d queue.DeadLetter) queue.Message {
 	}
 }
 
-// messageID is the ID of a forwarded message. It differs from that of the original message, because
+// messageID is the ID of a forwarded message. It differs from the ID of the original message, because
 // the target may get both, and one message may become a dead letter of several endpoints; and it is
 // equal when a dead letter is forwarded again after a crash.
 func messageID(d queue.DeadLetter) string {

@@ -206,7 +206,7 @@ func (p *poster) Post(_ context.Context, e *egress.Endpoint, headers []egress.He
 	return egress.Result{StatusCode: 200, Sent: true}
 }
 
-// reasons are those of the statuses in the tests.
+// reasons has the reason of each status in the tests.
 var reasons = map[int]egress.Reason{422: egress.Rejected, 500: egress.ServerError}
 
 // faults are writes of the Service that fail.
@@ -317,7 +317,7 @@ func TestOneHop(t *testing.T) {
 		r.wait(2 * time.Second)
 		r.send(6, 7)
 		r.wait(time.Hour / 2)
-		// Two calls and five dead letters of crm. Those of the calls are forwarded.
+		// Two calls and five dead letters of crm. The dead letters of the calls are forwarded.
 		check.Equal(r.T, "ledger of ops", r.ledger("ops"), queue.Ledger{Accepted: 7, DeadLettered: 7})
 		check.Equal(r.T, "forwarded from ops", r.service.Forwarded("shop", "ops"), 2)
 		check.Equal(r.T, "forwarded from crm", r.service.Forwarded("shop", "crm"), 5)
@@ -338,7 +338,7 @@ func TestPartialFailure(t *testing.T) {
 		check.Equal(r.T, "ledger of ops", r.ledger("ops"), queue.Ledger{Accepted: 6, Delivered: 4, DeadLettered: 2})
 		check.Equal(r.T, "forwarded from crm", r.service.Forwarded("shop", "crm"), 6)
 		check.Equal(r.T, "forwarded from erp", r.service.Forwarded("shop", "erp"), 0)
-		// The dead letters of erp are sent when its target exists, those of ops never.
+		// The dead letters of erp are sent when its target exists, the dead letters of ops never.
 		r.config.Destinations = append(r.config.Destinations, to("missing", "", liveconfig.SourceDeadLetters))
 		r.apply()
 		r.wait(2 * time.Minute)

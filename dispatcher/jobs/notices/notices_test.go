@@ -617,7 +617,7 @@ func TestFairness(t *testing.T) {
 	})
 }
 
-// A namespace whose messages cannot be stored delays those of no other.
+// A namespace whose messages cannot be stored delays no other namespace.
 func TestFailureOfANamespace(t *testing.T) {
 	run(t, func(r *rig) {
 		other := r.config

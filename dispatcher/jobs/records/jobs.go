@@ -19,7 +19,7 @@ import (
 const (
 	// Retention is how long the record of a completed run is kept after its last change.
 	Retention = 30 * 24 * time.Hour
-	// unfinishedRetention is that of a run that did not complete. A record outlives the messages of
+	// unfinishedRetention is the retention of a run that did not complete. A record outlives the messages of
 	// its run, which are pending up to the longest retry window; without its record the run would
 	// start again.
 	unfinishedRetention = 2 * Retention

@@ -258,7 +258,7 @@ func TestDeadLettersOfARemovedLaneAreKept(t *testing.T) {
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 8)
 	check.Equal(t, "Redelivered", p.Redelivered, 4)
-	check.Equal(t, "remaining dead letters, those of the removed endpoint", count(t, s), 4)
+	check.Equal(t, "remaining dead letters, of the removed endpoint", count(t, s), 4)
 }
 
 // After a change of the success policy the lanes of the new policy get the messages.

@@ -228,7 +228,7 @@ func TestServiceSelects(t *testing.T) {
 }
 
 // After a kill between any two writes of the store the next process continues, no
-// message is lost, and the counts equal those of a run without a kill.
+// message is lost, and the counts equal a run without a kill.
 func TestServiceKilled(t *testing.T) {
 	const letters = 350
 	for _, when := range []string{"after the append", "after the removal", "after the record"} {
