@@ -98,8 +98,7 @@ type Delivery struct {
 	Lane LaneID
 	// Seq is the message's position in its Source's log, from 1.
 	Seq uint64
-	// ID, Type, Event, TraceParent, LongNumbers and Body are those of the appended Message.
-	// Body must not be changed.
+	// The fields of the appended Message. Body must not be changed.
 	ID, Type, Event, TraceParent string
 	LongNumbers                  bool
 	Body                         []byte
@@ -366,7 +365,7 @@ type Lanes interface {
 	EndLane(lane LaneID, end End) error
 	// ForgetDestination deletes the ledger of a destination's dropped lanes.
 	ForgetDestination(destination string) error
-	// Lanes lists all lanes of the store, also those of an earlier run that are not open.
+	// Lanes lists all lanes of the store, also lanes of an earlier run that are not open.
 	Lanes() []LaneID
 
 	// Lease leases up to max messages of a lane and never blocks. It appends them to buf and
@@ -397,7 +396,7 @@ type Lanes interface {
 	Retry(d Delivery, at time.Time, f Failure)
 	// EndWaits ends the waits that the receiver requested (Failure.Wait) in failures until a time:
 	// the messages are due when they would be without the wait, those that are due now in the order
-	// of the log. One call ends a bounded number, those of the oldest failures. ended is 0 if none was left;
+	// of the log. One call ends a bounded number, the oldest failures first. ended is 0 if none was left;
 	// left is true if there may be further waits, also of later failures.
 	EndWaits(lane LaneID, until time.Time) (ended int, left bool, err error)
 	// Bury turns a message into a dead letter with d.Attempt+1 attempts. When another lane of
@@ -418,8 +417,8 @@ type DeadLetters interface {
 	// first, from the key after `after` ("" for all), until fn returns false. The DeadLetter is
 	// valid only during the call.
 	DeadLetters(ctx context.Context, destination, after string, fn func(DeadLetter) bool) error
-	// DeadLetterMark returns a key that is greater than those of all stored dead letters of a
-	// destination, and smaller than those of all later ones, whatever their Failure.Time. It is
+	// DeadLetterMark returns a key that is greater than the keys of all stored dead letters of a
+	// destination, and smaller than the keys of all later ones, whatever their Failure.Time. It is
 	// equal to the previous mark if there was no dead letter in between; after a restart it may
 	// be smaller.
 	DeadLetterMark(destination string) (key string, err error)
@@ -428,7 +427,7 @@ type DeadLetters interface {
 	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older than
 	// before, and until their bytes are at most maxBytes or none is older than young, which
-	// must not be before before. The time of a dead letter is that of its failure, or of its
+	// must not be before before. The time of a dead letter is when it failed, or its
 	// acceptance when the former is ahead of the clock; when both are, only the size counts. It
 	// returns the number of removed dead letters.
 	TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error)

@@ -21,7 +21,7 @@ const (
 	maxCommitBytes    = 4 << 20
 )
 
-// Bounds of one message; those of ingest are narrower.
+// Bounds of one message; ingest has narrower ones.
 const (
 	maxIDBytes   = 1 << 10
 	maxNameBytes = 1 << 10
@@ -288,8 +288,8 @@ func (c *committer) assign(cm *commit) {
 	}
 }
 
-// submit submits the batch of a commit. That of duplicates has no writes, and is durable with the
-// batches before: a batch with the same messageIds may be among those, and may fail. On an error submit
+// submit submits the batch of a commit. A batch of duplicates has no writes, and is durable with the
+// batches before: a batch with the same messageIds may be among them, and may fail. On an error submit
 // takes the positions back, so that the next commit assigns them again.
 func (c *committer) submit(cm *commit) {
 	wait, err := c.s.commitLog.submit(cm.batch)
@@ -445,7 +445,7 @@ func (c *committer) logFor(source string) (*sourceLog, error) {
 }
 
 // makeSpace skips first attempts of messages that another lane delivered, in the logs of a request that have
-// reached a quota, 0 for all, so that more bytes than those of the request are freed. It reports whether the
+// reached a quota, 0 for all, so that more bytes are freed than the request needs. It reports whether the
 // request then fits.
 func (c *committer) makeSpace(r *request, quota, more uint64, fits func() bool) bool {
 	done := map[*sourceLog]bool{}

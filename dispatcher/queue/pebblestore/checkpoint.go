@@ -16,7 +16,7 @@ import (
 // file system. It has every write that was applied before the call, and a prefix of the later
 // ones. Tables are hard links. Open opens the copy like a store after a crash.
 //
-// The returned position is that of the copy of a store with a replicated log: batches applied
+// The returned position is the position of the copy, for a store with a replicated log: batches applied
 // meanwhile are in it only if they are before the position.
 func (s *Store) Checkpoint(dir string) (Position, error) {
 	if err := s.enter(); err != nil {

@@ -569,7 +569,7 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 
 // letterMillis is the time of a dead letter for a trim. A key is ahead of the clock after the clock
 // was set back, and because keys never decrease behind a mark: then the time of the failure counts,
-// or that of the acceptance when the former is ahead, too. When both are, the age is unknown, and
+// or the time of the acceptance when the former is ahead, too. When both are, the age is unknown, and
 // only the size removes the dead letter.
 func letterMillis(key, value []byte, soon int64) int64 {
 	at := codec.DeadLetterMillis(key)

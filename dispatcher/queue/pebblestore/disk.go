@@ -157,9 +157,8 @@ func (d *disk) divide(usage vfs.DiskUsage, unflushed int64) {
 	d.shares.space.Store(max(usable-max(used-d.used.Load(), 0), 1))
 }
 
-// Share returns the bytes of undelivered messages that count for a Source, and how many they may be: those of its
-// namespace and the share of the namespace or, with a configured quota, those of the Source and the quota. most
-// is 0 without a bound.
+// Share returns the undelivered bytes of a Source's namespace and the share of the namespace or, with a
+// configured quota, the undelivered bytes of the Source and the quota. most is 0 without a bound.
 func (s *Store) Share(source string) (used, most int64) {
 	if quota := s.o.MaxBytesPerSource; quota != 0 {
 		return s.SourceStats(source).LogBytes, max(quota, 0)

@@ -11,7 +11,7 @@ import (
 
 // Formats are the versions of the formats of a store's files; 0 is an unknown one.
 type Formats struct {
-	// Store is that of the keys and values.
+	// Store is the format of the keys and values.
 	Store uint64 `json:"store,omitempty"`
 	// Pebble is the format major version of the storage engine.
 	Pebble uint64 `json:"pebble,omitempty"`

@@ -27,7 +27,7 @@ type lane struct {
 	// locked before mu.
 	leasing sync.Mutex
 
-	// mu is the lane's own lock, or that of its group.
+	// mu is the lane's own lock, or the lock of its group.
 	mu    *sync.Mutex
 	group *group // nil for a lane without LaneID.Any.
 	codec.LaneState
@@ -460,7 +460,7 @@ func (l *lane) ledger() queue.Ledger {
 	}
 }
 
-// ledgerHolder contributes a ledger to those of its Source and its destination: a lane without
+// ledgerHolder contributes to the ledgers of its Source and its destination: a lane without
 // a group, or a group.
 type ledgerHolder interface {
 	locked() *sync.Mutex

@@ -117,7 +117,7 @@ func (r *Replica) Close() error {
 	return errors.Join(r.s.db.Flush(), r.s.closeDB())
 }
 
-// Detach makes the files those of a store with a log of its own, which Open opens, and closes them.
+// Detach turns the files into a store with a log of its own, which Open opens, and closes them.
 func (r *Replica) Detach() error {
 	err := r.s.db.Delete(codec.KeyLogPosition, pebble.NoSync)
 	return errors.Join(err, r.Close())

@@ -124,7 +124,7 @@ func (s *sharedScheduler) release() {
 	s.running--
 }
 
-// Done implements pebble.CompactionGrantHandle. The next compaction may be that of another store.
+// Done implements pebble.CompactionGrantHandle. The next compaction may belong to another store.
 func (s *sharedScheduler) Done() {
 	s.release()
 	s.budget.mu.Lock()

@@ -95,7 +95,7 @@ func TestNamespacesShareTheDisk(t *testing.T) {
 		t.Errorf("share of a namespace alone: got %d, want %d", share, want)
 	}
 	if other, _ := d.Share("evil/e1"); other != used {
-		t.Errorf("use of the other Source: got %d, want that of the namespace, %d", other, used)
+		t.Errorf("use of the other Source: got %d, want the use of the namespace, %d", other, used)
 	}
 	n, err := d.fill("shop/web")
 	if !errors.Is(err, queue.ErrFull) || errors.Is(err, queue.ErrOverShare) {

@@ -14,8 +14,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
-// traceDelays are the distances between the time of a message in the index, which is that of its
-// write, and its acceptance, in the order in which they are tried.
+// traceDelays are the distances between the time of a message in the index, when it was written,
+// and its acceptance, in the order in which they are tried.
 var traceDelays = []time.Duration{50 * time.Millisecond, 5 * time.Second}
 
 // traceMessages bounds the messages of a Source that a search reads.

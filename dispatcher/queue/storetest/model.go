@@ -684,7 +684,7 @@ func (m *model) compare() {
 	}
 }
 
-// compareTotals compares the ledgers of Sources and destinations with those of their lanes.
+// compareTotals compares the ledgers of Sources and destinations with the ledgers of their lanes.
 func (m *model) compareTotals() {
 	want := maps.Clone(m.dropped)
 	for id := range m.lanes {

@@ -310,7 +310,7 @@ type LaneState struct {
 
 	// For lanes in a group. handedOver is the number of messages that ended in this lane
 	// without a delivery or a dead letter of this lane, because the group settles them; skipped
-	// are those of them without an attempt. endpointRemoved: the endpoint was removed from the
+	// counts the ones without an attempt. endpointRemoved: the endpoint was removed from the
 	// destination.
 	HandedOver      uint64
 	Skipped         uint64

@@ -10,7 +10,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// A record without a trace is identical to that of release 0.1, so that messages can be read
+// A record without a trace is identical to a record of release 0.1, so that messages can be read
 // after an upgrade and after a rollback.
 func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 	const first = "0000018bcfe5687b" + "0000000000000007" + "02" + "026d31" + "0145" + "01" + "0873686f702f63726d" + "00" + "7b7d"

@@ -133,7 +133,7 @@ const (
 // chunk is a decoded chunk header.
 type chunk struct {
 	position     int
-	header, size int // size is 0 when the header is not that of a chunk of this log.
+	header, size int // size is 0 when no chunk of this log has the header.
 	sound        bool
 	endMark      bool
 }
