@@ -32,8 +32,8 @@ const (
 // backlogs are numbers of pending messages, by dispatcher pod. A pod without a backlog is missing.
 type backlogs map[string]int64
 
-// backlogKeeper records the backlogs of the dispatcher pods, so that those of pods that do not exist
-// any more are known, also to the next operator: their volumes have messages that nothing delivers.
+// backlogKeeper records the backlogs of the dispatcher pods, so that the backlogs of pods that do not
+// exist any more are known, also to the next operator: their volumes have messages that nothing delivers.
 // A user removes the record of such a pod by its key in the Secret. It also records the ledgers of the pods
 // that the StatefulSet does not have any more, for the counters in the status. The records have no owner:
 // volumes remain after an uninstall, too.
@@ -53,7 +53,7 @@ type backlogKeeper struct {
 	announced map[string]bool
 }
 
-// ledgers are those of a removed pod: before and after its volume was drained.
+// ledgers has the ledgers of a removed pod: before and after its volume was drained.
 type ledgers struct{ stranded, drained *podreport.Index }
 
 // Start records the backlogs until ctx is done. It implements manager.Runnable.
@@ -105,8 +105,8 @@ func (k *backlogKeeper) pass(ctx context.Context) error {
 }
 
 // nextBacklogs returns the record after a pass. The numbers of a pod that exists are recorded when
-// they have changed by half, to limit the writes. Those of a pod that has ended since the last pass
-// are its last ones, and later they do not change.
+// they have changed by half, to limit the writes. When a pod has ended since the last pass, its
+// numbers are its last ones, and later they do not change.
 func nextBacklogs(stored, last backlogs, seen, existing map[string]bool) backlogs {
 	next := maps.Clone(stored)
 	if next == nil {

@@ -94,7 +94,7 @@ type configReconciler struct {
 	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
 	// its memo, and there is one at a time.
 	memos map[string]*compile.Memo
-	// expressions are those of all namespaces from the start.
+	// expressions has the expressions of all namespaces from the start.
 	expressions compile.Expressions
 
 	budget *configBudget
@@ -159,8 +159,8 @@ func namespaceOf(_ context.Context, o client.Object) []reconcile.Request {
 	return []reconcile.Request{namespaceRequest(o.GetNamespace())}
 }
 
-// namespacesOfSecret returns the namespace to compile when a Secret changes: that of
-// the objects that refer to the Secret, or that of the live config in the Secret.
+// namespacesOfSecret returns the namespace to compile when a Secret changes: the namespace of
+// the objects that refer to the Secret, or of the live config in the Secret.
 func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.Object) []reconcile.Request {
 	if secret.GetNamespace() == r.release {
 		if secret.GetName() == liveconfig.MarkerName {
@@ -197,7 +197,7 @@ func inputChanged(k kinds.Kind) predicate.Predicate {
 
 // notOwnWrite accepts every change of a Secret, except for the reconciler's own writes
 // of a live config. It accepts every deletion, because the resource version of a
-// deleted Secret may be that of the last write.
+// deleted Secret may come from the last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
 		if o.GetNamespace() != r.release || r.parts.verified(o.GetName(), o.GetResourceVersion()) {
@@ -808,7 +808,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 			_, s, err := r.gather(ctx, name)
 			if err != nil {
 				// The compilation of this namespace retries. The others do not wait for it.
-				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed; using those of its live config", "namespace", name)
+				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed; using the keys of its live config", "namespace", name)
 				r.keys.set(name, liveHolders(live[name], s.Objects))
 				return nil
 			}
@@ -969,8 +969,8 @@ func holders(s compile.Snapshot) map[string]keyHolder {
 	return found
 }
 
-// liveHolders is holders for a namespace whose Secrets cannot be read: the write keys are those of its
-// live config.
+// liveHolders is holders for a namespace whose Secrets cannot be read: it takes the write keys of
+// its live config.
 func liveHolders(live liveconfig.Config, objects []compile.Object) map[string]keyHolder {
 	found := map[string]keyHolder{}
 	for _, o := range objects {

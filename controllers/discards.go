@@ -69,8 +69,8 @@ func (a *discardAnnouncer) announce(ctx context.Context, pods []health.Pod) {
 	}
 }
 
-// announceTogether sends one Event for discards of a namespace. Its object is that of the first discard with an
-// object that exists.
+// announceTogether sends one Event for discards of a namespace. Its object is the object of the first discard that
+// has one that exists.
 func (a *discardAnnouncer) announceTogether(ctx context.Context, keys []discardKey, ahead map[discardKey]adminapi.Discard) {
 	var sum adminapi.Discard
 	for _, key := range keys {
@@ -85,7 +85,7 @@ func (a *discardAnnouncer) announceTogether(ctx context.Context, keys []discardK
 		}
 	}
 	// An Event has at most 1,024 bytes.
-	a.event(object, "%s will be discarded, the first at %s: those of Source %q for WebhookDestination %q and of %s, because one of each pair, their connection or an endpoint was deleted; create it again to keep them; the condition Ready of the objects that exist has each time",
+	a.event(object, "%s will be discarded, the first at %s: messages of Source %q for WebhookDestination %q and of %s, because one of each pair, their connection or an endpoint was deleted; create it again to keep them; the condition Ready of the objects that exist has each time",
 		plural.Count(sum.Messages, "pending message"), sum.At.UTC().Format(time.RFC3339), keys[0].source, keys[0].destination, plural.Count(len(keys)-1, "other pair"))
 }
 

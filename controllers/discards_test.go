@@ -68,8 +68,8 @@ func TestDiscardEvents(t *testing.T) {
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d0" will be discarded at 2026-03-01T12:10:00Z` + because,
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d1" will be discarded at 2026-03-01T12:11:00Z` + because,
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,
-			`*v1alpha1.WebhookDestination many/d2: 100 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: those of Source "gone" for WebhookDestination "d0" and of 49 other pairs` + together,
-			`*v1.Namespace /none: 8 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: those of Source "gone" for WebhookDestination "d0" and of 3 other pairs` + together,
+			`*v1alpha1.WebhookDestination many/d2: 100 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: messages of Source "gone" for WebhookDestination "d0" and of 49 other pairs` + together,
+			`*v1.Namespace /none: 8 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: messages of Source "gone" for WebhookDestination "d0" and of 3 other pairs` + together,
 		}},
 		{"the same", []adminapi.ConfigReport{ahead("many", "gone", 50, "d"), ahead("few", "web", 3, "d"), ahead("none", "gone", 4, "d")}, nil},
 		{"one more", []adminapi.ConfigReport{ahead("many", "gone", 51, "d"), ahead("few", "web", 2, "d")}, []string{

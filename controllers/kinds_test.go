@@ -21,7 +21,7 @@ import (
 )
 
 // Suppression is a sixth kind: it rejects the calls of a user. Its entry in the live config,
-// and its report, are those of a DeletionRequest whose run has ended.
+// and its report, are the same as for a DeletionRequest whose run has ended.
 type Suppression struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`

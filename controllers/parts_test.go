@@ -187,7 +187,7 @@ var _ = Describe("A live config that does not fit into one Secret", func() {
 		Expect(newIn(before, after)).To(ConsistOf(deleted, replaced, orphaned))
 	})
 
-	It("removes parts that no root lists: those of an operator that stopped before it wrote the root", func() {
+	It("removes parts that no root lists: an operator stopped before it wrote the root", func() {
 		w, namespace := large()
 		before := w.expectParts(namespace)
 		other := w.newNamespace() // It never has an object.

@@ -298,7 +298,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r podreport.
 	if pod.Unready {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		// The last report remains that of the time when the pod was ready: a pod that starts has not loaded
+		// The last report remains from the time when the pod was ready: a pod that starts has not loaded
 		// its objects yet.
 		probe.requested, probe.failing = true, err != nil
 		p.merge(pod, probe, r)
@@ -345,7 +345,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, r podreport.
 
 // merge updates the states of a pod by its answer. The mutex is held.
 func (p *prober) merge(pod Pod, probe *probe, r podreport.Changes) (change reportChange) {
-	// next returns the state of a store after a report. A report equal to that of the predecessor is no
+	// next returns the state of a store after a report. A report equal to the predecessor's is no
 	// change.
 	next := func(name string, before *podreport.Index, report *adminapi.Report) (after *podreport.Index, all bool) {
 		if report == nil {
@@ -405,7 +405,7 @@ func isReady(pod Pod, store string, state *podreport.Index) bool {
 }
 
 // stores returns the names and states of a pod's stores: the one of the pod, which its successor has,
-// too, or those of a replicated log, without those of which it is a standby.
+// too, or the slots of a replicated log that it owns.
 func (p *probe) stores(pod Pod) iter.Seq2[string, *podreport.Index] {
 	return func(yield func(string, *podreport.Index) bool) {
 		switch {

@@ -136,8 +136,8 @@ func (k *backlogKeeper) deleteLedgers(ctx context.Context, name string) error {
 	return nil
 }
 
-// ledgersOf returns the ledgers of a removed pod: those of its last report, which it records, or the recorded
-// ones of an earlier operator; nil if neither exists.
+// ledgersOf returns the ledgers of a removed pod: from its last report, which it records, or recorded
+// by an earlier operator; nil if neither exists.
 func (k *backlogKeeper) ledgersOf(ctx context.Context, name string, last lastReport) (*ledgers, error) {
 	var report adminapi.Report
 	if last.report != nil {

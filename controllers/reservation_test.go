@@ -138,7 +138,7 @@ var _ = Describe("A removed write key", func() {
 		second := w.newNamespace()
 		w.apply(second, strings.ReplaceAll(webSource, "hush-web", "hush-second"))
 		w.expectCondition(second, "source/web", "Ready", isTrue, "Ready")
-		By("changing the key of the older Source to that of the younger one")
+		By("changing the key of the older Source to the key of the younger one")
 		w.apply(first, strings.ReplaceAll(webSource, "hush-web", "hush-second"))
 		w.expectCondition(first, "source/web", "Accepted", isFalse, "WriteKeyConflict")
 		w.expectCondition(second, "source/web", "Ready", isTrue, "Ready")

@@ -63,7 +63,7 @@ func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Requ
 
 // The priorities of requests. A worker takes one with a higher priority first.
 const (
-	// changePriority is that of a status pass over a namespace whose objects or Secrets changed, until
+	// changePriority is for a status pass over a namespace whose objects or Secrets changed, until
 	// the dispatchers have confirmed the change, so that an edit does not wait for the passes that
 	// traffic causes.
 	changePriority = 1
@@ -303,7 +303,7 @@ func (k *writeKeys) others(namespace string, hashes []string) []string {
 }
 
 // foreign returns the keys of a namespace that belong to other namespaces. The namespace becomes the
-// owner of its other keys, so that of two concurrent compilations only one gets a key.
+// owner of its other keys, so only one of two concurrent compilations gets a key.
 func (k *writeKeys) foreign(namespace string) map[string]compile.KeyUse {
 	k.mu.Lock()
 	defer k.mu.Unlock()

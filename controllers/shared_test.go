@@ -54,7 +54,7 @@ func TestWriteKeys(t *testing.T) {
 		{"an older Source", held("a", 1, x), []string{"b"}, map[string]keys{"a": used, "b": {}}},
 		{"the same again", held("a", 1, x), nil, map[string]keys{"a": used, "b": {}}},
 		{"the live config of the owner", live("b", used), nil, map[string]keys{"a": used, "b": {}}},
-		{"that of another namespace", live("a", used), nil, map[string]keys{"a": used, "b": {}}},
+		{"the live config of another namespace", live("a", used), nil, map[string]keys{"a": used, "b": {}}},
 		{"the owner removes the key", held("b", 2, "z"), []string{"a"}, map[string]keys{"a": used, "b": {}}},
 		{"the removed key is reserved", live("b", keys{x: compile.KeyReserved, "z": compile.KeyInUse}), []string{"a"}, map[string]keys{"a": reserved, "b": {}}},
 		{"the owner adds the key again", held("b", 2, x), []string{"a"}, map[string]keys{"a": reserved, "b": {}}},

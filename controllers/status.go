@@ -62,8 +62,8 @@ const (
 )
 
 // statusReconciler computes the status of a namespace's objects and writes those
-// that differ. A pass skips the objects whose inputs are those of the previous pass and
-// for which nothing is due.
+// that differ. A pass skips the objects whose inputs have not changed since the previous
+// pass and for which nothing is due.
 type statusReconciler struct {
 	client.Client
 	kinds    kinds.Table
@@ -136,7 +136,7 @@ type reportChange struct {
 	pods bool
 }
 
-// reportChanges counts the changes of the reports about each namespace, and those of the pods.
+// reportChanges counts the changes of the reports about each namespace, and the changes of the pods.
 type reportChanges struct {
 	mu          sync.Mutex
 	all, pods   uint64
@@ -247,7 +247,7 @@ type statusPass struct {
 	namespace string
 	verdicts  verdictsByUID
 	pods      []health.Pod
-	// version is the version of the reports in pods, and podsVersion that of the pods.
+	// version is the version of the reports in pods, and podsVersion the version of the pods.
 	version, podsVersion uint64
 	// answering is true if every pod answers.
 	answering bool

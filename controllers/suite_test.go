@@ -214,7 +214,7 @@ func (w *world) reserved(g Gomega, namespace string) (hashes []string) {
 	return hashes
 }
 
-// releaseKeys ends reservations of write keys of a namespace: that of one hash, or all.
+// releaseKeys ends reservations of write keys of a namespace: of one hash, or of all.
 func (w *world) releaseKeys(namespace, value string) {
 	GinkgoHelper()
 	Eventually(func(g Gomega) { g.Expect(w.reserved(g, namespace)).NotTo(BeEmpty()) }).Should(Succeed())

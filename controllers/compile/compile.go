@@ -86,8 +86,8 @@ type Unresolved struct {
 // OK reports whether the object is accepted and every reference resolves.
 func (v Verdict) OK() bool { return v.Accepted && v.Unresolved == nil }
 
-// Cause returns the reason and message for a summary of the verdict: those of Accepted if
-// it is False or every reference resolves, and otherwise those of ResolvedRefs.
+// Cause returns the reason and message for a summary of the verdict: from Accepted if
+// it is False or every reference resolves, and otherwise from ResolvedRefs.
 func (v Verdict) Cause() (reason, message string) {
 	if v.Accepted && v.Unresolved != nil {
 		return v.Unresolved.Reason, v.Unresolved.Message

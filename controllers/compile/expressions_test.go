@@ -42,7 +42,7 @@ func inNamespaces(destinations map[string][]*v1alpha1.WebhookDestination) map[st
 	return all
 }
 
-// refused compiles a namespace with destinations, beside those of others, and returns the names of those above a budget.
+// refused compiles a namespace with destinations, beside others, and returns the names of the ones above a budget.
 func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, objects ...*v1alpha1.WebhookDestination) (names string) {
 	t.Helper()
 	source := &v1alpha1.Source{}

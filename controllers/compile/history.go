@@ -57,7 +57,7 @@ type Dispatchers struct {
 	parked map[liveconfig.Ref]parked
 	// draining are the deleted objects with data in a pod.
 	draining map[liveconfig.Ref]bool
-	// reserved are the write keys that a pod knows as those of the namespace.
+	// reserved are the write keys that belong to the namespace, as a pod reports.
 	reserved []liveconfig.ReservedKey
 }
 
@@ -68,10 +68,10 @@ type parked struct {
 
 // Reports are the reports of the dispatcher pods about one namespace.
 type Reports struct {
-	// Ready are those of the pods that are ready. Silent is true if one of these pods does not answer.
+	// Ready has the reports of the pods that are ready. Silent is true if one of these pods does not answer.
 	Ready  []adminapi.ConfigReport
 	Silent bool
-	// Unready are those of the pods that are not ready, as far as they are known.
+	// Unready has the reports of the pods that are not ready, as far as they are known.
 	Unready []adminapi.ConfigReport
 	// Unknown is true if a pod, ready or not, has not reported since the start of the operator.
 	Unknown bool
@@ -197,7 +197,7 @@ func (h History) removable(d Dispatchers) bool {
 
 // Present is the part of a head that depends on the namespace's objects.
 type Present struct {
-	// UIDs are those of the objects that have data in the dispatchers' stores.
+	// UIDs has the UID of each object that has data in the dispatchers' stores.
 	UIDs map[liveconfig.Ref]string
 	// Kinds are the UIDs of the CustomResourceDefinitions that the API server serves, by section, with ""
 	// for one that it does not serve; nil without an API server.
@@ -329,8 +329,8 @@ func (h History) Next(revision string, present Present, d Dispatchers, now time.
 }
 
 // tombstones returns the tombstones of the next head, sorted. A config from a backup proves no
-// deletion: neither that of its objects that are missing, nor, because they may have been created
-// again, those of its tombstones.
+// deletion: neither of its objects that are missing, nor, because they may have been created
+// again, of the objects in its tombstones.
 func (h History) tombstones(present Present, d Dispatchers, now time.Time, grace time.Duration) []liveconfig.Tombstone {
 	all := map[liveconfig.Ref]liveconfig.Tombstone{}
 	if h.Restored(d) {

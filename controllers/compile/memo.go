@@ -53,7 +53,7 @@ func targetOf(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination
 	return targetVersion{all[i].UID, all[i].Generation}
 }
 
-// begin starts a compilation. Its results replace those of the last one.
+// begin starts a compilation. Its results replace the last ones.
 func (m *Memo) begin(sources []*v1alpha1.Source) {
 	var list strings.Builder
 	for _, s := range sources {

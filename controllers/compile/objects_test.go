@@ -2,7 +2,7 @@ package compile
 
 import "github.com/posthorn/posthorn/api/v1alpha1"
 
-// table is that of package kinds, which imports this package.
+// table is the table of package kinds, which imports this package.
 var table = Table{Destinations, Sources, Audiences, Deletions, Redeliveries}
 
 // pointers returns pointers to copies of objects, for Snapshot.Objects.

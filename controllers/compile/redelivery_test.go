@@ -113,7 +113,7 @@ func TestRedeliveryEntry(t *testing.T) {
 	o.Spec.Selector.Until = at(900)
 	got, _ = compileRedeliveries(t, []string{"crm"}, o)
 	if !got[0].Until.Equal(time.Unix(900, 0)) {
-		t.Errorf("until: got %s, want that of the selector, which is before the start", got[0].Until)
+		t.Errorf("until: got %s, want the selector's until, which is before the start", got[0].Until)
 	}
 }
 

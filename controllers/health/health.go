@@ -100,7 +100,7 @@ const (
 	full
 )
 
-// counts reports whether sums replace those of a status. While a pod has no report, they do
+// counts reports whether sums replace the numbers of a status. While a pod has no report, they do
 // so only if none of the counters that never decrease would: the share of that pod is
 // missing. Each pair has the old and the new value of such a counter.
 func (c coverage) counts(counters ...[2]int64) bool {
@@ -174,7 +174,7 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 }
 
 // observed returns the time of the numbers in a status: now if they were reported, and
-// otherwise that of the previous status.
+// otherwise the time in the previous status.
 func (f facts) observed(before *metav1.Time, reported bool) *metav1.Time {
 	if reported {
 		return f.now.DeepCopy()

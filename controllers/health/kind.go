@@ -22,8 +22,8 @@ type Kind struct {
 	NumbersInterval time.Duration
 
 	// Next returns two copies of an object with its present status, from the compiler's verdict
-	// and the reports of the ready dispatcher pods. The status of transition differs from that of
-	// the object only with a transition: see the package comment. That of latest has the present
+	// and the reports of the ready dispatcher pods. The status of transition differs from the
+	// object's only with a transition: see the package comment. The status of latest has the present
 	// numbers, too. The copies share the metadata and the spec of the object.
 	Next func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time) (transition, latest compile.Object)
 	// Idle reports whether the statuses of two versions of an object differ only in numbers that change while
@@ -31,7 +31,7 @@ type Kind struct {
 	Idle func(old, next compile.Object) bool
 	// Status returns a pointer to an object's status, and to the conditions in it.
 	Status func(compile.Object) (any, *[]metav1.Condition)
-	// CopyStatus sets the status of an object to that of another one.
+	// CopyStatus sets the status of an object to the status of another one.
 	CopyStatus func(to, from compile.Object)
 	// Expires returns when an object is to be deleted; false for an object that is kept.
 	Expires func(compile.Object) (time.Time, bool)
@@ -184,7 +184,7 @@ func conditionTypes(traffic string) []string {
 }
 
 // Own returns the conditions of these types that the operator has written, in the order
-// of types. It excludes those of other controllers and the defaults of the CRD. The API
+// of types. It excludes conditions of other controllers and the defaults of the CRD. The API
 // server may store conditions in another order.
 func Own(conditions []metav1.Condition, types []string) (own []metav1.Condition) {
 	for _, conditionType := range types {

@@ -45,7 +45,7 @@ func (k Kind) Name() string { return k.Health.Name }
 type Table []Kind
 
 // All are the kinds of the API, in the order in which they are compiled: the verdicts of
-// Sources refer to those of destinations.
+// Sources refer to the verdicts of destinations.
 var All = Table{
 	{New: newObject[v1alpha1.WebhookDestination], NewList: newList[v1alpha1.WebhookDestinationList], Compile: compile.Destinations, Health: health.Destinations},
 	{New: newObject[v1alpha1.Source], NewList: newList[v1alpha1.SourceList], Compile: compile.Sources, Health: health.Sources},

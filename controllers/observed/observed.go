@@ -18,7 +18,7 @@ import (
 type Destination struct {
 	// Delivery has the sums of the numbers.
 	Delivery v1alpha1.DeliveryStatus
-	// Endpoints are those of the spec, in its order.
+	// Endpoints has the endpoints of the spec, in its order.
 	Endpoints []Endpoint
 	// FilterFailure is the last failure of the filter; nil if there was none lately.
 	FilterFailure *adminapi.Failure

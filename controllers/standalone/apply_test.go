@@ -89,7 +89,7 @@ func compiledNamespaces(t *testing.T, c *Control, r *runner, name string, change
 	return compiled
 }
 
-// An edit compiles only the namespaces that it affects, and the result is that of a compilation of all.
+// An edit compiles only the namespaces that it affects, and the result equals a compilation of all.
 func TestApplyCompilesAffectedNamespaces(t *testing.T) {
 	dir, r := t.TempDir(), &runner{}
 	c := New(Options{Dir: dir, Sink: r, Changes: r.changes, Logger: slog.New(slog.DiscardHandler)})
@@ -154,7 +154,7 @@ spec: {sourceRef: {name: web}, displayName: First Name}
 		{"a destination", write("a.yaml", strings.Replace(a, "primary", "edited", 1)), []string{"a"}},
 		{"a signing secret", write("b.yaml", namespaceText("b", "key-b", "edited")), []string{"b"}},
 		{"a comment", write("b.yaml", "# a comment\n"+namespaceText("b", "key-b", "edited")), nil},
-		{"an invalid manifest", write("b.yaml", strings.Replace(b, "https://", "ftp://", 1)), []string{"b"}}, // Its Secret is that of the beginning.
+		{"an invalid manifest", write("b.yaml", strings.Replace(b, "https://", "ftp://", 1)), []string{"b"}}, // Its Secret is the first one.
 		{"one namespace of a file", write("shared.yaml", namespaceText("c", "key-c", "edited")+"---\n"+d), []string{"c"}},
 		{"labels", write("a.yaml", strings.Replace(a, "app: shop}}\nspec", "app: other}}\nspec", 1)), []string{"a"}},
 		{"a key of another namespace", write("b.yaml", namespaceText("b", "key-a", "hook-b")), []string{"b"}},

@@ -26,7 +26,7 @@ type Compiled struct {
 // CompiledNamespace is one namespace's part.
 type CompiledNamespace struct {
 	Namespace string `json:"namespace"`
-	// Revision and EncodedBytes are those of the live config.
+	// Revision and EncodedBytes describe the live config.
 	Revision     string            `json:"revision"`
 	EncodedBytes int               `json:"encodedBytes"`
 	Config       liveconfig.Config `json:"config"`

@@ -134,7 +134,7 @@ func (s *store) takeRecord(of *stored) (r record, ok bool) {
 	return r, ok && r.isOf(of)
 }
 
-// isOf reports whether an object is that of the record. The spec of a run cannot be changed, so an object with
+// isOf reports whether an object belongs to the record. The spec of a run cannot be changed, so an object with
 // another one was created again.
 func (r record) isOf(o *stored) bool {
 	return o.resource == nil || o.of.Health.Job(o.resource) == nil || r.Content == o.hashed()
@@ -278,7 +278,7 @@ func (r record) jobStatus() *v1alpha1.JobStatus {
 	return &status
 }
 
-// isUnfinished reports whether a record is that of a run that has begun and not ended.
+// isUnfinished reports whether a record belongs to a run that has begun and not ended.
 func (r record) isUnfinished() bool {
 	status := r.jobStatus()
 	return status != nil && !v1alpha1.JobEnded(*status)
@@ -295,7 +295,7 @@ func (s *store) lacksRun(namespace string) bool {
 	return false
 }
 
-// writeRecords writes the records that have changed. It keeps those of objects that this process did not load.
+// writeRecords writes the records that have changed. It keeps the records of objects that this process did not load.
 func (s *store) writeRecords(to Records) error {
 	next := map[string][]byte{}
 	for id := range s.records {

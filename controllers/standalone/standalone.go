@@ -330,7 +330,7 @@ func (c *Control) apply() {
 		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
 		if c.isCompiled(namespace, snapshot) {
-			c.compiled[namespace] = snapshot.inputs // Its manifests are those of the objects in the store.
+			c.compiled[namespace] = snapshot.inputs // The objects in the store come from its manifests.
 			continue                                // followReport sends a changed head.
 		}
 		delete(c.compiled, namespace)
@@ -358,7 +358,7 @@ func (c *Control) apply() {
 	c.dueNow()
 }
 
-// isCompiled reports whether the live config of a namespace is that of a snapshot.
+// isCompiled reports whether the live config of a namespace was compiled from a snapshot.
 func (c *Control) isCompiled(namespace string, s *snapshot) bool {
 	last, ok := c.compiled[namespace]
 	_, sent := c.sent[namespace]
@@ -424,8 +424,8 @@ func (c *Control) send(namespace string, next sentConfig) bool {
 	return true
 }
 
-// followReport sends the configs again whose heads depend on the dispatcher's report, and those of
-// the namespaces that only the dispatcher knows.
+// followReport sends the configs again whose heads depend on the dispatcher's report, and the configs of
+// namespaces that only the dispatcher knows.
 func (c *Control) followReport() {
 	c.isSaved = true
 	for _, namespace := range slices.Sorted(maps.Keys(c.sent)) {

@@ -42,10 +42,10 @@ type store struct {
 	// parked are problems of the objects that the log has and this process did not load.
 	parked       []manifest.Problem
 	secretValues []SecretValue
-	// records are those of the objects that this process did not load, and written are the values of all, by name.
+	// records has the objects that this process did not load, and written the values of all, by name.
 	records map[id]record
 	written map[string][]byte
-	// heads are those of the last live configs of the namespaces.
+	// heads has the heads of the last live configs, by namespace.
 	heads map[string]liveconfig.Head
 	// unproved has the namespaces of which another process has applied a newer live config than this one, until
 	// the first load: it does not prove that an object was deleted.
@@ -56,7 +56,7 @@ type store struct {
 	unread bool
 }
 
-// objects are those of a store.
+// objects are the objects of a store.
 type objects map[id]*stored
 
 type file struct {
@@ -173,8 +173,8 @@ func complete(before map[string][]*stored, files []*file) []*file {
 	return list
 }
 
-// setVersion sets the version of a loaded object, and the fields that a server sets. They continue those of the old
-// object, or else those of its record.
+// setVersion sets the version of a loaded object, and the fields that a server sets. They continue the
+// versions and fields of the old object, or else of its record.
 func (s *store) setVersion(o, old *stored, now time.Time) {
 	last, recorded := s.takeRecord(o)
 	isChanged := true
@@ -334,7 +334,7 @@ func (s *store) readFile(path string) *file {
 
 // incomplete returns a problem if a file is probably not completely written, and otherwise
 // "". The objects of an incomplete file are kept. before are the objects that the file had, and present
-// those of all files.
+// the objects of all files.
 func incomplete(f *file, before []*stored, present map[id]bool) string {
 	missing := 0
 	for _, o := range before {
@@ -553,7 +553,7 @@ func byAge(a, b *v1alpha1.Source) int {
 type state struct {
 	Version int           `json:"version"`
 	Objects []stateObject `json:"objects"`
-	// Heads are those of the last live configs, by namespace.
+	// Heads has the heads of the last live configs, by namespace.
 	Heads map[string]liveconfig.Head `json:"heads,omitempty"`
 }
 

@@ -273,7 +273,7 @@ func TestProblemsAreWarnings(t *testing.T) {
 		t.Fatalf("%d, %d warnings, want %d: %v %v", w.Code, len(warnings), maxWarnings+1, warnings, errs)
 	}
 	if first := warnings[0].Text; !strings.Contains(first, "a.yaml: the file is empty") {
-		t.Errorf("the first warning is %q, want that of a.yaml", first)
+		t.Errorf("the first warning is %q, want the warning of a.yaml", first)
 	}
 	if last := warnings[maxWarnings].Text; last != "3 more problems; posthorn problems lists all" {
 		t.Errorf("the last warning is %q", last)

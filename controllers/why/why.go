@@ -57,8 +57,8 @@ type Facts struct {
 	// Destinations and Sources of the namespace.
 	Destinations []v1alpha1.WebhookDestination
 	Sources      []v1alpha1.Source
-	// Reports of the dispatchers, if available: all of them, as their numbers replace those of the
-	// status.
+	// Reports of the dispatchers, if available: all of them, as their numbers replace the numbers of
+	// the status.
 	Reports []*podreport.Index
 	// OperatorRenewed is when the operator last renewed its Lease; zero if that is not known.
 	OperatorRenewed time.Time
@@ -207,8 +207,8 @@ func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 	e.found = append(e.found, Finding{Level: level, About: about, Text: fmt.Sprintf(format, args...), Fix: fix})
 }
 
-// observe replaces the numbers and the states of the endpoints in the destination's status by those of
-// the reports.
+// observe replaces the numbers and the states of the endpoints in the destination's status by the numbers
+// and states of the reports.
 func (e *explainer) observe() {
 	delivering := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
 	if e.delivers = delivering != nil && delivering.Status == metav1.ConditionTrue; delivering != nil && delivering.Reason == v1alpha1.ReasonFilterFailed {
@@ -285,7 +285,7 @@ func (e *explainer) manifests() {
 	e.found = append(e.found, Manifests(e.Facts.Manifests, "WebhookDestination", e.Namespace, e.Name, e.Now)...)
 }
 
-// Manifests explains the rejected manifests: first those of an object, then the others of its
+// Manifests explains the rejected manifests: first the manifests of an object, then the others of its
 // namespace, whose objects may have an effect on it.
 func Manifests(problems []manifest.Problem, kind, namespace, name string, now time.Time) (found []Finding) {
 	own := kind + " " + namespace + "/" + name

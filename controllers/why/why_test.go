@@ -92,7 +92,7 @@ func TestExplain(t *testing.T) {
 			r.Storage = adminapi.StorageReport{UsedBytes: 40 << 20, FreeBytes: 10 << 20, TotalBytes: 64 << 20, LackingBytes: 12 << 20, Pressure: true}
 		})(f)
 	}
-	// reported adds reports with the endpoints of one pod, and those of the other.
+	// reported adds reports with the endpoints of one pod, and of the other.
 	reported := func(a, b []adminapi.EndpointReport) func(*Facts) {
 		return report(func(t *adminapi.NamespaceReport, r *adminapi.Report) {
 			t.Destinations[0].Endpoints = map[string][]adminapi.EndpointReport{"a": a, "b": b}[r.Pod]
