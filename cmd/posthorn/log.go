@@ -48,7 +48,7 @@ func (l *logFlags) register(cmd *cobra.Command) {
 	f.IntVar(&l.config.Replicas, "log-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
 	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
 	f.StringVar(&l.config.Credentials, "log-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")
-	f.StringVar(&l.config.CA, "log-ca", "", "PEM file of the certificates that sign those of the NATS servers; empty: the system's")
+	f.StringVar(&l.config.CA, "log-ca", "", "PEM file of the CAs of the NATS servers' certificates; empty: the system's")
 	f.StringVar(&l.config.Cert, "log-cert", "", "PEM file of the client certificate for the NATS servers")
 	f.StringVar(&l.config.Key, "log-key", "", "PEM file of the client certificate's key")
 	f.StringVar(&l.config.Monitoring, "log-monitoring", "", "URLs of the monitoring ports of the NATS servers, separated by commas, to check that each syncs each call (sync_interval: always); empty: not checked")

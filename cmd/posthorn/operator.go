@@ -73,7 +73,7 @@ docs/install.md.`,
 				if err != nil {
 					return err
 				}
-				// The metrics are guarded like those of the dispatchers, with the same certificate.
+				// The metrics are guarded like the dispatchers' metrics, with the same certificate.
 				var certificate kubeauth.Certificate
 				o.MetricsTLS, o.MetricsGuard = certificate.Config(), kubeauth.New(client, log).Wrap
 				group.Go(func() error { return certificate.Watch(ctx, client, o.Namespace, log) })

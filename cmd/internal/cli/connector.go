@@ -34,7 +34,7 @@ func (t target) explain(err error) error {
 	return err
 }
 
-// stores returns the admin APIs of the slots that the dispatcher owns, or that of one with a single store.
+// stores returns the admin APIs of the slots that the dispatcher owns, or of its single store.
 func (t target) stores(ctx context.Context) (list []target, err error) {
 	slots, err := t.Slots(ctx)
 	if err != nil {
@@ -52,7 +52,7 @@ func (t target) stores(ctx context.Context) (list []target, err error) {
 }
 
 // all returns the admin APIs of all slots of the log of the dispatcher, which forwards the requests to the owners, or
-// that of one with a single store.
+// of its single store.
 func (t target) all(ctx context.Context) (list []target, err error) {
 	if t.IsStandby(ctx) {
 		return []target{{t.pod, t.Slot(0)}}, nil

@@ -108,7 +108,7 @@ func TestGet(t *testing.T) {
 	}
 }
 
-// The JSON of one object is the object, that of several kinds is one List.
+// The JSON of one object is the object, the JSON of several kinds is one List.
 func TestGetJSON(t *testing.T) {
 	admin := fakeRun(t)
 	for args, want := range map[string]struct {

@@ -38,7 +38,7 @@ Install it as a plugin:
   ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
 
 redeliver, and why without live numbers, need permissions in your own namespace
-only (those of the ClusterRoles view and edit). The others connect to the
+only (ClusterRoles view and edit). The others connect to the
 dispatcher pods and need the Role posthorn-support-user in the namespace of
 Posthorn's release.`,
 		Args: command.OnlyCommands,
@@ -212,7 +212,7 @@ func (c *clusterConnector) withoutLive(err error) string {
 	case errors.Is(err, context.DeadlineExceeded):
 		reason = fmt.Sprintf("no answer within %s: %s", liveTimeout, reason)
 	}
-	return fmt.Sprintf("the numbers are those of the stored status, which can be minutes old: %s. To do: %s; --live=false omits this request.", strings.TrimSuffix(reason, "."), fix)
+	return fmt.Sprintf("the numbers are from the stored status, which can be minutes old: %s. To do: %s; --live=false omits this request.", strings.TrimSuffix(reason, "."), fix)
 }
 
 // live calls f with the dispatchers that can have messages.

@@ -519,7 +519,7 @@ spec:
 			t.Errorf("%v: got %d notices, want 1:\n%s", args, got, out)
 		}
 		line, _, _ := strings.Cut(out[strings.Index(out, "Notice:"):], "\n")
-		has(line, "the numbers are those of the stored status, which can be minutes old: pods is forbidden")
+		has(line, "the numbers are from the stored status, which can be minutes old: pods is forbidden")
 		has(line, "bind the Role posthorn-support-user in namespace posthorn-system to this user; --live=false omits this request.")
 		if out := call(command.ExitFailure, append(args, "--live=false")...); strings.Contains(out, "Notice:") {
 			t.Errorf("%v --live=false: got a notice, want none:\n%s", args, out)
@@ -617,7 +617,7 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 func TestNoticeWithoutLiveNumbers(t *testing.T) {
 	c := &clusterConnector{system: "ops", account: "helper"}
 	denied := apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "", errors.New("no"))
-	const prefix, suffix = "the numbers are those of the stored status, which can be minutes old: ", "; --live=false omits this request."
+	const prefix, suffix = "the numbers are from the stored status, which can be minutes old: ", "; --live=false omits this request."
 	for _, test := range []struct {
 		err  error
 		want string

@@ -26,7 +26,7 @@ import (
 // inventory is what why and status read: the objects of some namespaces, and the state of the
 // dispatchers if it is available.
 type inventory struct {
-	// kind is that of the objects; empty for all.
+	// kind is the kind of the objects; empty for all.
 	kind         string
 	sources      []v1alpha1.Source
 	destinations []v1alpha1.WebhookDestination
@@ -354,7 +354,7 @@ func (v *inventory) otherProblems() string {
 	return fmt.Sprintf(" %s in other namespaces: see 'why -A'.", plural.Count(v.elsewhere, "problem"))
 }
 
-// troubled returns the objects in troubles, and those of rejected manifests, as "Kind namespace/name".
+// troubled returns the objects in troubles, and the objects of rejected manifests, as "Kind namespace/name".
 func (v *inventory) troubled(found []trouble) map[string]bool {
 	objects := map[string]bool{}
 	for _, t := range found {
@@ -453,7 +453,7 @@ func concernsKind(p manifest.Problem, kind string) bool {
 	return own == kind || !other || slices.ContainsFunc(p.Outdated, func(object string) bool { return of(object) == kind })
 }
 
-// explain explains an object that is no destination, or without a name all objects, or those of a kind.
+// explain explains an object that is no destination, or without a name all objects (of a kind).
 func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, name string) error {
 	if name == "" {
 		v.only(resource)

@@ -78,8 +78,8 @@ or if a setting of the servers can lose calls.`,
 }
 
 // logStates returns the parts of the processes in the log, sorted by slot, the number of slots, and the names
-// of the processes with several slots that are not ready. A process that is asked alone also gets those of the
-// owners of the other slots.
+// of the processes with several slots that are not ready. A process that is asked alone also gets the parts
+// of the owners of the other slots.
 func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, unready []string, err error) {
 	number = 1
 	for _, t := range targets {
@@ -159,7 +159,7 @@ func unique(texts []string) (list []string) {
 
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
-// processOf names the process of a state, with its address if another one has the same name, as those of posthorn run.
+// processOf names the process of a state, with its address if another one has the same name, as with posthorn run.
 func processOf(s adminapi.LogState, states []adminapi.LogState) string {
 	if slices.ContainsFunc(states, func(o adminapi.LogState) bool { return o.Pod == s.Pod && o.Address != s.Address }) {
 		return strings.TrimSpace(s.Pod + " (" + s.Address + ")")

@@ -211,7 +211,7 @@ func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 	}
 }
 
-// Colors reach a terminal only, and only those of the command: an escape sequence in external text
+// Colors reach a terminal only, and only the command's own: an escape sequence in external text
 // is escaped.
 func TestColors(t *testing.T) {
 	findings := []why.Finding{{Level: why.Problem, About: "Endpoint", Text: "down\x1b[32m", Fix: "start it"}, {Level: why.Notice, About: "Backlog", Text: "3 pending", Fix: "wait"}, {Level: why.Fine, About: "Config", Text: "current"}}

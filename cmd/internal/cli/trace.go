@@ -208,7 +208,7 @@ func printTrace(out io.Writer, from target, t *adminapi.MessageTrace, now time.T
 	return nil
 }
 
-// letterID names the message of a dead letter, unless it is that of the search.
+// letterID names the message of a dead letter, unless the search has named it.
 func letterID(t *adminapi.MessageTrace, d *adminapi.DeadLetter) string {
 	if t.UserID == "" {
 		return ""

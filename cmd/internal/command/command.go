@@ -100,7 +100,7 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return ExitFailure
 }
 
-// explainFlag adds the accepted format to a flag's parse error, or similar names to that of an unknown one.
+// explainFlag adds the accepted format to a flag's parse error, or similar names if the flag is unknown.
 func explainFlag(cmd *cobra.Command, err error) error {
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && len(unknown.GetSpecifiedName()) > 1 {
 		var names []string

@@ -83,7 +83,7 @@ func TestStormsAreSampled(t *testing.T) {
 	})
 }
 
-// Log lines of the Kubernetes libraries have the same keys as those of Posthorn.
+// Log lines of the Kubernetes libraries have the same keys as Posthorn's.
 func TestBridgedErrorsHaveOurKey(t *testing.T) {
 	var out bytes.Buffer
 	log, err := (&Flags{level: "info", format: "json"}).Logger(&out)
