@@ -11,7 +11,6 @@ package dispatcher
 import (
 	"cmp"
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -55,20 +54,8 @@ import (
 type Options struct {
 	// DataDir holds the store. Required; New creates it with mode 0700 if it is missing.
 	DataDir string
-	// Listen is the address of the tracking API, AdminListen that of /report, /metrics and the
-	// admin API: host:port, where port 0 selects a free port (see Addr). Default ":8080" and
-	// "127.0.0.1:8081".
-	Listen, AdminListen string
-	// TLSListen, when set, is the address of the tracking API over TLS, with the certificate of
-	// TLS; host:port like Listen.
-	TLSListen string
-	TLS       *tls.Config
-	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
-	// without TLS, so that probes never wait for calls.
-	ProbeListen string
-	// Listeners are used, and closed, in place of new ones: the zero value for a Dispatcher that gets all of its
-	// requests by Entrance.
-	Listeners *Listeners
+	ServerOptions
+	ProcessOptions
 	// Pod is the name of this dispatcher in reports.
 	Pod string
 	// Namespace gets the notices about this dispatcher's disk; empty for none.
@@ -77,15 +64,6 @@ type Options struct {
 	Egress egress.Policy
 	// Proxy for deliveries and token requests; nil for none.
 	Proxy *egress.Proxy
-	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
-	// each. Default 10 s.
-	DrainTimeout time.Duration
-	// HandOver, when set, bounds both together instead: the next user of the store waits for them. Receivers that
-	// answer later may get a message twice.
-	HandOver time.Duration
-	// ShutdownDelay is how long calls are still accepted after the stop signal while the pod is not
-	// ready, so that a Service removes it first. Default 0.
-	ShutdownDelay time.Duration
 	// OrphanGrace is how long the messages of a deleted destination are kept, and
 	// how long calls with a removed write key are answered 503. Default 10 min.
 	OrphanGrace time.Duration
@@ -107,22 +85,8 @@ type Options struct {
 	// the DeletionRequests only those that this store has begun. The admin listener is optional.
 	// Nothing is discarded: OrphanGrace has no end, and all retry windows begin again. Backlog returns the rest.
 	Drain bool
-	// Lease is the right to use the store. Default: no other process can take it over.
-	Lease Lease
-	// Share is what the Dispatchers of the process share; nil for the only one.
-	Share *Share
-	// Entrance is another way for requests; nil for none.
-	Entrance Entrance
-	// Collectors are further metrics.
-	Collectors []prometheus.Collector
 	// Version is the release, for backups.
 	Version string
-	// Extra serves the other paths of the admin listener.
-	Extra http.Handler
-	// AdminTLS, when set, makes the admin listener use TLS, and AdminGuard admits only authorized
-	// callers.
-	AdminTLS   *tls.Config
-	AdminGuard func(http.Handler) http.Handler
 	// Debug adds /debug to the admin listener: lanes, live config, profiles.
 	Debug bool
 	// DetailedMetrics adds histograms, failure reasons and lanes to the metrics of each destination.
@@ -167,11 +131,54 @@ type Dispatcher struct {
 
 // New opens the store and the listeners. Run or Close releases them.
 func New(o Options) (*Dispatcher, error) {
+	if err := o.complete(); err != nil {
+		return nil, err
+	}
+	d := &Dispatcher{options: o, log: o.Logger, stopping: make(chan struct{})}
+	if o.Share == nil {
+		d.metrics = NewRegistry()
+		d.registerer = d.metrics
+	} else {
+		d.metrics = prometheus.NewRegistry()
+		d.registerer = prometheus.WrapRegistererWith(o.Share.Labels, d.metrics)
+	}
+	d.metrics.MustRegister(o.Collectors...)
+	// Listeners are opened before the store: a second dispatcher on the same address should fail
+	// before it waits for the store's lock.
+	var err error
+	if d.listeners = o.Listeners; d.listeners == nil {
+		if d.listeners, err = Listen(o); err != nil {
+			return nil, err
+		}
+	}
+	share := cmp.Or(o.Share, &Share{Stores: 1})
+	plan := memory.PlanFor(o.Memory).Share(share.Stores)
+	if err := d.open(plan); err != nil {
+		d.listeners.Close()
+		return nil, err
+	}
+	d.changes = changes.New(func() changes.Lanes { return d.engine })
+	d.gate = admission.New(admission.Options{
+		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
+		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
+	})
+	d.ingest = ingest.New(ingest.Options{
+		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
+		MaxBuffered: plan.Requests,
+	})
+	if err := errors.Join(d.gate.RecoverCounters(d.store), d.addDelivery(plan.InFlight)); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return d, nil
+}
+
+// complete checks the options, and sets defaults.
+func (o *Options) complete() error {
 	if o.DataDir == "" {
-		return nil, errors.New("dispatcher: the data directory is missing; set --data")
+		return errors.New("dispatcher: the data directory is missing; set --data")
 	}
 	if o.Memory != 0 && o.Memory < memory.Min {
-		return nil, fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, memory.Min)
+		return fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, memory.Min)
 	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
@@ -185,33 +192,18 @@ func New(o Options) (*Dispatcher, error) {
 	if o.Lease == nil {
 		o.Lease = permanent{}
 	}
-	share := cmp.Or(o.Share, &Share{Stores: 1})
-	var windowsSince time.Time
 	if o.Drain {
-		o.OrphanGrace, windowsSince = keepOrphans, time.Now()
+		o.OrphanGrace = keepOrphans
 	}
-	d := &Dispatcher{options: o, log: o.Logger, stopping: make(chan struct{})}
-	if o.Share == nil {
-		d.metrics = NewRegistry()
-		d.registerer = d.metrics
-	} else {
-		d.metrics = prometheus.NewRegistry()
-		d.registerer = prometheus.WrapRegistererWith(share.Labels, d.metrics)
-	}
-	d.metrics.MustRegister(o.Collectors...)
+	return nil
+}
 
-	// Listeners are opened before the store: a second dispatcher on the same address should fail
-	// before it waits for the store's lock.
-	var err error
-	if d.listeners = o.Listeners; d.listeners == nil {
-		if d.listeners, err = Listen(o); err != nil {
-			return nil, err
-		}
-	}
+// open opens the store.
+func (d *Dispatcher) open(plan memory.Plan) (err error) {
+	o := d.options
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.registerer
 	q.DataDir, q.Log = o.DataDir, o.Lease.Log()
-	plan := memory.PlanFor(o.Memory).Share(share.Stores)
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.MemTable)
 	q.CacheBytes = cmp.Or(q.CacheBytes, plan.Cache)
 	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.Duplicates)
@@ -220,8 +212,7 @@ func New(o Options) (*Dispatcher, error) {
 		q.Quiet = memory.OnQuiet()
 	}
 	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, backup.QueueFolder), q); err != nil {
-		d.listeners.Close()
-		return nil, err
+		return err
 	}
 	// The lock of the store excludes other processes.
 	if err := backup.RemoveRest(o.DataDir); err != nil {
@@ -229,65 +220,60 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	if o.AdminGuard == nil {
 		// On a full disk the file cannot be written, and a backup is not possible anyway.
-		d.backupToken, err = newBackupToken(o.DataDir)
-		if err != nil {
+		if d.backupToken, err = newBackupToken(o.DataDir); err != nil {
 			d.log.Warn("write of the token for backups failed; they are refused until a restart", "path", d.backupToken.File, "error", err)
 		}
 	}
 	d.sourcesAtStart = ledgersOfSources(d.store)
 	d.warnOfOpenFolder()
-	d.changes = changes.New(func() changes.Lanes { return d.engine })
-	d.gate = admission.New(admission.Options{
-		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
-		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
-	})
-	if err := d.gate.RecoverCounters(d.store); err != nil {
-		return nil, errors.Join(err, d.Close())
+	return nil
+}
+
+// addDelivery makes what reads the store: the engine and the jobs.
+func (d *Dispatcher) addDelivery(inFlight int) (err error) {
+	o := d.options
+	var windowsSince time.Time
+	if o.Drain {
+		windowsSince = time.Now()
 	}
-	d.memberFiles = &holdFS{FS: vfs.Default}
 	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.InFlight,
+		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.Lease.MaySend, MayExpire: o.Lease.MayExpire,
 		Changes: d.changes,
 	})
 	tracker.Buried = d.engine.CountDead
 	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
 	if d.configs, err = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.apply); err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
-	d.ingest = ingest.New(ingest.Options{
-		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
-		MaxBuffered: plan.Requests,
-	})
+	d.memberFiles = &holdFS{FS: vfs.Default}
 	if d.members, err = audience.New(audience.Options{
 		Dir: filepath.Join(o.DataDir, backup.MembersFolder), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.Lease.Members(),
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.registerer, FS: d.memberFiles,
 	}); err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
 	jobRecords, err := records.Open(d.store, time.Now)
 	if err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
 	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: jobRecords, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
 	if d.notices, err = notices.New(notices.Options{
 		Gate: d.gate, Store: d.store, Changes: d.Changes, Pod: o.Pod, Namespace: o.Namespace,
 		DiskLeft: d.gate.DiskLeft, Logger: o.Logger,
 	}); err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
-	if d.forget, err = deletion.New(deletion.Options{
+	d.forget, err = deletion.New(deletion.Options{
 		Gate: d.gate, Store: tracker, Records: jobRecords,
 		Passive: o.AudienceOwner != "", BegunOnly: o.Drain, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
-	}); err != nil {
-		return nil, errors.Join(err, d.Close())
-	}
-	return d, nil
+	})
+	return err
 }
 
 // apply puts a view into effect for deliveries.

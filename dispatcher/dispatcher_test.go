@@ -40,7 +40,7 @@ func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, s
 	if err != nil {
 		t.Fatal(err)
 	}
-	o := Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}}
+	o := Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}}
 	for _, f := range tune {
 		f(&o)
 	}
@@ -310,7 +310,7 @@ func TestStopsInOrderAndGoesOnWhereItWas(t *testing.T) {
 func TestSecondDispatcherOnTheSameFolderSaysWhy(t *testing.T) {
 	dir := t.TempDir()
 	started(t, dir)
-	_, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"})
+	_, err := New(Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}})
 	if err == nil || !strings.Contains(err.Error(), "another process has it open") {
 		t.Errorf("error %v does not report that the folder is in use", err)
 	}
@@ -630,7 +630,7 @@ func TestAnswerSurvivesARestart(t *testing.T) {
 }
 
 func TestTooLittleMemoryIsRefused(t *testing.T) {
-	_, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Memory: memory.Min - 1})
+	_, err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Memory: memory.Min - 1})
 	if err == nil || !strings.Contains(err.Error(), "set --memory to 200000000 or more") {
 		t.Errorf("New: %v, want an error with the minimum", err)
 	}

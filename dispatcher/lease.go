@@ -2,6 +2,7 @@ package dispatcher
 
 import (
 	"context"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -10,6 +11,21 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
+
+// ProcessOptions are set by a process that shares the work with other processes.
+type ProcessOptions struct {
+	// Lease is the right to use the store. Default: no other process can take it over.
+	Lease Lease
+	// Share is what the Dispatchers of the process share; nil for the only one.
+	Share *Share
+	// Entrance is another way for requests; nil for none.
+	Entrance Entrance
+	// Collectors are further metrics.
+	Collectors []prometheus.Collector
+	// HandOver, when set, bounds both together instead: the next user of the store waits for them. Receivers that
+	// answer later may get a message twice.
+	HandOver time.Duration
+}
 
 // Lease is the right of this process to use a store that another process can take over.
 type Lease interface {

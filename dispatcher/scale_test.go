@@ -72,7 +72,7 @@ func startMany(b *testing.B, dir string, configs map[string]liveconfig.Stored) *
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, Logger: slog.New(slog.DiscardHandler)})
+	d, err := New(Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Egress: policy, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}

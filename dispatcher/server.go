@@ -3,6 +3,7 @@ package dispatcher
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log"
@@ -25,6 +26,36 @@ const (
 	MaxConns      = 4096
 	maxAdminConns = 256
 )
+
+// ServerOptions configure the server of a process.
+type ServerOptions struct {
+	// Listen is the address of the tracking API, AdminListen of /report, /metrics and the
+	// admin API: host:port, where port 0 selects a free port (see Addr). Default ":8080" and
+	// "127.0.0.1:8081".
+	Listen, AdminListen string
+	// TLSListen, when set, is the address of the tracking API over TLS, with the certificate of
+	// TLS; host:port like Listen.
+	TLSListen string
+	TLS       *tls.Config
+	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
+	// without TLS, so that probes never wait for calls.
+	ProbeListen string
+	// Listeners are used, and closed, in place of new ones: the zero value for a Dispatcher that gets all of its
+	// requests by Entrance.
+	Listeners *Listeners
+	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
+	// each. Default 10 s.
+	DrainTimeout time.Duration
+	// ShutdownDelay is how long calls are still accepted after the stop signal while the pod is not
+	// ready, so that a Service removes it first. Default 0.
+	ShutdownDelay time.Duration
+	// Extra serves the other paths of the admin listener.
+	Extra http.Handler
+	// AdminTLS, when set, makes the admin listener use TLS, and AdminGuard admits only authorized
+	// callers.
+	AdminTLS   *tls.Config
+	AdminGuard func(http.Handler) http.Handler
+}
 
 // Listeners are the open listeners of a process.
 type Listeners struct {

@@ -53,15 +53,17 @@ func (w lineWriter) Write(line []byte) (int, error) {
 
 // Calls are accepted over TLS, too: by HTTP/1.1 and HTTP/2.
 func TestCallsOverTLS(t *testing.T) {
-	if _, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}); err == nil {
+	if _, err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}}); err == nil {
 		t.Fatal("there is TLS without a certificate")
 	}
 	authority := httptest.NewUnstartedServer(nil) // For its certificate.
 	authority.StartTLS()
 	defer authority.Close()
 	d, err := New(Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
-		TLSListen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: authority.TLS.Certificates},
+		DataDir: t.TempDir(), ServerOptions: ServerOptions{
+			Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
+			TLSListen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: authority.TLS.Certificates},
+		},
 	})
 	if err != nil {
 		t.Fatal(err)

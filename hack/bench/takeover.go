@@ -472,7 +472,7 @@ func slotsRole(args []string) error {
 		return err
 	}
 	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
-		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
+		DataDir: args[0], ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "bench", Egress: policy,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}}
 	url, name, _ := strings.Cut(args[2], " ")

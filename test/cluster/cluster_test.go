@@ -112,8 +112,11 @@ func TestFromApplyToStatus(t *testing.T) {
 	}
 	var certificate kubeauth.Certificate
 	d, err := dispatcher.New(dispatcher.Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
-		AdminTLS: certificate.Config(), AdminGuard: kubeauth.New(client, log).Wrap,
+		DataDir: t.TempDir(), Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
+		ServerOptions: dispatcher.ServerOptions{
+			Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
+			AdminTLS: certificate.Config(), AdminGuard: kubeauth.New(client, log).Wrap,
+		},
 	})
 	if err != nil {
 		t.Fatal(err)

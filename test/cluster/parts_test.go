@@ -71,8 +71,11 @@ func TestLargeNamespace(t *testing.T) {
 		t.Helper()
 		var certificate kubeauth.Certificate
 		if d, err = dispatcher.New(dispatcher.Options{
-			DataDir: data, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
-			AdminTLS: certificate.Config(), AdminGuard: kubeauth.New(client, log).Wrap,
+			DataDir: data, Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
+			ServerOptions: dispatcher.ServerOptions{
+				Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
+				AdminTLS: certificate.Config(), AdminGuard: kubeauth.New(client, log).Wrap,
+			},
 		}); err != nil {
 			t.Fatal(err)
 		}

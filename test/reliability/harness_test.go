@@ -85,8 +85,8 @@ func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options
 		q.DuplicateWindow = 10 * time.Minute
 	}
 	return dispatcher.Options{
-		DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy,
-		DrainTimeout: 2 * time.Second, Queue: q, Logger: slog.New(slog.DiscardHandler),
+		DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: 2 * time.Second}, Pod: "p0", Egress: policy,
+		Queue: q, Logger: slog.New(slog.DiscardHandler),
 	}
 }
 

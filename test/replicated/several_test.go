@@ -53,7 +53,7 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 		t.Fatal(err)
 	}
 	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: name, Egress: policy, Logger: logger,
+		DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: name, Egress: policy, Logger: logger,
 	}}
 	if h.listeners, err = host.Listen(o); err != nil {
 		t.Fatal(err)

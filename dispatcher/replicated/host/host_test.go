@@ -170,8 +170,10 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 		WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }, PeerListen: "127.0.0.1:0",
 	}
 	o.Options = dispatcher.Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: name,
-		Egress: policy, Logger: slog.New(slog.DiscardHandler),
+		DataDir: t.TempDir(), Pod: name, Egress: policy, Logger: slog.New(slog.DiscardHandler),
+	}
+	o.ServerOptions = dispatcher.ServerOptions{
+		Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
 		// The path of a slot's API is authorized without the slot.
 		AdminGuard: func(next http.Handler) http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -1035,7 +1037,7 @@ func TestLeaveLimit(t *testing.T) {
 		{5 * time.Second, 35 * time.Second, 75 * time.Second},
 		{0, time.Second, 10 * time.Second},
 	} {
-		h := &host{o: Options{Options: dispatcher.Options{ShutdownDelay: c.delay, DrainTimeout: c.drain}}}
+		h := &host{o: Options{Options: dispatcher.Options{ServerOptions: dispatcher.ServerOptions{ShutdownDelay: c.delay, DrainTimeout: c.drain}}}}
 		if got := h.leaveLimit(); got != c.want {
 			t.Errorf("shutdown delay %v and drain timeout %v: got %v, want %v", c.delay, c.drain, got, c.want)
 		}

@@ -41,7 +41,7 @@ import (
 // runSlot runs a process with a log until the test ends. ended has its error.
 func runSlot(t *testing.T, dir string, open OpenSlot, change ...func(*Options)) (l *Listeners, ended <-chan error) {
 	t.Helper()
-	o := Options{Options: dispatcher.Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)}}
+	o := Options{Options: dispatcher.Options{DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Logger: slog.New(slog.DiscardHandler)}}
 	for _, f := range change {
 		f(&o)
 	}
@@ -319,7 +319,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	processes := newProcesses()
 	var guarded sync.Map // the names of the processes
 	start := func(name string) *Listeners {
-		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name, AdminGuard: func(next http.Handler) http.Handler {
+		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name, ServerOptions: dispatcher.ServerOptions{AdminGuard: func(next http.Handler) http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
 					http.Error(w, "forbidden", http.StatusForbidden)
@@ -328,7 +328,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 				guarded.Store(name+r.URL.Path, true)
 				next.ServeHTTP(w, r)
 			})
-		}}})
+		}}}})
 		return l
 	}
 	first := start("first")
@@ -489,7 +489,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 		t.Fatal(err)
 	}
 	owner := slowOwner{messages: &messages{}}
-	o := Options{Options: dispatcher.Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Egress: policy, DrainTimeout: time.Hour, Logger: slog.New(owner.messages)}}
+	o := Options{Options: dispatcher.Options{DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: time.Hour}, Egress: policy, Logger: slog.New(owner.messages)}}
 	for _, f := range change {
 		f(&o)
 	}
