@@ -12,12 +12,14 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
+	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
@@ -26,11 +28,11 @@ import (
 func newLog() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "log",
-		Short: "Repair a replicated log, or move a store to it",
+		Short: "Decide what a replicated log continues with",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
 	}
-	cmd.AddCommand(newAdopt(), newLogImport())
+	cmd.AddCommand(newAdopt())
 	return cmd
 }
 
@@ -42,10 +44,10 @@ func newAdopt() *cobra.Command {
 	var yes bool
 	cmd := &cobra.Command{
 		Use:   "adopt --log nats://HOST:PORT --log-name NAME [--log-installation ID] [--data DIR]",
-		Short: "Continue with a replicated log that was restored from a backup, or lost",
+		Short: "Continue with a replicated log that was restored or lost, or move a store to a new one",
 		Long: `A process is not ready when the log lacks records that it had: its streams were
 restored from a backup, deleted, or created again. This command decides what the
-slots continue with.
+slots continue with. It also begins a new log with the store of a dispatcher.
 
 Without --data: with the records of the streams. A slot whose stream has no record
 continues with the newest snapshot of its object store. A slot whose stream lacks
@@ -54,13 +56,21 @@ after the backup or the snapshot are delivered again; calls that were accepted a
 it are missing. Processes then remove files of a later time from their data
 directories.
 
-With --data: with the files in the data directory of a process. The process that
-delivered last has everything that was accepted. Its files replace the records of the
-stream. The process may still run while it is not ready, for example in the pod in
-which you run this command.
+With --data of a process with the log: with the files in its data directory. The process
+that delivered last has everything that was accepted. Its files replace the records of
+the stream. The process may still run while it is not ready, for example in the pod in
+which you run this command. With several slots, repeat the command with --slot and
+--data for slots whose newest files are in different processes.
 
-With several slots, repeat the command with --slot and --data for slots whose newest
-files are in different processes.`,
+With --data of a stopped dispatcher without a log: with its store. Waiting messages,
+retries, dead letters, ledgers, circuits, duplicate messageIds, the members of
+audiences, and DeletionRequests become the content of the slot (--slot, 0 by default).
+Nothing is lost, and nothing is delivered again, except for requests that were in
+flight at a kill -9. The log must be new: no process was started with this --log-name.
+Take a backup before (posthorn backup): the data directory then belongs to the log, and
+does not start without it. Of a release with several dispatchers, adopt the volume of
+pod 0, which has the audiences and DeletionRequests, and drain the others (posthorn
+drain).`,
 		Example: `  posthorn log adopt --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
   posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --data /var/lib/posthorn
   posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --log-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
@@ -94,12 +104,15 @@ files are in different processes.`,
 			}
 			defer client.Close()
 			a := adopter{client: client, out: cmd.OutOrStdout(), logger: logger, data: data, slots: log.slots}
+			if a.ownStore = data != "" && a.isOwnStore(); a.ownStore {
+				return a.adopt(cmd.Context(), max(only, 0), host.QueueFolder(data, 1, 0))
+			}
 			for slot := range log.slots {
 				if only >= 0 && slot != only {
 					continue
 				}
-				if err := a.adopt(cmd.Context(), slot); err != nil {
-					return fmt.Errorf("slot %d: %w", slot, err)
+				if err := a.adopt(cmd.Context(), slot, host.QueueFolder(data, log.slots, slot)); err != nil {
+					return err
 				}
 			}
 			return nil
@@ -109,7 +122,7 @@ files are in different processes.`,
 	f := cmd.Flags()
 	f.IntVar(&log.slots, "log-slots", 1, "number of slots of --log")
 	f.IntVar(&only, "slot", -1, "slot to adopt; -1: all")
-	f.StringVar(&data, "data", "", "data directory of the process whose files the slots continue with; empty: the streams")
+	f.StringVar(&data, "data", "", "data directory whose files the slots continue with; empty: the streams")
 	f.BoolVarP(&yes, "yes", "y", false, "do not ask for confirmation")
 	logging.Register(cmd)
 	return cmd
@@ -122,6 +135,8 @@ type adopter struct {
 	logger *slog.Logger
 	data   string // Empty for the streams.
 	slots  int
+	// ownStore is set for the store of a dispatcher that becomes one of several slots.
+	ownStore bool
 }
 
 const (
@@ -131,8 +146,24 @@ const (
 	adoptTries = 20
 )
 
-func (a adopter) adopt(ctx context.Context, slot int) error {
-	dir := host.QueueFolder(a.data, a.slots, slot)
+// isOwnStore reports whether the log has several slots and the data directory only the store of a dispatcher without a
+// log.
+func (a adopter) isOwnStore() bool {
+	for slot := range a.slots {
+		if exists(host.QueueFolder(a.data, a.slots, slot)) {
+			return false
+		}
+	}
+	return exists(host.QueueFolder(a.data, 1, 0))
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+// adopt adopts a slot, with the files in dir if the data directory is set.
+func (a adopter) adopt(ctx context.Context, slot int, dir string) error {
 	if a.data == "" {
 		temporary, err := os.MkdirTemp("", "posthorn-adopt-")
 		if err != nil {
@@ -141,24 +172,36 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		defer func() { _ = os.RemoveAll(temporary) }()
 		dir = filepath.Join(temporary, "queue")
 	} else if _, err := os.Stat(dir); err != nil {
-		return fmt.Errorf("the data directory has no files of the slot: %w", err)
+		return fmt.Errorf("slot %d: the data directory has no files of the slot: %w", slot, err)
 	}
 	var adopted slots.Adoption
-	var missing []slots.Batches
 	err := try(ctx, func() error {
+		directory, err := a.directory(ctx) // It is created before the slots.
+		if err != nil {
+			return err
+		}
 		remote, err := a.client.OpenAdopted(ctx, a.slots, slot)
 		if err != nil {
 			return err
 		}
 		s := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: dir, Store: pebblestore.Options{Logger: a.logger}}
-		adopted, err = s.Adopt(ctx, remote.Rename, a.data != "")
-		if errors.Is(err, slots.ErrIncomplete) && a.data == "" { // s.Dir is a temporary folder.
-			adopted, missing, err = a.pass(ctx, s, remote)
-		}
+		adopted, err = s.Adopt(ctx, remote.Rename, a.data != "", func(store *pebblestore.Store) error {
+			if err := assign(ctx, directory, store.Namespaces(), slot); err != nil {
+				return err
+			}
+			// The members first: the store names them.
+			if err := audience.StoreFiles(ctx, vfs.Default, filepath.Join(a.data, backup.MembersFolder), remote.Members); err != nil {
+				return fmt.Errorf("store the members of audiences: %w", err)
+			}
+			return nil
+		})
 		return err
 	})
 	if err != nil {
-		return err
+		return fmt.Errorf("slot %d: %w", slot, err)
+	}
+	for _, lost := range adopted.Lost {
+		fmt.Fprintf(a.out, "lost: %s\n", lost)
 	}
 	switch adopted.Content {
 	case slots.ContentNothing:
@@ -167,38 +210,45 @@ func (a adopter) adopt(ctx context.Context, slot int) error {
 		fmt.Fprintf(a.out, "slot %d continues with the records of the stream, up to batch %d\n", slot, adopted.Batch)
 	case slots.ContentSnapshot:
 		fmt.Fprintf(a.out, "slot %d continues with the newest snapshot, up to batch %d\n", slot, adopted.Batch)
+	case slots.ContentRest:
+		fmt.Fprintf(a.out, "slot %d continues with the newest snapshot and the records of the stream%s\n", slot, without(adopted.Missing))
+	case slots.ContentFiles:
+		fmt.Fprintf(a.out, "slot %d continues with the files in %s, up to batch %d\n", slot, dir, adopted.Batch)
+	case slots.ContentStore:
+		fmt.Fprintf(a.out, "slot %d has the messages, dead letters, ledgers and audiences of %s; start the processes with this log, and remove the directory when posthorn slots shows a ready standby\n", slot, a.data)
 	case slots.ContentOwner:
 		fmt.Fprintf(a.out, "slot %d has an owner, which has all messages, up to batch %d, and repairs the log by itself within 30 s; nothing was changed\n", slot, adopted.Batch)
-	case slots.ContentFiles:
-		if a.data == "" {
-			fmt.Fprintf(a.out, "slot %d continues with the newest snapshot and the records of the stream%s\n", slot, without(missing))
-			break
-		}
-		fmt.Fprintf(a.out, "slot %d continues with the files in %s, up to batch %d\n", slot, dir, adopted.Batch)
 	}
 	return nil
 }
 
-// pass makes a store of what the newest snapshot and a stream with gaps have, and continues with it.
-func (a adopter) pass(ctx context.Context, s slots.Slot, remote slots.Remote) (adopted slots.Adoption, missing []slots.Batches, err error) {
-	if err := os.RemoveAll(s.Dir); err != nil {
-		return adopted, nil, err
+// directory returns the directory that gets the namespaces of a store; nil if none does.
+func (a adopter) directory(ctx context.Context) (*slots.Directory, error) {
+	if !a.ownStore {
+		return nil, nil
 	}
-	if missing, err = s.Salvage(ctx); err != nil {
-		return adopted, missing, err
-	}
-	r, err := repair.Run(s.Dir, true, pebblestore.Verify)
+	assignments, err := a.client.OpenDirectory(ctx, a.slots)
 	if err != nil {
-		return adopted, missing, fmt.Errorf("repair the store without the missing batches: %w", err)
+		return nil, err
 	}
-	for _, lost := range r.Lost {
-		fmt.Fprintf(a.out, "lost: %s\n", lost)
+	return slots.OpenDirectory(ctx, assignments, a.slots, a.logger)
+}
+
+// assign assigns namespaces to a slot; directory is nil for a log with one.
+func assign(ctx context.Context, directory *slots.Directory, namespaces []string, slot int) error {
+	if directory == nil {
+		return nil
 	}
-	if err := pebblestore.Attach(s.Dir, s.Store); err != nil {
-		return adopted, missing, err
+	for _, namespace := range namespaces {
+		now, err := directory.Assign(ctx, namespace, slot)
+		if err != nil {
+			return err
+		}
+		if now != slot {
+			return fmt.Errorf("namespace %s is in slot %d; use --slot %d, and call the command again", namespace, now, now)
+		}
 	}
-	adopted, err = s.Adopt(ctx, remote.Rename, true)
-	return adopted, missing, err
+	return nil
 }
 
 // without names missing batches.

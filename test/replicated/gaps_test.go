@@ -197,11 +197,11 @@ func TestAdoptPassesAGap(t *testing.T) {
 	kept := send("behind", 400)
 	adopt := func() string {
 		t.Helper()
-		out, err := exec.Command(binary, "log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--yes").CombinedOutput()
+		out, err := s.adopt()
 		if err != nil {
 			t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
 		}
-		return string(out)
+		return out
 	}
 	if out := adopt(); !strings.Contains(out, "slot 0 has an owner, which has all messages") {
 		t.Errorf("adoption with an owner: got %q, want that nothing was changed", out)

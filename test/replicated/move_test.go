@@ -39,31 +39,20 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 	return p
 }
 
-// move runs posthorn log import, and returns its output.
-func (s *servers) move(verb, data string, flags ...string) (string, error) {
+// adopt runs posthorn log adopt, and returns its output.
+func (s *servers) adopt(flags ...string) (string, error) {
 	s.t.Helper()
-	out, err := exec.Command(binary, append([]string{"log", verb, "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--data", data}, flags...)...).CombinedOutput()
+	out, err := exec.Command(binary, append([]string{"log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--yes"}, flags...)...).CombinedOutput()
 	return string(out), err
 }
 
-// moved moves a store, and checks the output.
-func (s *servers) moved(want, verb, data string, flags ...string) {
+// move makes the store of a data directory the content of a slot, and checks the output.
+func (s *servers) move(data string, flags ...string) {
 	s.t.Helper()
-	if out, err := s.move(verb, data, flags...); err != nil || !strings.Contains(out, want) {
-		s.t.Fatalf("posthorn log %s: got error %v and\n%s\nwant %q", verb, err, out, want)
+	if out, err := s.adopt(append(flags, "--data", data)...); err != nil || !strings.Contains(out, "dead letters, ledgers and audiences of "+data) {
+		s.t.Fatalf("posthorn log adopt: got error %v and\n%s\nwant all of %s", err, out, data)
 	}
 }
-
-// notMoved checks the error of a store that cannot be moved.
-func (s *servers) notMoved(want, verb, data string, flags ...string) {
-	s.t.Helper()
-	if out, err := s.move(verb, data, flags...); err == nil || !strings.Contains(out, want) {
-		s.t.Errorf("posthorn log %s: got error %v and\n%s\nwant an error with %q", verb, err, out, want)
-	}
-}
-
-// allMoved is in the output of an import.
-const allMoved = "dead letters, ledgers and audiences"
 
 // wantLedger waits until the ledger of the owner is another one.
 func wantLedger(t *testing.T, what string, pods []*pod, want func(queue.Ledger) bool) (got queue.Ledger) {
@@ -119,16 +108,18 @@ func TestMoveToALog(t *testing.T) {
 	before := wantLedger(t, "with waiting messages", volume, func(l queue.Ledger) bool { return int(l.Pending) == len(waiting) })
 	volume[0].end(syscall.SIGKILL)
 
-	s.moved(allMoved, "import", data)
+	s.move(data)
 	second := filepath.Join(t.TempDir(), "data")
 	startVolume(t, manifests(r.URL), second).end(syscall.SIGTERM)
-	s.notMoved("posthorn drain", "import", second)
+	if out, err := s.adopt("--data", second); err == nil || !strings.Contains(out, "posthorn drain") {
+		t.Errorf("posthorn log adopt of a second store: got error %v and\n%s\nwant an error with posthorn drain", err, out)
+	}
 	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
 	wantLedger(t, "in the log, as before", pods, func(l queue.Ledger) bool { return l == before })
 	r.answer.Store(0)
 	checkDelivered(t, waiting, r)
 	if out := syncMembers(t, owner(t, pods), "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
-		t.Errorf("sync of an audience after the import: got %q, want 1 added and 1 removed member", out)
+		t.Errorf("sync of an audience after the move: got %q, want 1 added and 1 removed member", out)
 	}
 	all.setPods(pods)
 	send("log")
@@ -153,7 +144,7 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	stop()
 	volume.end(syscall.SIGTERM)
 	const slot = severalSlots - 1
-	s.moved(allMoved, "import", data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
+	s.move(data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
 
 	r.answer.Store(0)
 	configs := map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")}

@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -86,11 +85,11 @@ func waitNotReady(t *testing.T, pods []*pod, texts ...string) {
 	}
 }
 
-// adopt runs posthorn log adopt with the files of a process, which is not ready.
-func (s *servers) adopt(p *pod) {
+// adoptFiles runs posthorn log adopt with the files of a process, which is not ready.
+func (s *servers) adoptFiles(p *pod) {
 	s.t.Helper()
-	out, err := exec.Command(binary, "log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--data", p.data, "--yes").CombinedOutput()
-	if err != nil || !strings.Contains(string(out), "slot 0 continues with the files in "+p.data) {
+	out, err := s.adopt("--data", p.data)
+	if err != nil || !strings.Contains(out, "slot 0 continues with the files in "+p.data) {
 		s.t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
 	}
 }
@@ -127,7 +126,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	continues := func(before *pod, prefix string) {
 		t.Helper()
 		checkRefused(t, pods)
-		s.adopt(before)
+		s.adoptFiles(before)
 		ownerOfCopied(t, pods)
 		r.answer.Store(0)
 		send(prefix)

@@ -20,6 +20,9 @@ type Adoption struct {
 	Content Content
 	// Batch is the last batch of the slot.
 	Batch uint64
+	// Missing are the batches that no server has, and Lost names what was lost with them; of ContentRest.
+	Missing []Batches
+	Lost    []string
 }
 
 // Content is the origin of the messages of an adopted slot.
@@ -33,8 +36,12 @@ const (
 	ContentStream Content = "stream"
 	// ContentSnapshot: the newest snapshot of the object store; the stream has no records.
 	ContentSnapshot Content = "snapshot"
+	// ContentRest: the newest snapshot, and what the stream has of the records behind it.
+	ContentRest Content = "rest"
 	// ContentFiles: the files in Dir.
 	ContentFiles Content = "files"
+	// ContentStore: the store in Dir, which had a log of its own.
+	ContentStore Content = "store"
 	// ContentOwner: the store of the process that owns the slot. It repairs the log by itself.
 	ContentOwner Content = "owner"
 )
@@ -42,19 +49,25 @@ const (
 // ErrInUse reports that a process appends records to a stream.
 var ErrInUse = errors.New("a process uses the slot; stop all processes with this log")
 
-// Adopt makes the slot usable again after its stream was restored from a backup, or deleted. The slot
-// continues with the files in Dir when useFiles is set; otherwise with the records of the stream; if
-// there are none, with the newest snapshot, which is restored to Dir. The records that the stream has
-// are removed when useFiles is set.
+// ErrUsed reports that a slot has content of its own, which a store with a log of its own does not replace.
+var ErrUsed = errors.New("the slot has messages, or was used by a process; use another --log-name, or deliver the messages of the data directory with posthorn drain")
+
+// Adopt makes the slot usable again after its stream was restored from a backup, or deleted, or begins a new slot
+// with a store. The slot continues with the files in Dir when useFiles is set; otherwise with the records of the
+// stream, without the batches that it lacks behind the newest snapshot; if there are no records, with the newest
+// snapshot. These are written to Dir, which has nothing else.
+//
+// The files of a process replace the records of the stream. A store with a log of its own becomes the content of the
+// slot, with its messages, dead letters, ledgers and states, and does not open without it from then on. The slot must
+// not have been used; otherwise the error is ErrUsed. prepare is called with the store before it is changed.
 //
 // The stream then has another ID: processes whose files have records of its former content, which the
-// new one lacks, remove these files without an error.
+// new one lacks, remove these files without an error. rename is that of the Remote.
 //
 // Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has all that it has
 // acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than those of the owner is
-// ErrInUse. Without useFiles, a stream that lacks batches behind the newest snapshot is ErrIncomplete: Salvage passes
-// the gap.
-func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool) (a Adoption, err error) {
+// ErrInUse.
+func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool, prepare func(*pebblestore.Store) error) (a Adoption, err error) {
 	s.setStoreDefaults()
 	state, err := s.checkIdle(ctx)
 	if errors.Is(err, ErrInUse) {
@@ -63,33 +76,28 @@ func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replac
 	if err != nil {
 		return a, err
 	}
-	hasRecords := state.First <= state.Last
-	switch {
-	case useFiles:
-		a.Content = ContentFiles
-	case hasRecords:
-		a.Content = ContentStream
-		if err = s.checkComplete(ctx, state); err == nil {
-			a.Batch, err = s.lastBatch(ctx, state)
-		}
-	default:
-		a.Content = ContentSnapshot
-		r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir}
-		if a.Batch, err = r.restoreObject(ctx); errors.Is(err, errNoSnapshot) && state.Last == 0 {
-			return Adoption{Content: ContentNothing}, nil
-		}
-	}
-	if err != nil {
-		return a, err
-	}
 	former, err := readLocal(s.Store.FS, s.Dir)
 	if err != nil {
 		return a, err
 	}
+	switch {
+	case !useFiles:
+		a, err = s.readContent(ctx, state)
+	case former.Stream == "":
+		a.Content, err = ContentFiles, s.attach(ctx, state, prepare)
+	default:
+		a.Content = ContentFiles
+	}
+	if err != nil || a.Content == ContentNothing {
+		return a, err
+	}
 	if a.Content != ContentStream {
-		if a.Batch, err = s.anchor(ctx, state); err != nil {
+		if a.Batch, err = s.anchor(ctx, state, useFiles); err != nil {
 			return a, err
 		}
+	}
+	if useFiles && a.Batch == pebblestore.AttachedBatch {
+		a.Content = ContentStore
 	}
 	if err := rename(ctx, former.Stream); err != nil {
 		return a, fmt.Errorf("change the id of the stream: %w", err)
@@ -102,6 +110,41 @@ func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replac
 		return a, err
 	}
 	return a, nil
+}
+
+// attach makes a store with a log of its own one with which the slot can begin.
+func (s Slot) attach(ctx context.Context, state State, prepare func(*pebblestore.Store) error) error {
+	return pebblestore.Attach(s.Dir, s.Store, func(store *pebblestore.Store) error {
+		if state.Last > 0 {
+			return ErrUsed
+		}
+		if err := s.checkUnused(ctx); err != nil {
+			return fmt.Errorf("%w: %w", ErrUsed, err)
+		}
+		return prepare(store)
+	})
+}
+
+// readContent determines what the slot continues with without the files of a process, and writes it to Dir unless it
+// is the stream.
+func (s Slot) readContent(ctx context.Context, state State) (a Adoption, err error) {
+	if state.First > state.Last {
+		r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir}
+		if _, err = r.restoreObject(ctx); errors.Is(err, errNoSnapshot) && state.Last == 0 {
+			return Adoption{Content: ContentNothing}, nil
+		}
+		return Adoption{Content: ContentSnapshot}, err
+	}
+	if err = s.checkComplete(ctx, state); errors.Is(err, errIncomplete) {
+		a.Content = ContentRest
+		a.Missing, a.Lost, err = s.salvage(ctx)
+		return a, err
+	}
+	if err == nil {
+		a.Content = ContentStream
+		a.Batch, err = s.lastBatch(ctx, state)
+	}
+	return a, err
 }
 
 // adoptOwner is Adopt while a process owns the slot.
@@ -119,7 +162,7 @@ func (s Slot) adoptOwner(ctx context.Context, state State, useFiles bool) (a Ado
 			return a, errors.Join(err, ErrInUse)
 		}
 	}
-	return Adoption{ContentOwner, h.last}, nil
+	return Adoption{Content: ContentOwner, Batch: h.last}, nil
 }
 
 // checkIdle returns the state of the stream if no process appends records.
@@ -159,8 +202,8 @@ func (s Slot) lastBatch(ctx context.Context, state State) (uint64, error) {
 
 // anchor makes the files in Dir a part of the stream, and returns their last batch: the stream then has
 // one record, with the number and the session of that batch. A copy that lacks the batch cannot begin
-// with this record, so it is restored from a snapshot.
-func (s Slot) anchor(ctx context.Context, state State) (uint64, error) {
+// with this record, so it is restored from a snapshot. With useFiles, an attached store replaces no records.
+func (s Slot) anchor(ctx context.Context, state State, useFiles bool) (uint64, error) {
 	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
 	if err != nil {
 		return 0, err
@@ -174,6 +217,9 @@ func (s Slot) anchor(ctx context.Context, state State) (uint64, error) {
 	}
 	if _, h, err := findBatch(ctx, s.Log, state, last.Batch); err == nil && h.first <= last.Batch && h.session == last.Session {
 		return last.Batch, nil
+	}
+	if useFiles && last.Batch == pebblestore.AttachedBatch && state.Last > 0 {
+		return 0, ErrUsed
 	}
 	epoch, err := s.lastEpoch(ctx, state)
 	if err != nil {

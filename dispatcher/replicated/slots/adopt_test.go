@@ -45,11 +45,14 @@ func wantRefused(t *testing.T, what string, got, want error, texts ...string) {
 	}
 }
 
+// unprepared is for files of a process.
+func unprepared(*pebblestore.Store) error { return errors.New("the files have a log of their own") }
+
 func (s *snapshotSlot) adopt(t *testing.T, fs vfs.FS, useFiles bool, want slots.Content) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	a, err := s.slot(fs).Adopt(ctx, s.stream.Rename, useFiles)
+	a, err := s.slot(fs).Adopt(ctx, s.stream.Rename, useFiles, unprepared)
 	if err != nil {
 		t.Fatalf("adopt the slot: %v", err)
 	}
@@ -162,9 +165,27 @@ func TestAdoptIsRefused(t *testing.T) {
 	owner := s.open(t, vfs.NewMem())
 	owner.accept(t, 10)
 	owner.close(t, true)
-	_, err := s.slot(vfs.NewMem()).Adopt(t.Context(), s.stream.Rename, true)
-	if err == nil || !strings.Contains(err.Error(), "have no messages") {
-		t.Errorf("files without messages: got error %v, want a refusal", err)
+	fs := vfs.NewMem()
+	files, err := pebblestore.OpenReplica("data/queue", s.slot(fs).Store)
+	if err == nil {
+		err = files.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	process, err := fs.Create("data/queue.slot", vfs.WriteCategoryUnspecified)
+	if err == nil {
+		_, err = process.Write([]byte(`{"stream": "` + s.state(t).ID + `"}`))
+		err = errors.Join(err, process.Close())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for want, fs := range map[string]vfs.FS{"have no messages": fs, "does not exist": vfs.NewMem()} {
+		_, err := s.slot(fs).Adopt(t.Context(), s.stream.Rename, true, unprepared)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("files without messages: got error %v, want %q", err, want)
+		}
 	}
 	s.open(t, vfs.NewMem()).wantAccepted(t, 10)
 }

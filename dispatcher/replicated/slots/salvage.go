@@ -6,25 +6,26 @@ import (
 	"fmt"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
-// ErrIncomplete reports that a stream lacks batches behind the newest snapshot, or cannot be read.
-var ErrIncomplete = errors.New("the stream lacks records behind the newest snapshot")
+// errIncomplete reports that a stream lacks batches behind the newest snapshot, or cannot be read.
+var errIncomplete = errors.New("the stream lacks records behind the newest snapshot")
 
 // Batches are consecutive batches of a slot.
 type Batches struct{ First, Last uint64 }
 
-// checkComplete returns ErrIncomplete if a copy may not be able to follow the stream from the newest snapshot.
+// checkComplete returns errIncomplete if a copy may not be able to follow the stream from the newest snapshot.
 func (s Slot) checkComplete(ctx context.Context, state State) error {
 	if state.Missing > 0 {
-		return fmt.Errorf("%w: the server that leads it has lost %d", ErrIncomplete, state.Missing)
+		return fmt.Errorf("%w: the server that leads it has lost %d", errIncomplete, state.Missing)
 	}
 	batch := uint64(1)
 	sequence, err := newestSnapshot(ctx, s.Log)
 	if err == nil && sequence > 0 {
 		var m manifest
 		if m, _, err = readManifest(ctx, s.Log, s.Objects, sequence); errors.Is(err, errNoSnapshot) {
-			return fmt.Errorf("%w: %w", ErrIncomplete, err)
+			return fmt.Errorf("%w: %w", errIncomplete, err)
 		}
 		batch = m.Batch
 	}
@@ -35,38 +36,46 @@ func (s Slot) checkComplete(ctx context.Context, state State) error {
 	_, isDamaged := errors.AsType[*DamageError](err)
 	switch {
 	case isDamaged:
-		return fmt.Errorf("%w: %w", ErrIncomplete, err)
+		return fmt.Errorf("%w: %w", errIncomplete, err)
 	case err == nil && h.first > batch:
-		return fmt.Errorf("%w: it begins with batch %d, and the snapshot ends with batch %d", ErrIncomplete, h.first, batch)
+		return fmt.Errorf("%w: it begins with batch %d, and the snapshot ends with batch %d", errIncomplete, h.first, batch)
 	case errors.Is(err, ErrNoRecord): // The objects are newer than the stream.
 		return nil
 	}
 	return err
 }
 
-// Salvage writes to Dir, which must not exist, what the newest snapshot and the records of the stream have of the slot,
-// in spite of lost records, and returns the missing batches. The files are a store with a log of its own, which must be
-// repaired: later batches refer to missing ones. No process may use the slot.
-func (s Slot) Salvage(ctx context.Context) (missing []Batches, err error) {
-	s.setStoreDefaults()
+// salvage writes to Dir what the newest snapshot and the records of the stream have of the slot, in spite of lost
+// records. Later batches refer to missing ones, so it repairs the store, and returns what was lost.
+func (s Slot) salvage(ctx context.Context) (missing []Batches, lost []string, err error) {
+	if err := s.Store.FS.RemoveAll(s.Dir); err != nil { // Of an earlier call.
+		return nil, nil, err
+	}
 	r := &restorer{log: s.Log, objects: s.Objects, fs: s.Store.FS, dir: s.Dir, tried: map[uint64]bool{}}
 	if r.restore(ctx) != nil {
 		if _, err := r.restoreObject(ctx); err != nil && !errors.Is(err, errNoSnapshot) {
-			return nil, err
+			return nil, nil, err
 		}
 	}
 	copied, err := pebblestore.OpenReplica(s.Dir, s.Store)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	v := salvager{follower: follower{copy: copied, last: copied.Position().Batch}, skip: copied.Skip}
 	if err := v.read(ctx, s.Log); err != nil {
-		return nil, errors.Join(err, copied.Close())
+		return nil, nil, errors.Join(err, copied.Close())
 	}
 	if len(v.missing) > 0 && v.missing[0].First == 1 {
-		return nil, errors.Join(fmt.Errorf("%w, and the stream begins with batch %d", errNoSnapshot, v.missing[0].Last+1), copied.Close())
+		return nil, nil, errors.Join(fmt.Errorf("%w, and the stream begins with batch %d", errNoSnapshot, v.missing[0].Last+1), copied.Close())
 	}
-	return v.missing, copied.Detach()
+	if err := copied.Detach(); err != nil {
+		return v.missing, nil, err
+	}
+	repaired, err := repair.Run(s.Dir, true, pebblestore.Verify)
+	if err != nil {
+		return v.missing, nil, fmt.Errorf("repair the store without the missing batches: %w", err)
+	}
+	return v.missing, repaired.Lost, pebblestore.Attach(s.Dir, s.Store, func(*pebblestore.Store) error { return nil })
 }
 
 // salvager applies all batches that a stream has to a copy.

@@ -9,7 +9,6 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
 )
@@ -46,35 +45,22 @@ func TestSalvage(t *testing.T) {
 			owner.close(t, false)
 			c.lose(s, last)
 			slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: filepath.Join(t.TempDir(), "queue"), Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
-			_, err := slot.Adopt(t.Context(), s.stream.Rename, false)
-			wantRefused(t, "adoption without a salvage", err, slots.ErrIncomplete)
-
-			missing, err := slot.Salvage(t.Context())
+			a, err := slot.Adopt(t.Context(), s.stream.Rename, false, unprepared)
 			if c.lost == 0 {
-				wantRefused(t, "salvage without a snapshot", err, slots.ErrNoSnapshot, "the stream begins with batch")
+				wantRefused(t, "adoption without a snapshot", err, slots.ErrNoSnapshot, "the stream begins with batch")
 				return
 			}
-			if err != nil {
-				t.Fatal(err)
+			if err != nil || a.Content != slots.ContentRest {
+				t.Fatalf("adoption: got %+v and error %v, want the rest", a, err)
 			}
 			n := uint64(0)
-			for _, b := range missing {
+			for _, b := range a.Missing {
 				n += b.Last + 1 - b.First
 			}
 			if most := c.lost + last - first - 50; n == 0 || n > most {
-				t.Errorf("missing batches: got %v, want 1 to %d", missing, most)
+				t.Errorf("missing batches: got %v, want 1 to %d", a.Missing, most)
 			}
-			r, err := repair.Run(slot.Dir, true, pebblestore.Verify)
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Logf("%d batches are missing: %v", n, r.Lost)
-			if err := pebblestore.Attach(slot.Dir, slot.Store); err != nil {
-				t.Fatal(err)
-			}
-			if a, err := slot.Adopt(t.Context(), s.stream.Rename, true); err != nil || a.Content != slots.ContentFiles {
-				t.Fatalf("adopt the salvaged files: got %+v and error %v", a, err)
-			}
+			t.Logf("%d batches are missing: %v", n, a.Lost)
 			next := s.open(t, vfs.NewMem())
 			next.accept(t, 1)
 			ledger := next.store.SourceStats("shop/web").Ledger
@@ -98,7 +84,7 @@ func TestAdoptWithAnOwner(t *testing.T) {
 	if got := s.state(t).ID; got != id {
 		t.Errorf("id of the stream: got %s, want %s as before", got, id)
 	}
-	_, err := s.slot(vfs.NewMem()).Adopt(t.Context(), s.stream.Rename, true)
+	_, err := s.slot(vfs.NewMem()).Adopt(t.Context(), s.stream.Rename, true, unprepared)
 	wantRefused(t, "other files than those of the owner", err, slots.ErrInUse, "stop all processes")
 	owner.accept(t, 1)
 }
