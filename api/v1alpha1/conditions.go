@@ -227,7 +227,7 @@ const (
 	ReasonFilterFailed = "FilterFailed"
 )
 
-// Reasons of dead letters, in addition to those of Delivering after CircuitOpen.
+// Reasons of dead letters, in addition to the reasons of Delivering after CircuitOpen.
 const (
 	// ReasonEndpointRemoved: the endpoint was removed from the destination, or renamed,
 	// while the message was pending. Action: none if the removal was intended; under

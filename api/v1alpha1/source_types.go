@@ -25,8 +25,8 @@ type SourceSpec struct {
 	// +required
 	WriteKeys []WriteKey `json:"writeKeys"`
 
-	// Browser origins that may send calls (CORS), as scheme://host[:port]. The scheme may be
-	// that of an app or an extension (capacitor://localhost). https://*.shop.example stands for
+	// Browser origins that may send calls (CORS), as scheme://host[:port]. Apps and
+	// extensions have schemes of their own (capacitor://localhost). https://*.shop.example stands for
 	// all subdomains, null for pages without an origin, and * for every origin. A call from a
 	// page of another origin is answered 403; clients that send no origin are not affected.
 	// At most 64.

@@ -223,8 +223,8 @@ type SigningScheme struct {
 // such as GitHub's or Stripe's.
 type HMACFormat struct {
 	// Name of the header that carries the signature, such as X-Hub-Signature-256.
-	// Headers that Posthorn or HTTP itself sets are rejected, and those of the
-	// endpoints.
+	// Rejected: headers that Posthorn or HTTP itself sets, and headers in
+	// endpoints[].headers.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
