@@ -18,14 +18,11 @@ var ErrBackupRunning = errors.New("another backup of this dispatcher is in progr
 // Backup opens a backup of the dispatcher's data directory. The caller closes it. An empty token is
 // not sent.
 func (c *Client) Backup(ctx context.Context, token string) (io.ReadCloser, error) {
-	req, err := c.request(ctx, http.MethodPost, BackupPath, nil)
-	if err != nil {
-		return nil, err
-	}
+	header := http.Header{}
 	if token != "" {
-		req.Header.Set("Authorization", "Bearer "+token)
+		header.Set("Authorization", "Bearer "+token)
 	}
-	resp, err := c.send(req)
+	resp, err := c.send(ctx, http.MethodPost, BackupPath, nil, header)
 	if err != nil {
 		return nil, err
 	}

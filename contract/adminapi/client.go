@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"maps"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -75,11 +76,7 @@ func (c *Client) Report(ctx context.Context, cursor string) (_ *Report, err erro
 		return time.AfterFunc(c.ReportTimeout, func() { cancel(fmt.Errorf("%w: after %v", ErrReportTimeout, c.ReportTimeout)) }).Stop
 	}
 	stop := within()
-	req, err := c.request(ctx, http.MethodGet, "/report?"+url.Values{ReportCursor: {cursor}}.Encode(), nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := c.send(req)
+	resp, err := c.send(ctx, http.MethodGet, "/report?"+url.Values{ReportCursor: {cursor}}.Encode(), nil, nil)
 	stop()
 	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotModified {
 		return nil, ErrNotModified
@@ -134,13 +131,7 @@ func (c *Client) DeadLetters(ctx context.Context, destination string, limit int)
 
 // DeadLettersStored returns the number of a destination's stored dead letters.
 func (c *Client) DeadLettersStored(ctx context.Context, destination string) (int64, error) {
-	resp, err := c.Get(ctx, "/deadletters/count?"+url.Values{"destination": {destination}}.Encode(), "application/json")
-	if err != nil {
-		return 0, err
-	}
-	defer resp.Body.Close()
-	var n DeadLetterCount
-	err = json.NewDecoder(resp.Body).Decode(&n)
+	n, err := get[DeadLetterCount](ctx, c, "/deadletters/count?"+url.Values{"destination": {destination}}.Encode())
 	return n.Stored, err
 }
 
@@ -155,14 +146,9 @@ func (c *Client) DeadLetterWithBody(ctx context.Context, destination, key string
 	return c.deadLetter(ctx, BodiesPath, destination, key)
 }
 
-func (c *Client) deadLetter(ctx context.Context, prefix, destination, key string) (d DeadLetter, err error) {
+func (c *Client) deadLetter(ctx context.Context, prefix, destination, key string) (DeadLetter, error) {
 	query := url.Values{"destination": {destination}}
-	resp, err := c.Get(ctx, prefix+"/deadletters/"+url.PathEscape(key)+"?"+query.Encode(), "application/json")
-	if err != nil {
-		return d, err
-	}
-	defer resp.Body.Close()
-	return d, json.NewDecoder(resp.Body).Decode(&d)
+	return get[DeadLetter](ctx, c, prefix+"/deadletters/"+url.PathEscape(key)+"?"+query.Encode())
 }
 
 // Redeliver makes the selected dead letters pending again. It returns the last progress, and calls
@@ -182,11 +168,7 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 	if err != nil {
 		return p, err
 	}
-	req, err := c.request(ctx, http.MethodPost, "/deadletters/"+verb, bytes.NewReader(body))
-	if err != nil {
-		return p, err
-	}
-	resp, err := c.send(req)
+	resp, err := c.send(ctx, http.MethodPost, "/deadletters/"+verb, bytes.NewReader(body), nil)
 	if err != nil {
 		return p, err
 	}
@@ -196,18 +178,9 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 
 // Discard deletes the parked objects with a name, and returns them; with dryRun it only returns them. Only posthorn
 // run serves it.
-func (c *Client) Discard(ctx context.Context, namespace, name string, dryRun bool) (objects []string, err error) {
+func (c *Client) Discard(ctx context.Context, namespace, name string, dryRun bool) ([]string, error) {
 	query := url.Values{"namespace": {namespace}, "name": {name}, "dryRun": {strconv.FormatBool(dryRun)}}
-	req, err := c.request(ctx, http.MethodPost, "/discard?"+query.Encode(), nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := c.send(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	return objects, json.NewDecoder(resp.Body).Decode(&objects)
+	return decode[[]string](c.send(ctx, http.MethodPost, "/discard?"+query.Encode(), nil, nil))
 }
 
 // follow reads the response to a DeadLetterAction to its end. It returns the last
@@ -274,12 +247,21 @@ func (c *Client) Metrics(ctx context.Context) (string, error) {
 // Get requests a path, with its query, that has no method here, such as the resources of posthorn run. A response with
 // another status than 200 is a *StatusError. The caller closes the body.
 func (c *Client) Get(ctx context.Context, path, accept string) (*http.Response, error) {
-	req, err := c.request(ctx, http.MethodGet, path, nil)
+	return c.send(ctx, http.MethodGet, path, nil, http.Header{"Accept": {accept}})
+}
+
+// get returns the value in the response to a request of a path.
+func get[T any](ctx context.Context, c *Client, path string) (T, error) {
+	return decode[T](c.Get(ctx, path, "application/json"))
+}
+
+func decode[T any](resp *http.Response, err error) (value T, _ error) {
 	if err != nil {
-		return nil, err
+		return value, err
 	}
-	req.Header.Set("Accept", accept)
-	return c.send(req)
+	defer resp.Body.Close()
+	err = json.NewDecoder(resp.Body).Decode(&value)
+	return value, err
 }
 
 // StandbyHeader marks the answers of a standby of a replicated log to GET /healthz.
@@ -296,12 +278,13 @@ func (c *Client) IsStandby(ctx context.Context) bool {
 	return resp.Header.Get(StandbyHeader) != ""
 }
 
-func (c *Client) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
-	return http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+path, body)
-}
-
 // send returns a response with the status 200; any other becomes a *StatusError.
-func (c *Client) send(req *http.Request) (*http.Response, error) {
+func (c *Client) send(ctx context.Context, method, path string, body io.Reader, header http.Header) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+path, body)
+	if err != nil {
+		return nil, err
+	}
+	maps.Copy(req.Header, header)
 	client := c.HTTP
 	if client == nil {
 		client = http.DefaultClient

@@ -2,7 +2,6 @@ package adminapi
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"net/http"
 	"strconv"
@@ -57,31 +56,21 @@ type LogState struct {
 
 // Log returns the part of the process in a replicated log; nil if it has none.
 func (c *Client) Log(ctx context.Context) (*LogState, error) {
-	resp, err := c.Get(ctx, "/log", "application/json")
-	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	var s LogState
-	return &s, json.NewDecoder(resp.Body).Decode(&s)
+	return orNone(get[*LogState](ctx, c, "/log"))
 }
 
 // Slots returns the parts of a process with several slots in the log, sorted by slot; nil for a process
 // with one or none.
-func (c *Client) Slots(ctx context.Context) (states []LogState, err error) {
-	resp, err := c.Get(ctx, "/slots", "application/json")
+func (c *Client) Slots(ctx context.Context) ([]LogState, error) {
+	return orNone(get[[]LogState](ctx, c, "/slots"))
+}
+
+// orNone returns no error for the status 404.
+func orNone[T any](value T, err error) (T, error) {
 	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotFound {
-		return nil, nil
+		err = nil
 	}
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	err = json.NewDecoder(resp.Body).Decode(&states)
-	return states, err
+	return value, err
 }
 
 // SlotPath is the path of the admin API of a slot, on a process with several slots and on a standby. A process that

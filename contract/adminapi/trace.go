@@ -2,8 +2,6 @@ package adminapi
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
 	"net/url"
 	"time"
 
@@ -91,14 +89,5 @@ func (c *Client) trace(ctx context.Context, query url.Values, since time.Time) (
 	if !since.IsZero() {
 		query.Set("since", since.UTC().Format(time.RFC3339Nano))
 	}
-	resp, err := c.Get(ctx, "/trace?"+query.Encode(), "application/json")
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	var t MessageTrace
-	if err := json.NewDecoder(resp.Body).Decode(&t); err != nil {
-		return nil, fmt.Errorf("decode trace: %w", err)
-	}
-	return &t, nil
+	return get[*MessageTrace](ctx, c, "/trace?"+query.Encode())
 }
