@@ -79,10 +79,8 @@ type Control struct {
 	store   *store
 	configs []adminapi.ConfigReport
 
-	// started and ended are closed when Run begins to answer refreshes, and when it ends.
+	// started and ended are closed when Run begins to call calls, and when it ends.
 	started, ended chan struct{}
-	// refreshes are the requests to update the status now; Run closes each when it is done.
-	refreshes chan chan struct{}
 	// calls are functions that Run calls.
 	calls chan func()
 
@@ -121,7 +119,7 @@ var compilers = kinds.All.Compilers()
 func New(o Options) *Control {
 	c := &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
-		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}), calls: make(chan func()),
+		started: make(chan struct{}), ended: make(chan struct{}), calls: make(chan func()),
 		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, compiled: map[string]inputs{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
 		due: map[string]time.Time{},
 	}
@@ -181,9 +179,6 @@ func (c *Control) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case done := <-c.refreshes:
-			c.observe("") // A full report has the present numbers; changes of numbers may be 2 s old.
-			close(done)
 		case call := <-c.calls:
 			call()
 		case <-events:
@@ -496,20 +491,8 @@ func (c *Control) logProblems(problems, parked, ignored []manifest.Problem) {
 func (c *Control) refresh(ctx context.Context) {
 	select {
 	case <-c.started:
+		_ = c.inRun(ctx, func() { c.observe("") }) // A full report has the present numbers; changes of numbers may be 2 s old.
 	default:
-		return
-	}
-	done := make(chan struct{})
-	select {
-	case c.refreshes <- done:
-	case <-c.ended:
-		return
-	case <-ctx.Done():
-		return
-	}
-	select {
-	case <-done:
-	case <-ctx.Done():
 	}
 }
 
