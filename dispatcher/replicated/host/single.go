@@ -96,9 +96,8 @@ func newSingle(o Options) *single {
 	return s
 }
 
-// standby makes this process a standby.
+// standby makes a standby that responds while the gate is closed.
 func (s *single) standby() *standby {
-	s.o.lacking.restart()
 	b := newStandby(s.o)
 	s.present.Store(&presentStandby{b, b.handler(b.call()), b.admin(s.o)})
 	return b
@@ -106,10 +105,15 @@ func (s *single) standby() *standby {
 
 // run follows the slot, and owns it when it can, until ctx is done.
 func (s *single) run(ctx context.Context, open OpenSlot, run func(context.Context, *dispatcher.Dispatcher) error) error {
-	for b := s.present.Load().standby; ; b = s.standby() {
+	for b := s.present.Load().standby; ; {
+		s.o.lacking.restart()
 		t, d := b.own(ctx, s.o, open)
 		if t == nil {
 			return nil
+		}
+		b = s.standby() // It is not ready, and knows no owner, until it follows the log after this ownership.
+		if s.o.forwarder != nil {
+			s.o.forwarder.SetOwner(nil)
 		}
 		s.ownership.Store(t)
 		err := t.run(ctx, d, func(ctx context.Context, d *dispatcher.Dispatcher) error {
