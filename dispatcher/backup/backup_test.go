@@ -240,7 +240,7 @@ func TestEndsEarly(t *testing.T) {
 	}
 }
 
-// The state of the manifests is that of the time of the checkpoint.
+// The state of the manifests is as old as the checkpoint.
 func TestStateChangesMeanwhile(t *testing.T) {
 	o := newData(t)
 	checkpoint, tries := o.Checkpoint, 0
@@ -337,7 +337,7 @@ func TestUnlistedFile(t *testing.T) {
 	}
 }
 
-// Without hard links, a file gets its name, and never that of another file.
+// Without hard links, a file gets its name, and never the name of another file.
 func TestPublishWithoutLinks(t *testing.T) {
 	for _, unsupported := range []error{syscall.EPERM, syscall.ENOTSUP, syscall.EOPNOTSUPP, syscall.ENOSYS} {
 		dir := t.TempDir()
@@ -401,7 +401,7 @@ func TestToken(t *testing.T) {
 	}
 }
 
-// The partial copy of a killed process is removed, and that of a running backup, or a folder with another
+// The partial copy of a killed process is removed; the copy of a running backup, or a folder with another
 // name, is kept.
 func TestPartialCopies(t *testing.T) {
 	dir := t.TempDir()

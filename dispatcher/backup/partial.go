@@ -67,7 +67,7 @@ func lockFolder(path string) (*os.File, error) {
 }
 
 // RemovePartial removes the partial copies that killed backups left beside a target, and returns their
-// paths. It keeps those of running backups, and all on a file system without locks.
+// paths. It keeps the copies of running backups, and all on a file system without locks.
 func RemovePartial(target string) (removed []string, err error) {
 	all, err := os.ReadDir(filepath.Dir(target))
 	if err != nil {

@@ -52,7 +52,7 @@ const (
 	kinds
 )
 
-// Lanes lists the connected objects: the report of a Source and those of its destinations count the
+// Lanes lists the connected objects: the reports of a Source and of its destinations count the
 // same messages. Keys are "namespace/name".
 type Lanes interface {
 	DestinationsOf(source string) []string
@@ -68,7 +68,7 @@ type Pod struct {
 }
 
 // Log has the sequence numbers of all changes of one process. Make it with New. Its methods may be
-// called concurrently; those of a nil Log do nothing.
+// called concurrently; on a nil Log they do nothing.
 type Log struct {
 	// epoch identifies the process: sequence numbers of different processes cannot be compared.
 	epoch string
@@ -82,7 +82,7 @@ type Log struct {
 	later   map[*Object]time.Time
 	laterAt time.Time
 
-	// mu guards the following fields, and those of namespaces and objects. It is acquired before
+	// mu guards the following fields, and the fields of namespaces and objects. It is acquired before
 	// the locks of Lanes.
 	mu         sync.Mutex
 	seq        uint64
@@ -114,8 +114,8 @@ type namespace struct {
 	revision string
 	refused  adminapi.RefusedConfig
 	objects  [kinds]map[string]*Object
-	// since is the sequence number from which on the removed objects are known. It is that of the
-	// namespace's creation or of the last call of forgetRemoved.
+	// since is the sequence number from which on the removed objects are known. It dates from the
+	// namespace's creation or the last call of forgetRemoved.
 	since uint64
 	// live and removed count the objects.
 	live, removed int
@@ -149,7 +149,7 @@ type version struct {
 const (
 	flagNumbers uint32 = 1 << iota
 	flagTransition
-	// flagAppended marks the numbers of a Source, and those of its destinations.
+	// flagAppended marks the numbers of a Source and of its destinations.
 	flagAppended
 )
 
@@ -453,7 +453,7 @@ func (l *Log) publishMarked(now time.Time) (more bool) {
 	return more
 }
 
-// markConnected marks the objects whose numbers change with those of a published object.
+// markConnected marks the objects whose numbers change with the numbers of a published object.
 func (l *Log) markConnected(o *Object, flags uint32) (marked bool) {
 	lanes := l.lanes()
 	if lanes == nil {
@@ -479,7 +479,7 @@ func (l *Log) markConnected(o *Object, flags uint32) (marked bool) {
 
 // Changes are the parts of a report that changed since a cursor.
 type Changes struct {
-	// Cursor is that of the report.
+	// Cursor is the report's cursor.
 	Cursor string
 	// Full is true if the cursor is unknown or too old, so that the report must be full.
 	Full bool

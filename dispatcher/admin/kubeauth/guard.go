@@ -220,7 +220,7 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 }
 
 // audiences are the audiences to review a token for: Posthorn's if the token claims it, otherwise
-// those of the API server (nil), which monitoring uses. The claim is not trusted; the API server
+// the API server's (nil), which monitoring uses. The claim is not trusted; the API server
 // verifies it.
 func audiences(token string) []string {
 	parts := strings.Split(token, ".")
