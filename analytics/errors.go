@@ -7,8 +7,8 @@ import (
 	"strconv"
 )
 
-// FieldError is a call with a missing or invalid field. It was not queued. The text is that of the
-// vendor's library.
+// FieldError is a call with a missing or invalid field. It was not queued. The vendor's library has the
+// same text.
 type FieldError struct {
 	// Field is the field's name on the wire: "event", "userId", ...
 	Field string

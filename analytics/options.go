@@ -91,8 +91,8 @@ type Backoff interface {
 }
 
 // Backo is the backoff of all clients: 100 ms after the first attempt, doubled after each further
-// one, up to 10 s. Set it before the first call. Its name and type are those of the vendor's
-// library.
+// one, up to 10 s. Set it before the first call. The vendor's library has the same name and
+// type.
 var Backo Backoff = exponential{}
 
 type exponential struct{}

@@ -59,7 +59,7 @@ type Request struct {
 	Body []byte
 	// Batch has the calls as they were sent.
 	Batch []json.RawMessage
-	// Context, MessageID and SentAt are those of the batch.
+	// The fields of the batch.
 	Context   map[string]any
 	MessageID string
 	SentAt    string

@@ -26,7 +26,7 @@ import (
 	"time"
 )
 
-// Limits of calls. Sizes are those of the sent JSON text, without any content encoding.
+// Limits of calls. Sizes are of the sent JSON text, without any content encoding.
 const (
 	// MaxCallBytes is the size of one call. The size of a call in a batch includes the
 	// batch's context and integrations, because they are merged into it.

@@ -23,7 +23,7 @@ func TestIDsAreInjective(t *testing.T) {
 			t.Errorf("key %s of %s: decoded to %q with error %v, want %q", key, text, decoded, err, id)
 		}
 		if other, ok := keys[key]; ok {
-			t.Errorf("key %s: is that of %s and of %s", key, text, other)
+			t.Errorf("key %s: got it for %s and for %s", key, text, other)
 		}
 		keys[key] = text
 		out, err := json.Marshal(id)

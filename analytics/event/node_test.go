@@ -69,7 +69,7 @@ require('readline').createInterface({ input: process.stdin, crlfDelay: Infinity 
 `
 
 // TestFixedPointInNode compares the results of Canonical, FixedPoint and Parse for generated
-// JSON with those of a JavaScript engine.
+// JSON with a JavaScript engine.
 func TestFixedPointInNode(t *testing.T) {
 	node, err := exec.LookPath("node")
 	if err != nil {

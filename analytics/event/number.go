@@ -10,8 +10,8 @@ import (
 
 const (
 	// safeDigits is a number of significant digits with which a decimal does not change when it is
-	// converted to a double and back, so its JavaScript form needs no double. The range is that of
-	// the doubles with full precision.
+	// converted to a double and back, so its JavaScript form needs no double. From
+	// minSafePoint to maxSafePoint, doubles have full precision.
 	safeDigits   = 15
 	minSafePoint = -306
 	maxSafePoint = 308

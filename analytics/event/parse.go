@@ -143,7 +143,7 @@ type placed struct {
 //     numbers become strings. null and "" count as missing, and are kept. A call with an id that is not
 //     UTF-8 is rejected: the ids of two users would become equal.
 //   - messageId is assigned if it is missing.
-//   - context and integrations of a batch are merged into those of the call,
+//   - context and integrations of a batch are merged into the call's,
 //     member by member, not deeper; the call's own members take precedence. An empty
 //     array, which some languages write for an empty object, becomes {} in
 //     context, integrations, traits and properties.
@@ -750,7 +750,7 @@ func (s *scanner) decode(value []byte) span {
 	return span{from, len(s.texts)}
 }
 
-// merge returns the members of both objects; those of own take precedence. Either may be nil, own
+// merge returns the members of both objects; own takes precedence. Either may be nil, own
 // also null. The result may be after the scanned output.
 func (s *scanner) merge(common, own []byte) []byte {
 	if common == nil {

@@ -119,7 +119,7 @@ func readTime(v []byte) instant {
 	return t
 }
 
-// epoch reads a number of seconds, milliseconds, microseconds or nanoseconds since 1970. Its size is that of the
+// epoch reads a number of seconds, milliseconds, microseconds or nanoseconds since 1970. Its size determines the
 // unit: each unit counts until the year 5138 in numbers that are too small for 1973 in the next one.
 func epoch(number string) (ms int64, ok bool) {
 	f, err := strconv.ParseFloat(number, 64)

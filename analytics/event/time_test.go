@@ -236,7 +236,7 @@ func TestDefects(t *testing.T) {
 	}
 	at, unread := EventTime([]byte(`"Tue\u002c 10 Nov 2009 23:00:00 GMT"`), nil)
 	if at.UnixMilli() != 1257894000000 || unread != 0 {
-		t.Errorf("own time: got %v with %05b unread, want that of 2009 and none", at, unread)
+		t.Errorf("own time: got %v with %05b unread, want a time in 2009 and none", at, unread)
 	}
 	if at, unread = EventTime([]byte(`"x"`), nil); !at.IsZero() || unread != DefectTimestamp {
 		t.Errorf("own time that is unreadable: got %v with %05b unread, want none and timestamp", at, unread)
