@@ -44,7 +44,7 @@ type counters struct {
 	commits, commitMessages, commitSeconds, syncs, syncSecond float64
 }
 
-// counters reads the counters of the kernel and those of the dispatcher's metrics.
+// counters reads the counters of the kernel and of the dispatcher's metrics.
 func (p *dispatcherProcess) counters() (c counters, err error) {
 	proc := fmt.Sprintf("/proc/%d/", p.cmd.Process.Pid)
 	number := func(text, name string) float64 {
@@ -103,7 +103,7 @@ type load struct {
 	batch, clients int
 	perSecond      float64 // 0: as fast as they are accepted
 	longNumbers    bool    // true if each message has a long number
-	log            string  // "URL NAME" of a replicated log; empty for that of the store
+	log            string  // "URL NAME" of a replicated log; empty for the store's own
 	forwarded      bool    // true if the calls go to the standby
 	standby        bool    // true if a second process follows the log
 	ahead          int64   // calls of each Source that may be pending; default 8,000

@@ -23,7 +23,7 @@ var (
 	rounds  = flag.Int("rounds", 3, "number of measurements of each row; the median is printed")
 	only    = flag.String("only", "", "run only the rows whose name contains this")
 	parked  = flag.Int("parked", 1_000_000, "pending messages for the memory and restart rows")
-	profile = flag.String("profile", "", "write the dispatcher's profiles of the last measurement to this directory: cpu, allocs and mutex; those of a standby to its folder standby")
+	profile = flag.String("profile", "", "write the dispatcher's profiles of the last measurement to this directory: cpu, allocs and mutex; a standby's to its folder standby")
 	binary  = flag.String("binary", "", "posthorn binary of the burst row; built from this tree when empty")
 	limit   = flag.String("memory", "", "its --memory; the default when empty")
 	asJSON  = flag.Bool("json", false, "print one JSON object per row instead of the table")

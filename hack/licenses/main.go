@@ -31,7 +31,7 @@ const (
 	leastCoverage = 75
 )
 
-// architectures are those of the image.
+// architectures are the image's.
 var architectures = []string{"amd64", "arm64", "ppc64le", "riscv64"}
 
 // accepted are the licences that permit a distribution as a part of the binary with their texts.
@@ -128,7 +128,7 @@ var licenceFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|notice|copyright)
 // GOEXPERIMENT=boringcrypto.
 var notLinked = []string{"src/crypto/internal/boring/LICENSE"}
 
-// source matches files whose names look like those of licences.
+// source matches source files whose names look like licences.
 var source = regexp.MustCompile(`\.(go|json|yaml|sh|tmpl)$`)
 
 // collect reads the licence files of a package's folder and of the folders above it, up to the
