@@ -499,7 +499,7 @@ func specs(t *testing.T) map[string]apiextensionsv1.JSONSchemaProps {
 	return found
 }
 
-// walk visits a schema and all schemas in it. The path of a list's items is that of the list.
+// walk visits a schema and all schemas in it. The items of a list have its path.
 func walk(s apiextensionsv1.JSONSchemaProps, path string, visit func(string, apiextensionsv1.JSONSchemaProps)) {
 	visit(path, s)
 	names := make([]string, 0, len(s.Properties))

@@ -284,7 +284,7 @@ func TestFromApplyToStatus(t *testing.T) {
 }
 
 // rotation returns the commands of docs/source.md that rotate a write key, one step each.
-// The page's Secret web-key replaces that of the test.
+// The page's Secret web-key replaces the test's.
 func rotation(t *testing.T, server *env.Env) (steps []func()) {
 	t.Helper()
 	need.Program(t, "openssl")

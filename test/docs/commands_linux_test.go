@@ -80,7 +80,7 @@ seq 3 | sed 's/.*/{"userId": "u&"}/' > members.ndjson
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 `
 
-// running starts Posthorn with the demo's manifests and those of the page.
+// running starts Posthorn with the manifests of the demo and of the page.
 const running = `
 posthorn sink --secret demo-shared-secret > sink.log &
 posthorn sink --listen 127.0.0.1:9001 --secret demo-shared-secret > warehouse.log &
@@ -175,7 +175,7 @@ func runBlock(t *testing.T, b Block) string {
 	return out.String()
 }
 
-// writeManifests writes the manifests of a page to a directory, and those of the demo for
+// writeManifests writes the manifests of a page to a directory, and the demo's manifests for
 // other objects.
 func writeManifests(top, page, dir string) error {
 	all, err := Blocks(top, page)

@@ -144,7 +144,7 @@ func TestFieldsAreDocumented(t *testing.T) {
 	}
 }
 
-// The documentation has every reason of a condition, docs/troubleshooting.md those of
+// The documentation has every reason of a condition, docs/troubleshooting.md every reason of
 // failures, and the tables of conditions have no other reasons.
 func TestReasonsAreDocumented(t *testing.T) {
 	reasons, failures, inFailures := map[string]bool{}, map[string]bool{}, false
@@ -180,7 +180,7 @@ func TestReasonsAreDocumented(t *testing.T) {
 	differ(t, "the documentation", named, reasons)
 }
 
-// audienceCodes returns the error codes of syncs: those that the package writes itself, and those of
+// audienceCodes returns the error codes of syncs: those that the package writes itself, and the codes of
 // package admission that it, or the authentication, uses by name.
 func audienceCodes(t *testing.T) map[string]bool {
 	t.Helper()

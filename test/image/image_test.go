@@ -104,7 +104,7 @@ func TestImage(t *testing.T) {
 			if config.Architecture != arch || config.OS != "linux" {
 				t.Errorf("platform: got %s/%s, want linux/%s", config.OS, config.Architecture, arch)
 			}
-			// The config equals that of the Dockerfile.
+			// The config equals the Dockerfile's.
 			entrypoint, _ := json.Marshal(config.Config.Entrypoint)
 			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint), "ENV " + strings.Join(config.Config.Env, " ")} {
 				if !strings.Contains(string(dockerfile), "\n"+line+"\n") {

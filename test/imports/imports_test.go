@@ -44,11 +44,11 @@ var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runti
 // only has the packages of other modules that one package alone may import.
 var only = map[string]string{"github.com/nats-io/": "dispatcher/replicated/slots/jetstream"}
 
-// users has the packages that may import the packages of a folder, beside those of the folder itself.
+// users has the packages that may import the packages of a folder, beside the folder's own.
 var users = map[string][]string{"dispatcher/replicated": {"cmd/posthorn", "hack/bench", "test/"}}
 
 // linked has packages with the packages of this module that they may link, directly or not, and
-// with those of other modules that they must not link.
+// with packages of other modules that they must not link.
 var linked = []struct {
 	pkg      string
 	own      []string

@@ -43,7 +43,7 @@ func Compile(dir, pkg, binary string, flags ...string) error {
 	}
 	args := append([]string{"build", "-C", dir, "-trimpath", "-ldflags", "-s -w", "-o", binary}, flags...)
 	cmd := exec.Command("go", append(args, pkg)...)
-	// The flags are those of the module, not those of the caller, which can be in another one.
+	// The module's flags, not the flags of the caller, which can be in another one.
 	workspace, err := filepath.Abs(filepath.Join(dir, "go.work"))
 	if err != nil {
 		return err

@@ -106,7 +106,7 @@ func TestDrain(t *testing.T) {
 	p.expectDrain(0, 0)
 	expectOnce(t, r, 250)
 
-	// The ledger of the folder is that of an ordinary data directory: checkLedgers reads it at the end.
+	// The folder has the ledger of an ordinary data directory: checkLedgers reads it at the end.
 	p.run()
 	delivered, filtered, dead, discarded := p.ledger("crm")
 	check.Equal(t, "ledger: delivered, filtered, dead-lettered, discarded", [4]int64{delivered, filtered, dead, discarded}, [4]int64{250, 0, 0, 0})
@@ -166,7 +166,7 @@ func TestDrainEndsEarly(t *testing.T) {
 				repeated += n - 1
 			}
 			check.Equal(t, "distinct messages", len(count), 200)
-			// Acknowledgements are not synced one by one, so a kill may repeat those of the last moment.
+			// Acknowledgements are not synced one by one, so a kill may repeat the last deliveries.
 			if limit := map[os.Signal]int{syscall.SIGKILL: 100}[signal]; repeated > limit {
 				t.Errorf("repeated deliveries: got %d, want at most %d", repeated, limit)
 			}

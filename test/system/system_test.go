@@ -685,8 +685,8 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	p.arrive(r, 2)
 	p.ledger("crm")
 	check.Same(t, "deliveries by messageId", r.count(), map[string]int{"kept": 1, "after": 1})
-	// Discarded messages remain in the ledgers: always in that of the Source, and in that of
-	// the destination if it was created again before its ledger was removed.
+	// Discarded messages remain in the ledgers: always in the Source's, and in the
+	// destination's if it was created again before its ledger was removed.
 	ledgers := func(destination queue.Ledger, sources ...queue.Ledger) {
 		t.Helper()
 		p.eventually("discarded messages in the ledgers", func() error {

@@ -78,7 +78,7 @@ type Call struct {
 	// Source is the namespace and the name of the Source.
 	Source   string    `json:"source,omitempty"`
 	Messages []Message `json:"messages"`
-	// Status is that of the answer, 200 only if it acknowledges all messages, and 0 without an answer.
+	// Status is the status of the answer, 200 only if it acknowledges all messages, and 0 without an answer.
 	Status int `json:"status"`
 	// Valid is true if the messages and the write key are valid and the Source is in effect, so that 4xx is wrong.
 	Valid bool `json:"valid,omitempty"`
@@ -252,7 +252,7 @@ func (j *Journal) Close() error {
 type History struct {
 	plan                                                       Plan
 	calls, receipts, objects, faults, ledgers, letters, probes []*Line
-	// flaws are why the journals of a role prove nothing that is missing, and clocks those of all journals.
+	// flaws are why the journals of a role prove nothing that is missing, and clocks the flaws of all journals.
 	flaws  map[Role]string
 	clocks map[string]bool
 	// end is the time of the last end of a journal.

@@ -102,7 +102,7 @@ func good() *story {
 	s.add(Faults, 2050, Line{Fault: &Fault{ID: 1, Name: "kill -9", Process: "p", Repeats: Unrecorded}})
 	s.add(Faults, 2500, Line{Fault: &Fault{ID: 1, End: true}})
 	s.track(2400, crmA, "m2")
-	// The receiver of shop fails, and its message waits. Those of news do not.
+	// The receiver of shop fails, and its message waits. The messages of news do not.
 	s.add(Faults, 4000, Line{Fault: &Fault{ID: 2, Name: "failing receiver", Namespace: "shop"}})
 	s.call(4010, Calls, "shop/web", track("m3", crm))
 	s.call(4010, Calls, "news/web", track("n1", news))
