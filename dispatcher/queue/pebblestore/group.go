@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math/bits"
 	"slices"
 	"sync"
 	"time"
@@ -48,7 +47,7 @@ type group struct {
 
 // bitBlock holds the bits of blockBits messages.
 type bitBlock struct {
-	bits  [codec.BlockBits / 64]uint64
+	codec.Block
 	dirty bool
 }
 
@@ -72,11 +71,7 @@ func (g *group) put(b *pebble.Batch) {
 		if !k.dirty {
 			continue
 		}
-		v := make([]byte, 0, codec.BlockBits/8)
-		for _, w := range k.bits {
-			v = binary.BigEndian.AppendUint64(v, w)
-		}
-		_ = b.Set(codec.Key(codec.PrefixBits, g.number, n), v, nil)
+		_ = b.Set(codec.Key(codec.PrefixBits, g.number, n), k.Encode(), nil)
 		k.dirty = false
 	}
 }
@@ -105,17 +100,12 @@ func (s *Store) block(g *group, n uint64) (*bitBlock, error) {
 		}
 	}
 	k := new(bitBlock)
-	v, err := s.get(codec.Key(codec.PrefixBits, g.number, n))
-	switch {
-	case errors.Is(err, pebble.ErrNotFound):
-	case err != nil:
-		return nil, s.explain(err)
-	case len(v) != codec.BlockBits/8:
-		return nil, s.corruptf("the bits of group %v: %w", g.id, codec.ErrMalformed)
-	default:
-		for i := range k.bits {
-			k.bits[i] = binary.BigEndian.Uint64(v[8*i:])
+	if v, err := s.get(codec.Key(codec.PrefixBits, g.number, n)); err == nil {
+		if err := k.Decode(v); err != nil {
+			return nil, s.corruptf("the bits of group %v: %w", g.id, err)
 		}
+	} else if !errors.Is(err, pebble.ErrNotFound) {
+		return nil, s.explain(err)
 	}
 	g.blocks[n] = k
 	return k, nil
@@ -130,7 +120,7 @@ func (s *Store) isFinal(g *group, seq uint64) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	return k.bits[seq%codec.BlockBits/64]&(1<<(seq%64)) != 0, nil
+	return k.IsFinal(seq), nil
 }
 
 // markFinal marks a message as final; first is false when it was final before.
@@ -139,14 +129,10 @@ func (s *Store) markFinal(g *group, seq uint64) (first bool, err error) {
 		return true, nil
 	}
 	k, err := s.block(g, seq/codec.BlockBits)
-	if err != nil {
+	if err != nil || k.IsFinal(seq) {
 		return false, err
 	}
-	w, bit := &k.bits[seq%codec.BlockBits/64], uint64(1)<<(seq%64)
-	if *w&bit != 0 {
-		return false, nil
-	}
-	*w |= bit
+	k.MarkFinal(seq)
 	k.dirty = true
 	return true, nil
 }
@@ -166,15 +152,11 @@ func (s *Store) nextNotFinal(g *group, seq, limit uint64) (uint64, error) {
 		if err != nil {
 			return 0, err
 		}
-		if w := ^k.bits[seq%codec.BlockBits/64] >> (seq % 64); w != 0 {
-			n := uint64(bits.TrailingZeros64(w))
-			if to := g.Gaps.After(seq + n); to == seq+n {
-				return to, nil
-			}
-			seq += n
-			continue
+		next, found := k.NextNotFinal(seq)
+		if found && g.Gaps.After(next) == next {
+			return next, nil
 		}
-		seq = seq - seq%64 + 64
+		seq = next
 	}
 	return seq, nil
 }
@@ -209,7 +191,7 @@ func (g *group) limit() uint64 {
 }
 
 func (g *group) ledger() queue.Ledger {
-	accepted := g.limit() - g.Start - g.Passed + g.Extra
+	accepted := g.Accepted(g.limit())
 	return queue.Ledger{
 		Accepted: int64(accepted), Delivered: int64(g.Delivered), Filtered: int64(g.Filtered), DeadLettered: int64(g.Buried),
 		Discarded: int64(g.Discarded), Pending: int64(accepted - g.Settled()),

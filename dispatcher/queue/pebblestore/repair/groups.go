@@ -3,6 +3,7 @@ package repair
 import (
 	"encoding/binary"
 	"errors"
+	"maps"
 	"slices"
 
 	"github.com/cockroachdb/pebble/v2"
@@ -55,14 +56,34 @@ func (w *rebuilder) repairGroups() error {
 }
 
 func (w *rebuilder) repairGroup(g *group) error {
+	if err := w.readGroup(g); err != nil {
+		return err
+	}
+	limit := min(w.heads[g.log].seq, g.last())
+	g.Start = min(g.Start, limit)
+	pending, err := w.countPending(g, limit)
+	if err != nil {
+		return err
+	}
+	w.balance(g, limit, pending)
+	g.Handovers = 0
+	err = w.scan(codec.Key(codec.PrefixHandover, g.number), func([]byte, []byte) error {
+		g.Handovers++
+		return nil
+	})
+	return errors.Join(err, w.set(codec.Key(codec.PrefixGroup, g.number), g.Encode()))
+}
+
+// readGroup reads the state of a group. Without a readable one, its counters begin again.
+func (w *rebuilder) readGroup(g *group) error {
 	v, err := w.value(codec.Key(codec.PrefixGroup, g.number))
 	if err == nil && v != nil {
 		err = g.Decode(v)
 	}
+	if err != nil && !errors.Is(err, codec.ErrMalformed) {
+		return err
+	}
 	if err != nil || v == nil {
-		if err != nil && !errors.Is(err, codec.ErrMalformed) {
-			return err
-		}
 		w.reportLoss("the ledger of %s: its counters restart at zero", laneName(g.id))
 		g.GroupState = codec.GroupState{Start: codec.Never}
 		for _, l := range g.lanes {
@@ -70,56 +91,64 @@ func (w *rebuilder) repairGroup(g *group) error {
 		}
 	}
 	g.Shared = g.Shared || len(g.lanes) > 1
-	head := w.heads[g.log].seq
-	retries := map[*lane]map[uint64]bool{}
-	low, end := uint64(codec.Never), uint64(0)
+	return nil
+}
+
+// last is the last message of the lanes of a group; codec.Never while one has no end.
+func (g *group) last() (last uint64) {
 	for _, l := range g.lanes {
-		retries[l] = map[uint64]bool{}
+		if l.End == 0 {
+			return codec.Never
+		}
+		last = max(last, l.End-1)
+	}
+	return last
+}
+
+// countPending counts the messages up to a limit that are pending in a group.
+func (w *rebuilder) countPending(g *group, limit uint64) (pending uint64, err error) {
+	low := uint64(codec.Never)
+	waiting := map[*lane]map[uint64]bool{} // The messages before Next that the lane has not ended.
+	for _, l := range g.lanes {
+		waiting[l] = map[uint64]bool{}
+		maps.Copy(waiting[l], l.open)
 		err := w.scan(codec.Key(codec.PrefixRetry, l.number), func(k, _ []byte) error {
-			retries[l][codec.Number(k, 1)] = true
+			waiting[l][codec.Number(k, 1)] = true
 			return nil
 		})
 		if err != nil {
-			return err
+			return 0, err
 		}
 		low = min(low, l.Next)
-		for seq := range l.open {
+		for seq := range waiting[l] {
 			low = min(low, seq)
-		}
-		for seq := range retries[l] {
-			low = min(low, seq)
-		}
-		if end = max(end, l.End-min(l.End, 1)); l.End == 0 {
-			end = codec.Never
 		}
 	}
-	limit := min(head, end)
-	g.Start = min(g.Start, limit)
-	var bits []byte
-	block := uint64(codec.Never)
-	pending := uint64(0)
+	var block codec.Block
+	read := uint64(codec.Never)
 	for seq := max(low, g.Start+1); seq <= limit; seq++ {
-		if seq/codec.BlockBits != block {
-			block = seq / codec.BlockBits
-			if bits, err = w.value(codec.Key(codec.PrefixBits, g.number, block)); err != nil {
-				return err
+		if n := seq / codec.BlockBits; n != read {
+			v, err := w.value(codec.Key(codec.PrefixBits, g.number, n))
+			if err != nil {
+				return 0, err
+			}
+			if read = n; block.Decode(v) != nil {
+				block = codec.Block{}
 			}
 		}
-		in, word := seq%codec.BlockBits, 8*(seq%codec.BlockBits/64)
-		final := g.Shared && len(bits) == codec.BlockBits/8 && binary.BigEndian.Uint64(bits[word:])&(1<<(in%64)) != 0
 		if g.Gaps.After(seq) != seq {
 			continue
 		}
+		final := g.Shared && block.IsFinal(seq)
 		for _, l := range g.lanes {
-			open := l.open[seq]
-			unread := seq >= l.Next && seq > l.Start && (l.End == 0 || seq < l.End)
+			isUnread := seq >= l.Next && seq > l.Start && (l.End == 0 || seq < l.End)
 			switch {
-			case !final && (open || unread || retries[l][seq]):
+			case !final && (waiting[l][seq] || isUnread):
 				pending++
-			case final && (open || retries[l][seq]):
+			case final && waiting[l][seq]:
 				var rec codec.Record
 				if v, err := w.value(codec.Key(codec.PrefixMessage, g.log, seq)); err != nil {
-					return err
+					return 0, err
 				} else if rec.Decode(v) == nil && rec.Code == codec.CodeDelete {
 					pending++ // "delete" messages are pending per lane.
 				}
@@ -130,29 +159,27 @@ func (w *rebuilder) repairGroup(g *group) error {
 			break
 		}
 	}
+	return pending, nil
+}
+
+// balance changes the counters of a group so that its ledger balances.
+func (w *rebuilder) balance(g *group, limit, pending uint64) {
 	g.Passed = min(g.Passed, limit-g.Start)
-	settled := int64(limit-g.Start-g.Passed+g.Extra) - int64(pending)
-	if settled < 0 {
-		g.Extra += uint64(-settled)
-		settled = 0
+	if accepted := g.Accepted(limit); accepted < pending {
+		g.Extra += pending - accepted
 	}
-	if diff := settled - int64(g.Settled()); diff > 0 {
-		g.Discarded += uint64(diff)
-		w.reportLoss("the outcome of %d messages of %s", diff, laneName(g.id))
-	} else {
-		again := uint64(-diff)
-		for _, count := range []*uint64{&g.Delivered, &g.Buried, &g.Filtered, &g.Discarded} {
-			part := min(*count, again)
-			*count -= part
-			again -= part
-		}
+	settled := g.Accepted(limit) - pending
+	if before := g.Settled(); settled > before {
+		g.Discarded += settled - before
+		w.reportLoss("the outcome of %d messages of %s", settled-before, laneName(g.id))
+		return
 	}
-	g.Handovers = 0
-	err = w.scan(codec.Key(codec.PrefixHandover, g.number), func([]byte, []byte) error {
-		g.Handovers++
-		return nil
-	})
-	return errors.Join(err, w.set(codec.Key(codec.PrefixGroup, g.number), g.Encode()))
+	again := g.Settled() - settled
+	for _, count := range []*uint64{&g.Delivered, &g.Buried, &g.Filtered, &g.Discarded} {
+		part := min(*count, again)
+		*count -= part
+		again -= part
+	}
 }
 
 // value returns a copy of the current value of a key, nil when there is none.

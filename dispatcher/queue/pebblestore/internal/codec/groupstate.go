@@ -2,6 +2,7 @@ package codec
 
 import (
 	"encoding/binary"
+	"math/bits"
 )
 
 // GroupState is the durable state of a group without its bits: one value.
@@ -56,6 +57,45 @@ func (g *GroupState) Decode(v []byte) error {
 // BlockBits is the number of messages of one block of bits.
 const BlockBits = 4096
 
+// Block has a bit for each of BlockBits messages of a group, which is set when the message is final. A method ignores
+// in which block a message is.
+type Block [BlockBits / 64]uint64
+
+// Encode returns the bits.
+func (b *Block) Encode() []byte {
+	v := make([]byte, 0, BlockBits/8)
+	for _, w := range b {
+		v = binary.BigEndian.AppendUint64(v, w)
+	}
+	return v
+}
+
+// Decode decodes what Encode returned.
+func (b *Block) Decode(v []byte) error {
+	if len(v) != BlockBits/8 {
+		return ErrMalformed
+	}
+	for i := range b {
+		b[i] = binary.BigEndian.Uint64(v[8*i:])
+	}
+	return nil
+}
+
+// IsFinal reports whether a message is final.
+func (b *Block) IsFinal(seq uint64) bool { return b[seq%BlockBits/64]&(1<<(seq%64)) != 0 }
+
+// MarkFinal makes a message final.
+func (b *Block) MarkFinal(seq uint64) { b[seq%BlockBits/64] |= 1 << (seq % 64) }
+
+// NextNotFinal returns the first message from seq on that is not final. found is false if its word
+// of bits has none; next is then the first message of the next word.
+func (b *Block) NextNotFinal(seq uint64) (next uint64, found bool) {
+	if w := ^b[seq%BlockBits/64] >> (seq % 64); w != 0 {
+		return seq + uint64(bits.TrailingZeros64(w)), true
+	}
+	return seq - seq%64 + 64, false
+}
+
 // GapList are the gaps of a group, ascending.
 type GapList []Gap
 
@@ -68,6 +108,9 @@ func (g GapList) After(seq uint64) uint64 {
 	}
 	return seq
 }
+
+// Accepted is the number of messages that the group has got up to a limit.
+func (g *GroupState) Accepted(limit uint64) uint64 { return limit - g.Start - g.Passed + g.Extra }
 
 // Settled is the number of messages that the group has ended.
 func (g *GroupState) Settled() uint64 { return g.Delivered + g.Filtered + g.Buried + g.Discarded }
