@@ -131,7 +131,7 @@ func (c *Client) DeadLetters(ctx context.Context, destination string, limit int)
 
 // DeadLettersStored returns the number of a destination's stored dead letters.
 func (c *Client) DeadLettersStored(ctx context.Context, destination string) (int64, error) {
-	n, err := get[DeadLetterCount](ctx, c, "/deadletters/count?"+url.Values{"destination": {destination}}.Encode())
+	n, err := read[DeadLetterCount](ctx, c, http.MethodGet, "/deadletters/count?"+url.Values{"destination": {destination}}.Encode())
 	return n.Stored, err
 }
 
@@ -148,7 +148,7 @@ func (c *Client) DeadLetterWithBody(ctx context.Context, destination, key string
 
 func (c *Client) deadLetter(ctx context.Context, prefix, destination, key string) (DeadLetter, error) {
 	query := url.Values{"destination": {destination}}
-	return get[DeadLetter](ctx, c, prefix+"/deadletters/"+url.PathEscape(key)+"?"+query.Encode())
+	return read[DeadLetter](ctx, c, http.MethodGet, prefix+"/deadletters/"+url.PathEscape(key)+"?"+query.Encode())
 }
 
 // Redeliver makes the selected dead letters pending again. It returns the last progress, and calls
@@ -180,7 +180,7 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 // run serves it.
 func (c *Client) Discard(ctx context.Context, namespace, name string, dryRun bool) ([]string, error) {
 	query := url.Values{"namespace": {namespace}, "name": {name}, "dryRun": {strconv.FormatBool(dryRun)}}
-	return decode[[]string](c.send(ctx, http.MethodPost, "/discard?"+query.Encode(), nil, nil))
+	return read[[]string](ctx, c, http.MethodPost, "/discard?"+query.Encode())
 }
 
 // follow reads the response to a DeadLetterAction to its end. It returns the last
@@ -250,12 +250,9 @@ func (c *Client) Get(ctx context.Context, path, accept string) (*http.Response, 
 	return c.send(ctx, http.MethodGet, path, nil, http.Header{"Accept": {accept}})
 }
 
-// get returns the value in the response to a request of a path.
-func get[T any](ctx context.Context, c *Client, path string) (T, error) {
-	return decode[T](c.Get(ctx, path, "application/json"))
-}
-
-func decode[T any](resp *http.Response, err error) (value T, _ error) {
+// read returns the value in the response to a request.
+func read[T any](ctx context.Context, c *Client, method, path string) (value T, _ error) {
+	resp, err := c.send(ctx, method, path, nil, http.Header{"Accept": {"application/json"}})
 	if err != nil {
 		return value, err
 	}

@@ -56,13 +56,13 @@ type LogState struct {
 
 // Log returns the part of the process in a replicated log; nil if it has none.
 func (c *Client) Log(ctx context.Context) (*LogState, error) {
-	return orNone(get[*LogState](ctx, c, "/log"))
+	return orNone(read[*LogState](ctx, c, http.MethodGet, "/log"))
 }
 
 // Slots returns the parts of a process with several slots in the log, sorted by slot; nil for a process
 // with one or none.
 func (c *Client) Slots(ctx context.Context) ([]LogState, error) {
-	return orNone(get[[]LogState](ctx, c, "/slots"))
+	return orNone(read[[]LogState](ctx, c, http.MethodGet, "/slots"))
 }
 
 // orNone returns no error for the status 404.

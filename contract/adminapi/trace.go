@@ -2,6 +2,7 @@ package adminapi
 
 import (
 	"context"
+	"net/http"
 	"net/url"
 	"time"
 
@@ -89,5 +90,5 @@ func (c *Client) trace(ctx context.Context, query url.Values, since time.Time) (
 	if !since.IsZero() {
 		query.Set("since", since.UTC().Format(time.RFC3339Nano))
 	}
-	return get[*MessageTrace](ctx, c, "/trace?"+query.Encode())
+	return read[*MessageTrace](ctx, c, http.MethodGet, "/trace?"+query.Encode())
 }
