@@ -3,8 +3,7 @@
 //
 //	list -> verdict and live config (compile) -> report -> status (health) -> deletion at the end of the TTL
 //
-// To add a kind, add its type to api/v1alpha1, its Definitions to compile and health, and a
-// row to All.
+// CONTRIBUTING.md lists what a new kind needs beside its row in All.
 package kinds
 
 import (
