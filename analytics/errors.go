@@ -94,7 +94,7 @@ func (e *ConfigError) Error() string { return "analytics: " + e.Field + " " + e.
 type ResponseError struct {
 	// StatusCode is the HTTP status.
 	StatusCode int
-	// Code and Message are those of the response, empty if it had none.
+	// Code and Message are the response's, empty if it had none.
 	Code, Message string
 }
 
@@ -115,7 +115,7 @@ func (e *ResponseError) Error() string {
 // RejectedError is the server's rejection of one call of a batch. The other calls of the batch were
 // accepted.
 type RejectedError struct {
-	// Code and Message are those of the response.
+	// Code and Message are the response's.
 	Code, Message string
 }
 
