@@ -84,7 +84,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher) error {
+			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher, at addresses) error {
 				options.Sink, options.Changes, options.UnknownKeys = d, d.Changes, d.UnknownKeys
 				if data.isReplicated() {
 					options.Records = d.Store()
@@ -92,7 +92,7 @@ this machine; 'posthorn get' shows the status, too.`,
 					return err
 				}
 				control := standalone.New(options)
-				status, err := newStatusPage(d.AdminAddr())
+				status, err := newStatusPage(at.AdminAddr())
 				if err != nil {
 					return err
 				}
@@ -101,7 +101,7 @@ this machine; 'posthorn get' shows the status, too.`,
 				served.Handle("/{$}", status)
 				served.Handle(page.Prefix, status)
 				resources.set(served)
-				log.Info("listening", "version", command.BuildVersion(), "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+				log.Info("listening", "version", command.BuildVersion(), "listen", at.Addr().String(), "admin", at.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 				group, ctx := errgroup.WithContext(ctx)
 				group.Go(func() error { return d.Run(ctx) })
 				group.Go(func() error { return control.Run(ctx) })

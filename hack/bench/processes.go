@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/netip"
 	"os"
@@ -422,12 +423,12 @@ func dispatcherRole(args []string) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	serve := func(ctx context.Context, d *dispatcher.Dispatcher) error {
+	serve := func(ctx context.Context, d *dispatcher.Dispatcher, at addresses) error {
 		for namespace, data := range configs {
 			d.Set(namespace, liveconfig.Stored{Config: data})
 		}
 		d.Synced()
-		hello(d.Addr().String(), d.AdminAddr().String())
+		hello(at.Addr().String(), at.AdminAddr().String())
 		return d.Run(ctx)
 	}
 	if args[4] != "" {
@@ -437,7 +438,13 @@ func dispatcherRole(args []string) error {
 	if err != nil {
 		return err
 	}
-	return serve(ctx, d)
+	return serve(ctx, d, d)
+}
+
+// addresses are those of the listeners of a process.
+type addresses interface {
+	Addr() net.Addr
+	AdminAddr() net.Addr
 }
 
 // readConfigs reads the files of a pattern, and returns them by their namespace.
