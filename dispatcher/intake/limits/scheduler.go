@@ -40,8 +40,8 @@ type WaitQueue struct {
 	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
 	waiting []chan struct{}
-	// long is whether the last turn was long.
-	long bool
+	// longUntil is when the Source counts as one with short turns again.
+	longUntil time.Time
 }
 
 // Turn is one request's use of the scheduler.
@@ -88,7 +88,9 @@ func (t *Turn) Leave(bytes int) {
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
 	q.share.next += int64(bytes)
-	q.long = bytes >= longTurn
+	if bytes >= longTurn {
+		q.longUntil = now.Add(sharedFor)
+	}
 	q.share.running--
 	s.busy--
 	for s.busy < s.slots && s.startNext(now) {
@@ -101,7 +103,7 @@ func NewScheduler(slots int) *Scheduler { return &Scheduler{slots: slots} }
 // admits reports whether a namespace may run one more request.
 func (s *Scheduler) admits(q *WaitQueue, now time.Time) bool {
 	most := s.slots / 2
-	if q.long && now.Before(s.sharedUntil) {
+	if now.Before(q.longUntil) && now.Before(s.sharedUntil) {
 		most = s.slots / 4
 	}
 	return q.share.running < max(1, most)

@@ -6,6 +6,7 @@ package route
 import (
 	"cmp"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -150,13 +151,21 @@ func (r *Router) filter(d *destination, f *liveconfig.Filter) (err error) {
 // patternsPerUnit is the number of names that cost a unit of an expression to compare.
 const patternsPerUnit = 4
 
+// unitsToYield is after how many units of expressions, about a millisecond, other goroutines run.
+const unitsToYield = 500
+
 // Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but
 // must not get this call, and an entry of queue.FilterFailed for each whose filter failed. It is nil for most calls.
 // units is the cost, in units of expressions: at least one for each destination.
 func (r *Router) Skip(source string, call *event.Call) (skip []string, units int) {
 	var read reader
+	yielded := 0
 	for _, d := range r.bySource[source] {
 		units += 1 + len(d.events)/patternsPerUnit
+		if spent := read.exact.units() + read.fixed.units(); spent-yielded > unitsToYield {
+			yielded = spent
+			runtime.Gosched()
+		}
 		if r := d.takes(call, &read); r.Failure != "" {
 			skip = append(skip, queue.FilterFailed(d.key, r.Failure))
 		} else if !r.Matches {
