@@ -197,7 +197,7 @@ func inputChanged(k kinds.Kind) predicate.Predicate {
 
 // notOwnWrite accepts every change of a Secret, except for the reconciler's own writes
 // of a live config. It accepts every deletion, because the resource version of a
-// deleted Secret may come from the last write.
+// deleted Secret may be the one of the last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
 		if o.GetNamespace() != r.release || r.parts.verified(o.GetName(), o.GetResourceVersion()) {

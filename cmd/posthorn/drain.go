@@ -48,7 +48,7 @@ func newDrain() *cobra.Command {
 pending messages without accepting calls, and ends with exit code 0 when none is
 left. Use it for a volume without a pod, or before a move to a replicated log.
 
-The destinations come from a folder of manifests or, with --namespace, from a
+The destinations are read from a folder of manifests or, with --namespace, from a
 release in a cluster: the live-config Secrets of its namespace, which the command
 must be permitted to list and watch. A message is kept while its destination is
 not in the config, disabled or paused. The retry windows of all messages begin

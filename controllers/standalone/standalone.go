@@ -325,7 +325,7 @@ func (c *Control) apply() {
 		snapshot := snapshots[namespace]
 		sent, exists := c.sent[namespace]
 		if c.isCompiled(namespace, snapshot) {
-			c.compiled[namespace] = snapshot.inputs // The objects in the store come from its manifests.
+			c.compiled[namespace] = snapshot.inputs // The objects in the store are those in its manifests.
 			continue                                // followReport sends a changed head.
 		}
 		delete(c.compiled, namespace)

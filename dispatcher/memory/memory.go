@@ -10,8 +10,8 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 )
 
+// Limits of the resident memory of a process, in bytes.
 const (
-	// Default and Min are the default and the smallest limit of the resident memory of a process, in bytes.
 	Default = 400_000_000
 	Min     = 200_000_000
 	// programMemory is the process memory outside of the Go heap: the resident pages of the

@@ -68,7 +68,7 @@ type pkg struct {
 func TestFolders(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join("..", "..", "docs", "architecture.md"))
 	check.NoError(t, "read the page", err)
-	rows := map[string][]string{} // What each folder may import.
+	rows := map[string][]string{} // The permitted imports of each folder.
 	for _, row := range regexp.MustCompile("(?m)^\\| (`.*) \\| .* \\|(.*)\\|$").FindAllStringSubmatch(string(text), -1) {
 		for _, folder := range quoted(row[1]) {
 			rows[folder] = append(quoted(row[2]), folder)

@@ -831,7 +831,7 @@ func TestAFloodWaitsForItself(t *testing.T) {
 }
 
 // A large request is written in parts, so that a commit of another Source fits in
-// between. When storage becomes full in the middle, the answer says that the
+// between. When storage becomes full in the middle, the response gives the reason, so the
 // request may be stored in part.
 func TestLargeRequestsAreStoredInParts(t *testing.T) {
 	f := newFixture(t)

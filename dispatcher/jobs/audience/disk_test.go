@@ -19,7 +19,7 @@ import (
 
 // disk has the files of a Service and its store.
 type disk struct {
-	// fs has the folder of the members, storeFS the folder of the store.
+	// fs has the folder of the members, storeFS the data directory of the store.
 	fs, storeFS vfs.FS
 	dir         string
 	// step, when set, is called before each change of the files and of the stored state.
