@@ -203,7 +203,10 @@ func (d *Dispatcher) open(plan memory.Plan) (err error) {
 	o := d.options
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.registerer
-	q.DataDir, q.Log = o.DataDir, o.Lease.Log()
+	q.DataDir = o.DataDir
+	if log := o.Lease.Log(); log != nil {
+		q.Log = log
+	}
 	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.MemTable)
 	q.CacheBytes = cmp.Or(q.CacheBytes, plan.Cache)
 	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.Duplicates)
