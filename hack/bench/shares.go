@@ -100,24 +100,26 @@ func closedAfter(d time.Duration) <-chan struct{} {
 	return ended
 }
 
-// fillDisk sends batches that cannot be compressed until ended is closed.
+// fillDisk sends a batch that cannot be compressed, again and again until ended is closed. It is made once: this process
+// has the well-behaved sender, too.
 func fillDisk(ctx context.Context, addr string, source int, ended <-chan struct{}, accepted, refused *atomic.Int64) error {
+	body := []byte(`{"batch":[`)
+	for i := range 10 {
+		if i > 0 {
+			body = append(body, ',')
+		}
+		noise := make([]byte, 12<<10)
+		_, _ = rand.Read(noise)
+		body = fmt.Appendf(body, `{"type":"track","userId":"u","event":"E","properties":{"x":"%s"}}`, hex.EncodeToString(noise))
+	}
+	body = append(body, `]}`...)
 	for {
 		select {
 		case <-ended:
 			return nil
 		default:
 		}
-		body := []byte(`{"batch":[`)
-		for i := range 10 {
-			if i > 0 {
-				body = append(body, ',')
-			}
-			noise := make([]byte, 12<<10)
-			_, _ = rand.Read(noise)
-			body = fmt.Appendf(body, `{"type":"track","userId":"u","event":"E","properties":{"x":"%s"}}`, hex.EncodeToString(noise))
-		}
-		q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/batch", bytes.NewReader(append(body, `]}`...)))
+		q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/batch", bytes.NewReader(body))
 		if err != nil {
 			return err
 		}
