@@ -55,12 +55,12 @@ type Turn struct {
 
 // Enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
 func (t *Turn) Enter(s *Scheduler, q *WaitQueue) {
-	now := time.Now()
+	began := time.Now()
 	s.mu.Lock()
 	if s.last != q.share {
-		s.last, s.sharedUntil = q.share, now.Add(sharedFor)
+		s.last, s.sharedUntil = q.share, began.Add(sharedFor)
 	}
-	if s.busy < s.slots && s.admits(q, now) {
+	if s.busy < s.slots && s.admits(q, began) {
 		s.start(q)
 		s.mu.Unlock()
 	} else {
@@ -71,8 +71,9 @@ func (t *Turn) Enter(s *Scheduler, q *WaitQueue) {
 		q.waiting = append(q.waiting, admitted)
 		s.mu.Unlock()
 		<-admitted
+		began = time.Now()
 	}
-	t.scheduler, t.queue, t.began = s, q, time.Now()
+	t.scheduler, t.queue, t.began = s, q, began
 }
 
 // Leave ends the turn, if there is one, and charges the request's bytes.

@@ -162,14 +162,17 @@ func (r *Router) Skip(source string, call *event.Call) (skip []string, units int
 	yielded := 0
 	for _, d := range r.bySource[source] {
 		units += 1 + len(d.events)/patternsPerUnit
-		if spent := read.exact.units() + read.fixed.units(); spent-yielded > unitsToYield {
-			yielded = spent
-			runtime.Gosched()
-		}
 		if r := d.takes(call, &read); r.Failure != "" {
 			skip = append(skip, queue.FilterFailed(d.key, r.Failure))
 		} else if !r.Matches {
 			skip = append(skip, d.key)
+		}
+		if d.expression == nil {
+			continue
+		}
+		if spent := read.exact.units() + read.fixed.units(); spent-yielded > unitsToYield {
+			yielded = spent
+			runtime.Gosched()
 		}
 	}
 	return skip, units + read.exact.units() + read.fixed.units()
