@@ -22,8 +22,8 @@ type ProcessOptions struct {
 	Entrance Entrance
 	// Collectors are further metrics.
 	Collectors []prometheus.Collector
-	// HandOver, when set, bounds both together instead: the next user of the store waits for them. Receivers that
-	// answer later may get a message twice.
+	// HandOver, when set, bounds the wait for calls and deliveries in flight together, at most to DrainTimeout: the next
+	// user of the store waits for them. Receivers that answer later may get a message twice.
 	HandOver time.Duration
 }
 
