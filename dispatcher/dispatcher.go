@@ -307,6 +307,9 @@ func (d *Dispatcher) ProbeAddr() net.Addr { return addr(d.listeners.probes) }
 // AdminAddr returns the address of the admin listener, or nil.
 func (d *Dispatcher) AdminAddr() net.Addr { return addr(d.listeners.admin) }
 
+// Listeners returns the listeners of this Dispatcher.
+func (d *Dispatcher) Listeners() *Listeners { return d.listeners }
+
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
 

@@ -82,7 +82,7 @@ The chart runs it; see docs/install.md.`,
 			watch := func(ctx context.Context, to liveconfig.Sink) error {
 				return configsource.Watch(ctx, client, namespace, to, log)
 			}
-			return data.serve(cmd.Context(), log, service{watch: watch, others: others, lockWait: lockWait, run: func(ctx context.Context, d *dispatcher.Dispatcher, _ addresses) error {
+			return data.serve(cmd.Context(), log, service{watch: watch, others: others, lockWait: lockWait, run: func(ctx context.Context, d *dispatcher.Dispatcher, _ *dispatcher.Listeners) error {
 				group, ctx := errgroup.WithContext(ctx)
 				group.Go(func() error { return d.Run(ctx) })
 				group.Go(func() error { return watch(ctx, d) })

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"net"
 	"syscall"
 	"time"
 
@@ -96,21 +95,15 @@ func (d *dataFlags) isReplicated() bool { return d.log.config.URL != "" }
 
 // service is what runs with the dispatcher of a process.
 type service struct {
-	// run runs with the Dispatcher of the process that listens at some addresses. With a replicated log, it is called
+	// run runs with the Dispatcher of the process with some listeners. With a replicated log, it is called
 	// each time when this process becomes the owner.
-	run func(context.Context, *dispatcher.Dispatcher, addresses) error
+	run func(context.Context, *dispatcher.Dispatcher, *dispatcher.Listeners) error
 	// watch sends the live configs to a process with several slots; nil for a command with one.
 	watch func(context.Context, liveconfig.Sink) error
 	// lockWait is how long to wait while another process has the store open.
 	lockWait time.Duration
 	// others run until the process ends.
 	others []func(context.Context) error
-}
-
-// addresses are those of the listeners of a process.
-type addresses interface {
-	Addr() net.Addr
-	AdminAddr() net.Addr
 }
 
 // serve makes the dispatcher and runs the service with it.
@@ -144,7 +137,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		} else {
 			o.Bus = client
 			group.Go(func() error {
-				return host.RunSlot(ctx, o, client.OpenOnlySlot, func(ctx context.Context, d *dispatcher.Dispatcher) error { return s.run(ctx, d, o.Listeners) })
+				return host.RunSlot(ctx, o, client.OpenOnlySlot, func(ctx context.Context, d *dispatcher.Dispatcher) error { return s.run(ctx, d, o.Listeners.Listeners) })
 			})
 		}
 		isUp := func() error { return nil } // A standby is ready, too.
@@ -154,7 +147,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 		if err != nil {
 			return err
 		}
-		group.Go(func() error { return s.run(ctx, one, one) })
+		group.Go(func() error { return s.run(ctx, one, one.Listeners()) })
 		group.Go(func() error { return newNotifier(one.AdminAddr(), one.Ready, log).run(ctx) })
 	}
 	return group.Wait()

@@ -84,7 +84,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher, at addresses) error {
+			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
 				options.Sink, options.Changes, options.UnknownKeys = d, d.Changes, d.UnknownKeys
 				if data.isReplicated() {
 					options.Records = d.Store()

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/netip"
 	"os"
@@ -423,7 +422,7 @@ func dispatcherRole(args []string) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	serve := func(ctx context.Context, d *dispatcher.Dispatcher, at addresses) error {
+	serve := func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
 		for namespace, data := range configs {
 			d.Set(namespace, liveconfig.Stored{Config: data})
 		}
@@ -438,13 +437,7 @@ func dispatcherRole(args []string) error {
 	if err != nil {
 		return err
 	}
-	return serve(ctx, d, d)
-}
-
-// addresses are those of the listeners of a process.
-type addresses interface {
-	Addr() net.Addr
-	AdminAddr() net.Addr
+	return serve(ctx, d, d.Listeners())
 }
 
 // readConfigs reads the files of a pattern, and returns them by their namespace.

@@ -91,7 +91,7 @@ func (l *replicatedLog) cpu() (total time.Duration) {
 
 // runReplicated runs a dispatcher whose log is "URL NAME". serve is called when the process owns the
 // slot. A standby prints its addresses before.
-func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, serve func(context.Context, *dispatcher.Dispatcher, addresses) error) error {
+func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, serve func(context.Context, *dispatcher.Dispatcher, *dispatcher.Listeners) error) error {
 	url, name, _ := strings.Cut(log, " ")
 	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
 	if err != nil {
@@ -106,7 +106,7 @@ func runReplicated(ctx context.Context, o dispatcher.Options, log string, standb
 		hello(member.Listeners.Addr().String(), member.Listeners.AdminAddr().String())
 	}
 	return host.RunSlot(ctx, member, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, func(ctx context.Context, d *dispatcher.Dispatcher) error {
-		return serve(ctx, d, member.Listeners)
+		return serve(ctx, d, member.Listeners.Listeners)
 	})
 }
 

@@ -91,12 +91,8 @@ func (s *replica) number() int {
 func (s *replica) labels() prometheus.Labels { return prometheus.Labels{"slot": strconv.Itoa(s.slot)} }
 
 // share is the number of stores for which the memory of the process is planned: half of the slots,
-// because an installation with several slots has two processes or more. It is 1 for a process with one
-// store.
+// because an installation with several slots has two processes or more.
 func (s *replica) share() int {
-	if s == nil {
-		return 1
-	}
 	return (s.host.s.Number + 1) / 2
 }
 
