@@ -123,8 +123,10 @@ type Engine struct {
 	// share of MaxInFlight.
 	ready                    readyQueue
 	blocked, blockedUnproven blockedQueue
-	// active counts the namespaces with waiting lanes or requests in flight.
-	active int
+	// active counts the namespaces with waiting lanes, leases in progress or requests in flight; sharedAt is when it
+	// was last more than one.
+	active   int
+	sharedAt time.Time
 	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
 	// granted the lanes with a grant, leased the messages that are leased and not settled.
 	inFlight, unproven, granted, leased int
@@ -157,7 +159,7 @@ type Engine struct {
 type namespace struct {
 	// destinations has the engine's destinations in the namespace.
 	destinations map[*destination]struct{}
-	// inFlight counts requests; load counts these and the lanes in queues.
+	// inFlight counts requests; load counts these, the lanes in queues and the leases in progress.
 	inFlight, load int
 	// ready are the lanes in the ready queue; readyIndex is the place of the namespace in it,
 	// readyTurn orders namespaces with equally many requests in flight.

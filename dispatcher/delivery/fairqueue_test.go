@@ -208,30 +208,57 @@ func (s *slowLeases) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queu
 	return s.testStore.Lease(id, n, buf)
 }
 
-// A namespace with many lanes, whose messages its filters exclude, has a bounded number of leases in progress, and each
-// of its lanes has its turn.
+// leasesWorld applies a namespace "large" with n destinations of each of the Sources, and "small" with one fast
+// destination, "one" of the Source "web", and one that responds after 10 minutes, of the Source "slow". New lanes have
+// ended their leases when it returns.
+func leasesWorld(t *testing.T, n int, sources ...string) (w *world, store *slowLeases, large []string) {
+	store = &slowLeases{running: map[string]int{}, most: map[string]int{}}
+	w = newWorld(t, func(r request) answer {
+		if strings.Contains(r.url, "slow") {
+			return answer{status: 200, after: 10 * time.Minute}
+		}
+		return answer{status: 200}
+	}, func(o *Options) {
+		store.testStore = o.Store.(*testStore)
+		o.Store = store
+	})
+	config := liveconfig.Config{Version: 1, Namespace: "large"}
+	for _, source := range sources {
+		config.Sources = append(config.Sources, liveconfig.Source{Name: source, Enabled: true})
+		for i := range n {
+			d := dest(fmt.Sprintf("%s-%02d", source, i), fmt.Sprintf("http://%s%d.test", source, i))
+			d.Sources = []string{source}
+			config.Destinations, large = append(config.Destinations, d), append(large, "large/"+d.Name)
+		}
+	}
+	slow := dest("slow", "http://slow.test")
+	slow.Sources, slow.Delivery.TimeoutMS = []string{"slow"}, time.Hour.Milliseconds()
+	small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "slow", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test"), slow}}
+	if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: config, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
+		t.Fatal(err)
+	}
+	w.sleep(time.Duration(2*len(large)) * time.Second)
+	clear(store.most)
+	return w, store, large
+}
+
+// skip appends a message of a Source that the filters of destinations exclude.
+func (w *world) skip(source string, destinations []string) {
+	w.Helper()
+	if _, err := w.store.Append(w.Context(), []queue.Message{{Source: source, ID: "m", Type: "track", AcceptedAt: time.Now(), Skip: destinations, Body: []byte("m")}}); err != nil {
+		w.Fatal(err)
+	}
+}
+
+// A namespace with many lanes, whose messages its filters exclude, has a bounded number of leases in progress while
+// another one is active, and each of its lanes has its turn.
 func TestLeasesOfANamespaceAreBounded(t *testing.T) {
 	const crowd = 50
 	bubble(t, func(t *testing.T) {
-		store := &slowLeases{running: map[string]int{}, most: map[string]int{}}
-		w := newWorld(t, func(request) answer { return answer{status: 200} }, func(o *Options) {
-			store.testStore = o.Store.(*testStore)
-			o.Store = store
-		})
-		large := liveconfig.Config{Version: 1, Namespace: "large", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}}
-		var all []string
-		for i := range crowd {
-			d := dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://large%d.test", i))
-			large.Destinations, all = append(large.Destinations, d), append(all, "large/"+d.Name)
-		}
-		small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test")}}
-		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
-			t.Fatal(err)
-		}
-		w.sleep(2 * crowd * time.Second) // The leases of new lanes.
-		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "large/web", ID: "m", Type: "track", AcceptedAt: time.Now(), Skip: all, Body: []byte("m")}}); err != nil {
-			t.Fatal(err)
-		}
+		w, store, all := leasesWorld(t, crowd, "web")
+		w.sendTo("small/slow", 1)
+		w.sleep(1500 * time.Millisecond)
+		w.skip("large/web", all)
 		w.sleep(100 * time.Millisecond)
 		w.sendTo("small/web", 1)
 		w.sleep(1500 * time.Millisecond)
@@ -244,14 +271,72 @@ func TestLeasesOfANamespaceAreBounded(t *testing.T) {
 				t.Errorf("%s: got %d filtered messages, want 1", key, got)
 			}
 		}
-		if got := store.most["large"]; got > maxLeases {
-			t.Errorf("leases of a namespace in progress: got %d, want at most %d", got, maxLeases)
+		if got, most := store.most["large"], max(1, processors/2); got > most {
+			t.Errorf("leases of a namespace in progress: got %d, want at most %d", got, most)
 		}
+		w.sleep(10 * time.Minute)
 		if got := look(w, func(e *Engine) int { return e.active + e.perNamespace["large"].leases }); got != 0 {
 			t.Errorf("active namespaces and leases at the end: got %d, want 0", got)
 		}
 		w.stop()
 	})
+}
+
+// A namespace uses all processors for leases while no other one is active, and has not been for a second.
+func TestLeasesOfANamespaceThatIsAlone(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		before func(*world)
+		want   int
+	}{
+		{"alone", func(*world) {}, processors},
+		{"another one has a request in flight", func(w *world) {
+			w.sendTo("small/slow", 1)
+			w.sleep(2 * time.Second)
+		}, max(1, processors/2)},
+		{"another one had requests before the last second", func(w *world) {
+			w.sendTo("small/slow", 1)
+			w.skip("large/s0", nil)
+			w.sleep(20 * time.Minute)
+		}, processors},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				var sources []string
+				for i := range processors + 2 {
+					sources = append(sources, fmt.Sprintf("s%d", i))
+				}
+				w, store, all := leasesWorld(t, 3, sources...)
+				test.before(w)
+				clear(store.most)
+				for _, source := range sources { // The leases take a second, and each notification wakes a worker.
+					w.skip("large/"+source, all)
+					w.sleep(10 * time.Millisecond)
+				}
+				w.sleep(time.Minute)
+				if got := store.most["large"]; got != test.want {
+					t.Errorf("most leases in progress: got %d, want %d", got, test.want)
+				}
+				w.stop()
+			})
+		})
+	}
+}
+
+// The bound holds for a second after another namespace was active.
+func TestLeasesRightAfterAnotherNamespace(t *testing.T) {
+	now, n := time.Now(), &namespace{load: 1}
+	e := New(Options{Store: emptyStore{}})
+	e.active = 1
+	for _, test := range []struct {
+		since time.Duration
+		want  int
+	}{{0, max(1, processors/2)}, {aloneAfter - 1, max(1, processors/2)}, {aloneAfter, processors}} {
+		e.sharedAt = now.Add(-test.since)
+		if got := e.maxLeases(n, now); got != test.want {
+			t.Errorf("leases %v after another namespace was active: got %d, want %d", test.since, got, test.want)
+		}
+	}
 }
 
 // crowdedView returns a view of eight namespaces with slow destinations, "slow0" to "slow7", and one,

@@ -120,8 +120,8 @@ func (e *Engine) next(p *post) bool {
 		if l == nil {
 			return false
 		}
-		e.resumeLease(l.owner) // l may need no lease.
 		now := time.Now()
+		e.resumeLease(l.owner, now) // l may need no lease.
 		closed, probe := l.sendable(now)
 		switch {
 		case l.parked() || !l.hasWork() || !closed && !probe:
@@ -133,7 +133,7 @@ func (e *Engine) next(p *post) bool {
 			if e.startProbe(l, p, now) {
 				return true
 			}
-		case l.more && !l.leasing && l.owner.leases < maxLeases && l.buffered() < e.quantum(l)/4+1:
+		case l.more && !l.leasing && l.owner.leases < e.maxLeases(l.owner, now) && l.buffered() < e.quantum(l)/4+1:
 			e.lease(l)
 		case l.buffered() > 0:
 			d := l.take()
@@ -152,16 +152,26 @@ func (e *Engine) next(p *post) bool {
 	}
 }
 
+// processors is the number of leases that a namespace may have in progress while it is alone.
+var processors = runtime.GOMAXPROCS(0)
+
+// aloneAfter is how long no other namespace must have been active until one counts as alone. A namespace with short
+// requests is active for moments only.
+const aloneAfter = time.Second
+
 // maxLeases is the number of leases that a namespace may have in progress. A lease reads the messages that filters
-// exclude, so the lanes of one namespace could keep all processors busy.
-var maxLeases = max(1, runtime.GOMAXPROCS(0)/2)
+// exclude, so the lanes of one namespace could keep all processors busy: it gets half of them, unless it is alone.
+func (e *Engine) maxLeases(n *namespace, now time.Time) int {
+	if e.active > min(n.load, 1) || now.Sub(e.sharedAt) < aloneAfter {
+		return max(1, processors/2)
+	}
+	return processors
+}
 
 // resumeLease puts a lane that waits for a lease into the ready queue if its namespace may have one more.
-func (e *Engine) resumeLease(n *namespace) {
-	if n.leases < maxLeases {
-		if l := n.toLease.pop(); l != nil {
-			e.ready.push(l)
-		}
+func (e *Engine) resumeLease(n *namespace, now time.Time) {
+	if n.toLease.len > 0 && n.leases < e.maxLeases(n, now) {
+		e.ready.push(n.toLease.pop())
 	}
 }
 
@@ -297,8 +307,8 @@ func (e *Engine) popReady() *lane {
 	return l
 }
 
-// load adds n to the waiting lanes and requests in flight of a namespace. A namespace is active while
-// it has any.
+// load adds n to the waiting lanes, leases in progress and requests in flight of a namespace. A namespace is active
+// while it has any.
 func (e *Engine) load(owner *namespace, n int) {
 	before := owner.load
 	owner.load += n
@@ -306,7 +316,9 @@ func (e *Engine) load(owner *namespace, n int) {
 	case before == 0:
 		e.active++
 	case owner.load == 0:
-		e.active--
+		if e.active--; e.active == 1 {
+			e.sharedAt = time.Now()
+		}
 	}
 }
 
@@ -477,15 +489,16 @@ func (e *Engine) lease(l *lane) {
 	n, set := e.quantum(l), l.set
 	l.leasing, l.notified = true, false
 	l.owner.leases++
-	if e.enqueue(l) {
-		e.wakeWorker() // Buffered messages can be sent meanwhile.
-	}
+	e.load(l.owner, 1)
+	e.enqueue(l)   // Buffered messages can be sent meanwhile.
+	e.wakeWorker() // This worker cannot take the lanes that are ready.
 	e.mu.Unlock()
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
 	l.leasing = false
 	l.owner.leases--
-	e.resumeLease(l.owner)
+	e.resumeLease(l.owner, time.Now())
+	e.load(l.owner, -1)
 	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.
 	l.scratch = got
 	l.more = len(got) >= n || l.notified

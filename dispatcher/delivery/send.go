@@ -152,6 +152,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 		unproven := !l.proven()
 		e.endGrant(l)
 		e.addInFlight(l.owner, 1, unproven) // Reserve, so that no other request takes the place meanwhile.
+		e.wakeWorker()                      // This worker cannot take the lanes that are ready.
 		e.mu.Unlock()
 		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
