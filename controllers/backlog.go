@@ -171,7 +171,7 @@ func (k *backlogKeeper) apply(ctx context.Context, name string, data map[string]
 func (p *prober) backlogs() backlogs {
 	all := backlogs{}
 	for name, last := range p.lastReports() {
-		if last.report == nil || last.report.Log != nil {
+		if last.report == nil || last.report.Replication != nil {
 			continue
 		}
 		pending := int64(0)

@@ -55,8 +55,8 @@ func TestNextBacklogs(t *testing.T) {
 func TestBacklogsOfReports(t *testing.T) {
 	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	now := time.Now()
-	report := func(log *adminapi.LogReport) lastReport {
-		return lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{Log: log, Namespaces: []adminapi.NamespaceReport{
+	report := func(log *adminapi.ReplicationReport) lastReport {
+		return lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{Replication: log, Namespaces: []adminapi.NamespaceReport{
 			{Namespace: "a", Destinations: []adminapi.DestinationReport{
 				{Name: "old", Ledger: adminapi.Ledger{Pending: 5}, OldestPending: now.Add(-time.Minute)},
 				{Name: "young", Ledger: adminapi.Ledger{Pending: 70}, OldestPending: now.Add(-59 * time.Second)},
@@ -64,7 +64,7 @@ func TestBacklogsOfReports(t *testing.T) {
 			{Namespace: "b", Destinations: []adminapi.DestinationReport{{Name: "old", Ledger: adminapi.Ledger{Pending: 2}, OldestPending: now.Add(-time.Hour)}}},
 		}})}
 	}
-	p.last["d-0"], p.last["d-1"], p.last[logStore] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.LogReport{Epoch: 1})
+	p.last["d-0"], p.last["d-1"], p.last[logStore] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.ReplicationReport{Epoch: 1})
 	check.Same(t, "backlogs", p.backlogs(), backlogs{"d-0": 7, "d-1": 0})
 }
 

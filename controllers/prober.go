@@ -225,8 +225,8 @@ func (p *prober) withoutOwner(now time.Time) map[string]bool {
 	}
 	for pod, probe := range p.probes {
 		switch {
-		case pod.Unready || probe.state == nil || probe.state.Log == nil:
-		case probe.state.Log.Several():
+		case pod.Unready || probe.state == nil || probe.state.Replication == nil:
+		case probe.state.Replication.Several():
 			for slot := range p.slots {
 				unowned[slotStore(slot)] = true
 			}
@@ -364,12 +364,12 @@ func (p *prober) merge(pod Pod, probe *probe, r podreport.Changes) (change repor
 		}
 		return after, concernsAll(before, after)
 	}
-	if r.Report != nil && r.Report.Log.Several() {
+	if r.Report != nil && r.Report.Replication.Several() {
 		probe.state = podreport.NewIndex(*r.Report) // It has no namespaces.
 		if p.slots == 0 {
 			p.slotsSince = time.Now()
 		}
-		p.slots = max(p.slots, r.Report.Log.Number)
+		p.slots = max(p.slots, r.Report.Replication.Number)
 	} else {
 		probe.state, change.all = next(pod.Name, probe.state, r.Report)
 	}
@@ -409,15 +409,15 @@ func isReady(pod Pod, store string, state *podreport.Index) bool {
 func (p *probe) stores(pod Pod) iter.Seq2[string, *podreport.Index] {
 	return func(yield func(string, *podreport.Index) bool) {
 		switch {
-		case p.state == nil || p.state.Log == nil:
+		case p.state == nil || p.state.Replication == nil:
 			yield(pod.Name, p.state)
-		case p.state.Log.Several():
+		case p.state.Replication.Several():
 			for slot, state := range p.slots {
 				if !yield(slotStore(slot), state) {
 					return
 				}
 			}
-		case !p.state.Log.Standby:
+		case !p.state.Replication.Standby:
 			yield(logStore, p.state)
 		}
 	}
@@ -426,12 +426,12 @@ func (p *probe) stores(pod Pod) iter.Seq2[string, *podreport.Index] {
 // owns reports whether the state of a store is not older than the last one. A pod that has lost a
 // store of a replicated log to another pod has a lower epoch. The mutex is held.
 func (p *prober) owns(name string, state *podreport.Index) bool {
-	if state == nil || state.Log == nil {
+	if state == nil || state.Replication == nil {
 		return true
 	}
 	last := p.last[name]
 	// The epochs of a log that was created again begin with 1.
-	return last.report == nil || last.outdated || state.Log.Epoch >= last.report.Log.Epoch
+	return last.report == nil || last.outdated || state.Replication.Epoch >= last.report.Replication.Epoch
 }
 
 // like returns the state of another pod, or nil. The mutex is held.
@@ -471,7 +471,7 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	// sharing are the pods whose stores have other names.
 	ready, unready, sharing := map[string]bool{}, map[string]*podreport.Index{}, map[string]bool{}
 	for pod, probe := range p.probes {
-		sharing[pod.Name] = sharing[pod.Name] || probe.state != nil && probe.state.Log != nil
+		sharing[pod.Name] = sharing[pod.Name] || probe.state != nil && probe.state.Replication != nil
 		for name, state := range probe.stores(pod) {
 			last := p.last[name]
 			switch {

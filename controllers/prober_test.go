@@ -254,9 +254,9 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 	pods := []Pod{{Name: "dispatcher-0", URL: "a"}, {Name: "dispatcher-1", URL: "b"}}
 	probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
 	owner := func(epoch uint64, accepted int64) *adminapi.Report {
-		return &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: epoch}, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
+		return &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch}, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
 	}
-	standby := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Standby: true}}
+	standby := &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Standby: true}}
 	lost := errors.New("timeout")
 	for _, step := range []struct {
 		name    string
@@ -290,12 +290,12 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
 	p.listed = true
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
-	ready := &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: 1}}
+	ready := &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: 1}}
 	first := newProbe(p, pod, false)
 	p.record(t.Context(), pod, first, podreport.Changes{Report: ready}, nil)
 	delete(p.probes, pod)
 	pod.Unready, p.notReady = true, []string{pod.Name}
-	unready := &adminapi.Report{Log: &adminapi.LogReport{Epoch: 1}}
+	unready := &adminapi.Report{Replication: &adminapi.ReplicationReport{Epoch: 1}}
 	p.record(t.Context(), pod, newProbe(p, pod, false), podreport.Changes{Report: unready}, nil)
 	got, complete := p.reports()
 	want := []health.Pod{{Name: logStore, Report: podreport.NewIndex(*ready), Configs: podreport.NewIndex(*unready), Absent: true}}
@@ -313,13 +313,13 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 		pod := Pod{Name: "dispatcher-0", URL: "a"}
 		probe := newProbe(p, pod, false)
 		report := func(epoch uint64) *adminapi.Report {
-			return &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Epoch: epoch}}
+			return &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch}}
 		}
 		expect := func(step string, want *adminapi.Report) {
 			t.Helper()
 			got, _ := p.reports()
-			if len(got) != 1 || got[0].Report.Log.Epoch != want.Log.Epoch {
-				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Log.Epoch)
+			if len(got) != 1 || got[0].Report.Replication.Epoch != want.Replication.Epoch {
+				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Replication.Epoch)
 			}
 		}
 		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(7)}, nil)
@@ -337,7 +337,7 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 // also while the slot has no owner.
 func TestSeveralSlots(t *testing.T) {
 	slot := func(epoch uint64, namespaces ...string) *adminapi.Report {
-		r := &adminapi.Report{Ready: true, Cursor: fmt.Sprint(epoch), Log: &adminapi.LogReport{Epoch: epoch}}
+		r := &adminapi.Report{Ready: true, Cursor: fmt.Sprint(epoch), Replication: &adminapi.ReplicationReport{Epoch: epoch}}
 		for _, name := range namespaces {
 			r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Revision: fmt.Sprint(epoch)})
 		}
@@ -369,7 +369,7 @@ func TestSeveralSlots(t *testing.T) {
 	poll := func(pod int, owned slots, listed ...int) reportChange {
 		t.Helper()
 		last = reportChange{}
-		answer = podreport.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Log: &adminapi.LogReport{Number: 3, Slots: listed}}, Slots: owned}
+		answer = podreport.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Replication: &adminapi.ReplicationReport{Number: 3, Slots: listed}}, Slots: owned}
 		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
 		if err != nil {
 			t.Fatal(err)
@@ -437,11 +437,11 @@ func TestSlotsWithoutOwner(t *testing.T) {
 		var last reportChange
 		p.changed = func(c reportChange) { last = c }
 		poll := func(pod int, owned map[int]*adminapi.Report) {
-			answer := podreport.Changes{Report: &adminapi.Report{Ready: true, Log: &adminapi.LogReport{Number: 2}}, Slots: owned}
+			answer := podreport.Changes{Report: &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Number: 2}}, Slots: owned}
 			p.record(t.Context(), pods[pod], probes[pod], answer, nil)
 		}
 		owned := func(epoch uint64) map[int]*adminapi.Report {
-			return map[int]*adminapi.Report{0: {Ready: true, Log: &adminapi.LogReport{Epoch: epoch}}}
+			return map[int]*adminapi.Report{0: {Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch}}}
 		}
 		expect := func(step string, changed bool, want ...bool) {
 			t.Helper()

@@ -421,7 +421,7 @@ func (d *Dispatcher) handlers() Handlers {
 		Changes: d.Changes, Metrics: promtext.Handler(gathered, written...),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 		Backup: d.Backup, BackupToken: d.backupToken, Audit: d.log,
-		Log: d.LogState,
+		Replication: d.ReplicationState,
 	}
 	if d.options.Debug {
 		o.View = d.gate.View
@@ -480,8 +480,10 @@ func (d *Dispatcher) HasUnlistedKeys() bool { return d.configs.HasUnlistedKeys()
 // LostMembers names the audiences' files whose copies outside of the data directory are missing.
 func (d *Dispatcher) LostMembers() []string { return d.members.Gaps() }
 
-// LogState describes the lease of the store; nil if no other process can take it over.
-func (d *Dispatcher) LogState() *adminapi.LogState { return d.options.Lease.State(d.Ready()) }
+// ReplicationState describes the lease of the store; nil if no other process can take it over.
+func (d *Dispatcher) ReplicationState() *adminapi.ReplicationState {
+	return d.options.Lease.State(d.Ready())
+}
 
 // Metrics returns the metrics of this Dispatcher: those of a registry, and those that are written at each scrape.
 func (d *Dispatcher) Metrics() (prometheus.Gatherer, []func(*promtext.Writer)) {

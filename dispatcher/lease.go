@@ -42,22 +42,22 @@ type Lease interface {
 	// Members are copies of the audiences' files outside of the data directory; nil for none.
 	Members() audience.Copies
 	// Report is the part of the lease in reports; nil for none.
-	Report() *adminapi.LogReport
+	Report() *adminapi.ReplicationReport
 	// State describes the lease for the admin API, with why this process is not ready; nil for none.
-	State(ready error) *adminapi.LogState
+	State(ready error) *adminapi.ReplicationState
 }
 
 // permanent is the Lease of a store that no other process can take over.
 type permanent struct{}
 
-func (permanent) Log() pebblestore.Log           { return nil }
-func (permanent) MaySend() bool                  { return true }
-func (permanent) MayExpire() bool                { return true }
-func (permanent) Ended() bool                    { return false }
-func (permanent) Abandon()                       {}
-func (permanent) Members() audience.Copies       { return nil }
-func (permanent) Report() *adminapi.LogReport    { return nil }
-func (permanent) State(error) *adminapi.LogState { return nil }
+func (permanent) Log() pebblestore.Log                   { return nil }
+func (permanent) MaySend() bool                          { return true }
+func (permanent) MayExpire() bool                        { return true }
+func (permanent) Ended() bool                            { return false }
+func (permanent) Abandon()                               {}
+func (permanent) Members() audience.Copies               { return nil }
+func (permanent) Report() *adminapi.ReplicationReport    { return nil }
+func (permanent) State(error) *adminapi.ReplicationState { return nil }
 
 // Share is what the Dispatchers of one process share.
 type Share struct {

@@ -78,7 +78,7 @@ func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 	if r.Storage.Pressure {
 		r.Storage.LackingBytes = (d.store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
 	}
-	r.Log = d.options.Lease.Report()
+	r.Replication = d.options.Lease.Report()
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
 	return configs

@@ -25,9 +25,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 )
 
-func newLog() *cobra.Command {
+func newReplication() *cobra.Command {
 	cmd := &cobra.Command{
-		Use:   "log",
+		Use:   "replication",
 		Short: "Decide what a replicated log continues with",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
@@ -38,12 +38,12 @@ func newLog() *cobra.Command {
 
 func newAdopt() *cobra.Command {
 	var logging logs.Flags
-	var log logFlags
+	var log replicationFlags
 	var data string
 	var only int
 	var yes bool
 	cmd := &cobra.Command{
-		Use:   "adopt --log nats://HOST:PORT --log-name NAME [--log-installation ID] [--data DIR]",
+		Use:   "adopt --replication-url nats://HOST:PORT --replication-name NAME [--replication-installation ID] [--data DIR]",
 		Short: "Continue with a replicated log that was restored or lost, or move a store to a new one",
 		Long: `A process is not ready when the log lacks records that it had: its streams were
 restored from a backup, deleted, or created again. This command decides what the
@@ -66,14 +66,14 @@ With --data of a stopped dispatcher without a log: with its store. Waiting messa
 retries, dead letters, ledgers, circuits, duplicate messageIds, the members of
 audiences, and DeletionRequests become the content of the slot (--slot, 0 by default).
 Nothing is lost, and nothing is delivered again, except for requests that were in
-flight at a kill -9. The log must be new: no process was started with this --log-name.
+flight at a kill -9. The log must be new: no process was started with this --replication-name.
 Take a backup before (posthorn backup): the data directory then belongs to the log, and
 does not start without it. Of a release with several dispatchers, adopt the volume of
 pod 0, which has the audiences and DeletionRequests, and drain the others (posthorn
 drain).`,
-		Example: `  posthorn log adopt --log nats://nats-0:4222,nats://nats-1:4222 --log-name shop --log-installation eu-1/shop
-  posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --data /var/lib/posthorn
-  posthorn log adopt --log nats://nats-0:4222 --log-name shop --log-installation eu-1/shop --log-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
+		Example: `  posthorn replication adopt --replication-url nats://nats-0:4222,nats://nats-1:4222 --replication-name shop --replication-installation eu-1/shop
+  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop --replication-installation eu-1/shop --data /var/lib/posthorn
+  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop --replication-installation eu-1/shop --replication-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			logger, err := logging.Logger(cmd.ErrOrStderr())
@@ -81,13 +81,13 @@ drain).`,
 				return command.UsageError(err)
 			}
 			if log.config.URL == "" {
-				return command.Usagef("the addresses of the NATS servers are missing; set --log as for the processes")
+				return command.Usagef("the addresses of the NATS servers are missing; set --replication-url as for the processes")
 			}
 			if err := log.parse(); err != nil {
 				return err
 			}
 			if only < -1 || only >= log.slots {
-				return command.Usagef("--slot %d: use a slot from 0 to %d, or set --log-slots", only, log.slots-1)
+				return command.Usagef("--slot %d: use a slot from 0 to %d, or set --replication-slots", only, log.slots-1)
 			}
 			if !yes {
 				content := "the records of the streams"
@@ -120,7 +120,7 @@ drain).`,
 	}
 	log.register(cmd)
 	f := cmd.Flags()
-	f.IntVar(&log.slots, "log-slots", 1, "number of slots of --log")
+	f.IntVar(&log.slots, "replication-slots", 1, "number of slots of --replication-url")
 	f.IntVar(&only, "slot", -1, "slot to adopt; -1: all")
 	f.StringVar(&data, "data", "", "data directory whose files the slots continue with; empty: the streams")
 	f.BoolVarP(&yes, "yes", "y", false, "do not ask for confirmation")

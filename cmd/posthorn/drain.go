@@ -71,7 +71,7 @@ continues when it is started again.`,
 			bridgeLogs(logger.Handler())
 			switch {
 			case log != "":
-				return command.Usagef("--log: a replicated log is not drained; its messages are delivered by any process that runs with the same --log")
+				return command.Usagef("--replication-url: a replicated log is not drained; its messages are delivered by any process that runs with the same --replication-url")
 			case (manifests == "") == (namespace == ""):
 				return command.Usagef("set either --manifests or --namespace: the destinations are read there")
 			case manifests == "" && len(secrets) > 0:
@@ -138,8 +138,8 @@ continues when it is started again.`,
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.DurationVar(&timeout, "timeout", 0, "end with exit code 1 after this time if messages are still pending; 0: no limit")
 	f.BoolVar(&redeliver, "redeliver", false, "send the dead letters that are stored now, too")
-	f.StringVar(&log, "log", "", "refused")
-	_ = f.MarkHidden("log")
+	f.StringVar(&log, "replication-url", "", "refused")
+	_ = f.MarkHidden("replication-url")
 	ceilings.register(cmd)
 	data.registerDelivery(cmd, "", "")
 	f.Lookup("data").Usage = "data directory of a stopped dispatcher; required"

@@ -33,7 +33,7 @@ func TestPeerListen(t *testing.T) {
 		{"posthorn-0:8444", "nats://a:4222", "10.0.0.7", "posthorn-0:8444", ""},
 		{":8444", "nats://a:4222", "10.0.0.7", "10.0.0.7:8444", ""},
 		{":8444", "nats://a:4222", "2001:db8::7", "[2001:db8::7]:8444", ""},
-		{"10.0.0.7:8444", "", "", "", "needs --log"},
+		{"10.0.0.7:8444", "", "", "", "needs --replication-url"},
 		{":8444", "nats://a:4222", "", "", "name the host"},
 		{"0.0.0.0:8444", "nats://a:4222", "", "", "name the host"},
 		{"[::]:8444", "nats://a:4222", "", "", "name the host"},
@@ -223,16 +223,16 @@ func TestDrainFollowsCeiling(t *testing.T) {
 // The flags of several slots are checked against each other.
 func TestLogSlots(t *testing.T) {
 	for args, want := range map[string]string{
-		"--log-slots=3":                                          "--log-slots needs --log",
-		"--log=nats://a:4222":                                    "",
-		"--log=nats://a:4222 --log-installation=":                "--log: the identity of the installation is missing; set --log-installation",
-		"--log=nats://a:4222 --log-installation=a --log-slots=0": "--log-slots 0: use 1 to 1024",
-		"--log=nats://a:4222 --log-installation=a --log-slots=3": "--log-slots needs --peer-listen",
-		"--log=nats://a:4222 --log-installation=a --log-slots=3 --peer-listen=127.0.0.1:8444 --log-standbys=5":        "--log-standbys 5: use 0 to 4",
-		"--log=nats://a:4222 --log-installation=a --log-slots=3 --peer-listen=127.0.0.1:8444 --log-pin=shop=3":        "--log-pin shop=3: use a slot from 0 to 2",
-		"--log=nats://a:4222 --log-installation=a --log-pin=shop=0":                                                   "--log-pin needs --log-slots",
-		"--log=nats://a:4222 --log-installation=a --log-slots=3 --peer-listen=127.0.0.1:8444 --log-pin=shop=2,news=0": "",
-		"--log=nats://a:4222 --log-installation=a --log-slots=1 --log-standbys=0":                                     "",
+		"--replication-slots=3":                                                              "--replication-slots needs --replication-url",
+		"--replication-url=nats://a:4222":                                                    "",
+		"--replication-url=nats://a:4222 --replication-installation=":                        "--replication-url: the identity of the installation is missing; set --replication-installation",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=0": "--replication-slots 0: use 1 to 1024",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3": "--replication-slots needs --peer-listen",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-standbys=5":        "--replication-standbys 5: use 0 to 4",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-pin=shop=3":        "--replication-pin shop=3: use a slot from 0 to 2",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-pin=shop=0":                                                           "--replication-pin needs --replication-slots",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-pin=shop=2,news=0": "",
+		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=1 --replication-standbys=0":                                     "",
 	} {
 		var d dataFlags
 		cmd := &cobra.Command{Use: "x"}

@@ -27,12 +27,12 @@ type Report struct {
 	Configs []ConfigReport `json:"configs,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
-	// Log is the pod's part in a replicated log; nil for a pod whose log is on its volume.
-	Log *LogReport `json:"log,omitempty"`
+	// Replication is the pod's part in a replicated log; nil for a pod whose log is on its volume.
+	Replication *ReplicationReport `json:"replication,omitempty"`
 }
 
-// LogReport is the part of a pod in a replicated log.
-type LogReport struct {
+// ReplicationReport is the part of a pod in a replicated log.
+type ReplicationReport struct {
 	// Standby is true for a pod that does not own the messages. It reports no namespaces.
 	Standby bool `json:"standby,omitempty"`
 	// Epoch is the number of the owner's claim. Of two owners, the one with the lower epoch has lost
@@ -47,8 +47,8 @@ type LogReport struct {
 	Slots  []int `json:"slots,omitempty"`
 }
 
-// Several reports whether a pod with several slots sent the report. The LogReport may be nil.
-func (l *LogReport) Several() bool { return l != nil && l.Number > 0 }
+// Several reports whether a pod with several slots sent the report. The ReplicationReport may be nil.
+func (l *ReplicationReport) Several() bool { return l != nil && l.Number > 0 }
 
 // ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
 // one, have none unless there is something else to report.

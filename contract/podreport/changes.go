@@ -23,11 +23,11 @@ func Fetch(ctx context.Context, c *adminapi.Client, last *Index, slots map[int]*
 	if changes.Report, err = since(ctx, c, last); err != nil {
 		return changes, err
 	}
-	var log *adminapi.LogReport
+	var log *adminapi.ReplicationReport
 	if changes.Report != nil {
-		log = changes.Report.Log
+		log = changes.Report.Replication
 	} else if last != nil {
-		log = last.Log
+		log = last.Replication
 	}
 	if !log.Several() {
 		return changes, nil

@@ -17,12 +17,12 @@ import (
 // Merge returns another Index, which shares the unchanged parts.
 type Index struct {
 	// The fields of the last report.
-	Pod     string
-	Cursor  string
-	Ready   bool
-	Storage adminapi.StorageReport
-	Configs []adminapi.ConfigReport
-	Log     *adminapi.LogReport
+	Pod         string
+	Cursor      string
+	Ready       bool
+	Storage     adminapi.StorageReport
+	Configs     []adminapi.ConfigReport
+	Replication *adminapi.ReplicationReport
 
 	namespaces map[string]*NamespaceIndex
 }
@@ -129,7 +129,7 @@ func stateOf(r *adminapi.SourceReport) sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Log: r.Log, namespaces: map[string]*NamespaceIndex{}}
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Replication: r.Replication, namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
 		before = x.namespaces

@@ -147,16 +147,16 @@ func (p *Page) readReports(ctx context.Context) {
 	for pod, a := range answers {
 		switch {
 		case a.index == nil:
-		case !a.index.Log.Several():
+		case !a.index.Replication.Several():
 			indices[pod] = a.index
-			if a.index.Log != nil && a.index.Log.Standby {
+			if a.index.Replication != nil && a.index.Replication.Standby {
 				owned[pod] = nil
 			}
 		default:
-			owned[pod], number = nil, max(number, a.index.Log.Number)
+			owned[pod], number = nil, max(number, a.index.Replication.Number)
 			for slot, x := range a.slots {
 				// A silent process may have lost the slot to another one.
-				if other := indices[slotName(slot)]; other == nil || other.Log.Epoch < x.Log.Epoch {
+				if other := indices[slotName(slot)]; other == nil || other.Replication.Epoch < x.Replication.Epoch {
 					indices[slotName(slot)], owners[slot] = x, pod
 				}
 			}

@@ -116,7 +116,7 @@ func (p *Page) newOverview(v view, query string) overview {
 	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
 		x := v.indices[pod]
 		object := "dispatcher " + pod
-		if x.Pod != pod && x.Log != nil { // A slot.
+		if x.Pod != pod && x.Replication != nil { // A slot.
 			object = pod + " of dispatcher " + x.Pod
 		}
 		o.Used, o.Total = o.Used+x.Storage.UsedBytes, o.Total+x.Storage.TotalBytes-disks[x.Pod]

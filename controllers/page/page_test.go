@@ -401,14 +401,14 @@ func TestResults(t *testing.T) {
 // one with the higher epoch owns it.
 func TestSeveralSlots(t *testing.T) {
 	process := func(pod string, epochs map[int]uint64) *adminapi.Client {
-		root := adminapi.LogReport{Number: 3, Slots: slices.Sorted(maps.Keys(epochs))}
+		root := adminapi.ReplicationReport{Number: 3, Slots: slices.Sorted(maps.Keys(epochs))}
 		mux := http.NewServeMux()
 		mux.HandleFunc("/report", func(w http.ResponseWriter, _ *http.Request) {
-			_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Log: &root})
+			_ = json.NewEncoder(w).Encode(adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Replication: &root})
 		})
 		for slot, epoch := range epochs {
 			mux.HandleFunc(fmt.Sprintf("/slots/%d/report", slot), func(w http.ResponseWriter, _ *http.Request) {
-				r := adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Storage: adminapi.StorageReport{UsedBytes: 1, TotalBytes: 100}, Log: &adminapi.LogReport{Slot: slot, Epoch: epoch}}
+				r := adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Storage: adminapi.StorageReport{UsedBytes: 1, TotalBytes: 100}, Replication: &adminapi.ReplicationReport{Slot: slot, Epoch: epoch}}
 				_ = json.NewEncoder(w).Encode(r)
 			})
 		}

@@ -39,8 +39,8 @@ type Options struct {
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
 	// config.
 	View func() *liveconfig.View
-	// Log returns the part in a replicated log; nil if there is none.
-	Log func() *adminapi.LogState
+	// Replication returns the part in a replicated log; nil if there is none.
+	Replication func() *adminapi.ReplicationState
 	// Backup writes a backup of the data directory until ctx is done.
 	Backup func(ctx context.Context, w io.Writer) error
 	// BackupToken authorizes the requests for backups if there is no Guard.
@@ -66,7 +66,7 @@ func NewHandler(o Options) http.Handler {
 		writeLines(w, o.Gate.UnknownKeys.List(o.Gate.Now()))
 	})
 	letters{o, audit{cmp.Or(o.Audit, slog.Default())}, make(chan struct{}, maxBodyTails)}.mount(mux)
-	MountLog(mux, o.Log)
+	MountReplication(mux, o.Replication)
 	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
 	if o.View != nil {
@@ -89,10 +89,10 @@ func NewHandler(o Options) http.Handler {
 	return root
 }
 
-// MountLog adds GET /log.
-func MountLog(mux *http.ServeMux, state func() *adminapi.LogState) {
-	mux.HandleFunc("GET /log", func(w http.ResponseWriter, _ *http.Request) {
-		s := (*adminapi.LogState)(nil)
+// MountReplication adds GET /replication.
+func MountReplication(mux *http.ServeMux, state func() *adminapi.ReplicationState) {
+	mux.HandleFunc("GET /replication", func(w http.ResponseWriter, _ *http.Request) {
+		s := (*adminapi.ReplicationState)(nil)
 		if state != nil {
 			s = state()
 		}

@@ -337,7 +337,7 @@ func (p *pair) stop() {
 func (p *pair) waitFor(d *dispatcherProcess, owner bool) error {
 	api := &adminapi.Client{URL: "http://" + d.Admin}
 	for deadline := time.Now().Add(recoverWithin()); ; time.Sleep(50 * time.Millisecond) {
-		state, err := api.Log(context.Background())
+		state, err := api.Replication(context.Background())
 		if err == nil && state != nil && state.Owner == owner && state.Ready {
 			return nil
 		}
@@ -404,7 +404,7 @@ func (p *dispatcherProcess) snapshotBytes() (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	_, rest, ok := strings.Cut(text, "\nposthorn_log_snapshot_bytes_total ")
+	_, rest, ok := strings.Cut(text, "\nposthorn_replication_snapshot_bytes_total ")
 	if !ok {
 		return 0, errors.New("the owner has no metric of uploaded bytes")
 	}
@@ -437,7 +437,7 @@ func measureSlots(ctx context.Context, b *bench) ([]row, error) {
 	api := &adminapi.Client{URL: "http://" + hosted.Admin}
 	for deadline := time.Now().Add(recoverWithin()); ; time.Sleep(100 * time.Millisecond) {
 		states, err := api.Slots(ctx)
-		if err == nil && len(states) == idleSlots && !slices.ContainsFunc(states, func(s adminapi.LogState) bool { return !s.Owner }) {
+		if err == nil && len(states) == idleSlots && !slices.ContainsFunc(states, func(s adminapi.ReplicationState) bool { return !s.Owner }) {
 			break
 		}
 		if time.Now().After(deadline) {

@@ -83,8 +83,8 @@ func installReplicated(settings ...string) {
 	uninstall()
 	DeferCleanup(uninstall)
 	install(append([]string{
-		"--set", "log.type=JetStream", "--set", `log.jetStream.url=` + strings.Join(urls, `\,`), "--set", "log.jetStream.name=e2e", "--set", "log.jetStream.maxBytes=256Mi",
-		"--set", "log.jetStream.monitoringURL=http://nats-0.nats.nats:8222",
+		"--set", "replication.type=JetStream", "--set", `replication.jetStream.url=` + strings.Join(urls, `\,`), "--set", "replication.jetStream.name=e2e", "--set", "replication.jetStream.maxBytes=256Mi",
+		"--set", "replication.jetStream.monitoringURL=http://nats-0.nats.nats:8222",
 	}, settings...)...)
 	installed = false // No other spec uses this release.
 	ready(dispatcher)
@@ -182,7 +182,7 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 	It("shares its slots among all pods, and keeps every accepted call when a pod is lost with its disk, and during a rolling update", func() {
 		const slots = 6
 		startNATS()
-		installReplicated("--set", fmt.Sprint("log.jetStream.slots=", slots), "--set", "dispatcher.replicas=3")
+		installReplicated("--set", fmt.Sprint("replication.jetStream.slots=", slots), "--set", "dispatcher.replicas=3")
 		users := startUsers("slots", 3, 5)
 		shared := func(pods int) {
 			GinkgoHelper()
@@ -226,7 +226,7 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		const slots = 6
 		startNATS()
 		startAdapter()
-		installReplicated("--set", fmt.Sprint("log.jetStream.slots=", slots), "--set", "dispatcher.autoscaling.enabled=true",
+		installReplicated("--set", fmt.Sprint("replication.jetStream.slots=", slots), "--set", "dispatcher.autoscaling.enabled=true",
 			"--set", "dispatcher.autoscaling.minReplicas=2", "--set", "dispatcher.autoscaling.maxReplicas=3",
 			"--set", "dispatcher.autoscaling.cpu=", "--set-string", "dispatcher.autoscaling.firstAttemptAge=1")
 		steady := startUsers("steady", 2, 2)

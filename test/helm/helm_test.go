@@ -194,7 +194,7 @@ func TestCRDs(t *testing.T) {
 
 // The error for an invalid value has its path and the valid format.
 func TestInvalidValues(t *testing.T) {
-	const jetStream = "log.type=JetStream,log.jetStream.name=a,log.jetStream.url=nats://nats:4222"
+	const jetStream = "replication.type=JetStream,replication.jetStream.name=a,replication.jetStream.url=nats://nats:4222"
 	for name, c := range map[string]struct{ set, want string }{
 		"unknown at the top":    {"dispacher.replicas=2", "at '': additional properties 'dispacher' not allowed"},
 		"unknown below":         {"dispatcher.replica=2", "at '/dispatcher': additional properties 'replica' not allowed"},
@@ -249,15 +249,15 @@ func TestInvalidValues(t *testing.T) {
 		"egress, an address":    {"networkPolicy.egress.apiServer={10.0.0.10}", "at '/networkPolicy/egress/apiServer/0': '10.0.0.10' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8>"},
 		"probe, another field":  {"dispatcher.readinessProbe.httpGet.path=/", "at '/dispatcher/readinessProbe': additional properties 'httpGet' not allowed"},
 		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
-		"log without servers":   {"log.type=JetStream,log.jetStream.name=a", "at '/log/jetStream/url': minLength: got 0, want 1"},
-		"log without a name":    {"log.type=JetStream,log.jetStream.url=nats://nats:4222", "at '/log/jetStream/name': minLength: got 0, want 1"},
-		"installation, a space": {"log.jetStream.installation=a b", "at '/log/jetStream/installation': 'a b' does not match pattern '^(?<up_to_200_letters_digits_and_dot_underscore_colon_slash_dash>"},
-		"log of HTTP":           {"log.jetStream.url=http://nats:4222", "at '/log/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
-		"scaled, on volumes":    {"dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},
-		"scaled, one slot":      {jetStream + ",dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs log.type JetStream and log.jetStream.slots of 2 or more"},
-		"scaled, few slots":     {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=4", "dispatcher.autoscaling.maxReplicas is 6 and log.jetStream.slots 4: pods without a slot deliver nothing"},
-		"scaled, bounds":        {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=4,dispatcher.autoscaling.minReplicas=4,dispatcher.autoscaling.maxReplicas=3", "minReplicas is 4 and maxReplicas 3"},
-		"scaled by nothing":     {jetStream + ",dispatcher.autoscaling.enabled=true,log.jetStream.slots=6,dispatcher.autoscaling.cpu=", "dispatcher.autoscaling needs cpu or firstAttemptAge"},
+		"log without servers":   {"replication.type=JetStream,replication.jetStream.name=a", "at '/replication/jetStream/url': minLength: got 0, want 1"},
+		"log without a name":    {"replication.type=JetStream,replication.jetStream.url=nats://nats:4222", "at '/replication/jetStream/name': minLength: got 0, want 1"},
+		"installation, a space": {"replication.jetStream.installation=a b", "at '/replication/jetStream/installation': 'a b' does not match pattern '^(?<up_to_200_letters_digits_and_dot_underscore_colon_slash_dash>"},
+		"log of HTTP":           {"replication.jetStream.url=http://nats:4222", "at '/replication/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
+		"scaled, on volumes":    {"dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs replication.type JetStream and replication.jetStream.slots of 2 or more"},
+		"scaled, one slot":      {jetStream + ",dispatcher.autoscaling.enabled=true", "dispatcher.autoscaling.enabled needs replication.type JetStream and replication.jetStream.slots of 2 or more"},
+		"scaled, few slots":     {jetStream + ",dispatcher.autoscaling.enabled=true,replication.jetStream.slots=4", "dispatcher.autoscaling.maxReplicas is 6 and replication.jetStream.slots 4: pods without a slot deliver nothing"},
+		"scaled, bounds":        {jetStream + ",dispatcher.autoscaling.enabled=true,replication.jetStream.slots=4,dispatcher.autoscaling.minReplicas=4,dispatcher.autoscaling.maxReplicas=3", "minReplicas is 4 and maxReplicas 3"},
+		"scaled by nothing":     {jetStream + ",dispatcher.autoscaling.enabled=true,replication.jetStream.slots=6,dispatcher.autoscaling.cpu=", "dispatcher.autoscaling needs cpu or firstAttemptAge"},
 		"age with a unit":       {"dispatcher.autoscaling.firstAttemptAge=10s", "'10s' does not match pattern '^(?<seconds_such_as_10_or_empty>"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {

@@ -90,7 +90,7 @@ func TestForeignKindsAccept(t *testing.T) {
 			create(values, o)
 		}
 	}
-	const page = "docs/replicated-log.md"
+	const page = "docs/replication.md"
 	blocks, err := docs.Blocks(root, page)
 	if err != nil {
 		t.Fatal(err)

@@ -17,17 +17,17 @@ import (
 // firstAttemptAge is the metric of the chart's HorizontalPodAutoscaler.
 const firstAttemptAge = "posthorn_delivery_first_attempt_age_seconds"
 
-// sample returns the block of YAML in docs/replicated-log.md that begins with a text.
+// sample returns the block of YAML in docs/replication.md that begins with a text.
 func sample(t *testing.T, begin string) string {
 	t.Helper()
-	page, err := os.ReadFile("../../docs/replicated-log.md")
+	page, err := os.ReadFile("../../docs/replication.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, text, found := strings.Cut(string(page), "```yaml\n"+begin)
 	text, _, ended := strings.Cut(text, "```\n")
 	if !found || !ended {
-		t.Fatalf("docs/replicated-log.md has no block of YAML that begins with %q", begin)
+		t.Fatalf("docs/replication.md has no block of YAML that begins with %q", begin)
 	}
 	return begin + text
 }

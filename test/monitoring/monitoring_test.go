@@ -126,7 +126,7 @@ func TestExpressions(t *testing.T) {
 					labels[l] = true
 				}
 				// A process with one slot has no label for it.
-				labels["slot"] = labels["slot"] || strings.HasPrefix(n.Name, "posthorn_log_")
+				labels["slot"] = labels["slot"] || strings.HasPrefix(n.Name, "posthorn_replication_")
 				for _, m := range n.LabelMatchers {
 					used = append(used, m.Name)
 				}
@@ -244,66 +244,66 @@ var situations = []situation{
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="too_large"} 0+1x60`, true},
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="written"} 0+10x60
 		posthorn_operator_compiles_total{result="error"} 1x60`, false},
-	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0"} 1x57 0x3
-		posthorn_log_owner{pod="d-1"} 0x60`, true},
-	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0"} 1x58 0x2
-		posthorn_log_owner{pod="d-1"} 0x58 1x2`, false}, // A takeover.
-	{"PosthornLogNotAnswering", `posthorn_log_unacknowledged_seconds{pod="d-0"} 0x50 10+60x10`, true},
-	{"PosthornLogNotAnswering", `posthorn_log_unacknowledged_seconds{pod="d-0"} 1x60`, false},
-	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0",slot="0"} 1x60
-		posthorn_log_owner{pod="d-0",slot="1"} 0x60`, true},
-	{"PosthornLogWithoutOwner", `posthorn_log_owner{pod="d-0",slot="0"} 1x60
-		posthorn_log_owner{pod="d-0",slot="1"} 0x60
-		posthorn_log_owner{pod="d-1",slot="1"} 1x60`, false},
-	{"PosthornLogWithoutStandby", `posthorn_log_owner{pod="d-0"} 1x60
-		posthorn_log_sequence{pod="d-0"} 5x60`, true},
-	{"PosthornLogWithoutStandby", `posthorn_log_owner{pod="d-0"} 1x60
-		posthorn_log_sequence{pod="d-0"} 5x60
-		posthorn_log_owner{pod="d-1"} 0x60
-		posthorn_log_sequence{pod="d-1"} 5x60`, false},
-	{"PosthornLogWithoutStandby", `posthorn_log_owner{pod="d-0",slot="1"} 1x60
-		posthorn_log_sequence{pod="d-0",slot="1"} 5x60
-		posthorn_log_owner{pod="d-1",slot="1"} 0x60`, true}, // The other pod has no copy.
-	{"PosthornLogStandbyBehind", `posthorn_log_sequence{pod="d-0",slot="0"} 0+10000x60
-		posthorn_log_sequence{pod="d-0",slot="1"} 5x60`, false},
-	{"PosthornLogStandbyBehind", `posthorn_log_sequence{pod="d-0"} 0+10000x60
-		posthorn_log_sequence{pod="d-1"} 5x60`, true},
-	{"PosthornLogStandbyBehind", `posthorn_log_sequence{pod="d-0"} 0+10000x60
-		posthorn_log_sequence{pod="d-1"} 0+9999x60`, false},
-	{"PosthornLogWeak", `posthorn_log_weak_settings{pod="d-0"} 0x50 1x10`, true},
-	{"PosthornLogWeak", `posthorn_log_weak_settings{pod="d-0"} 0x60`, false},
-	{"PosthornLogSyncUnverified", `posthorn_log_sync_verified{pod="d-0"} 0x60
-		posthorn_log_weak_settings{pod="d-0"} 0x60`, true},
-	{"PosthornLogSyncUnverified", `posthorn_log_sync_verified{pod="d-0"} 0x60
-		posthorn_log_weak_settings{pod="d-0"} 1x60`, false}, // PosthornLogWeak.
-	{"PosthornLogSyncUnverified", `posthorn_log_sync_verified{pod="d-0"} 0x50 1x10
-		posthorn_log_weak_settings{pod="d-0"} 0x60`, false}, // An owner that has checked it now.
-	{"PosthornLogCopyMissing", `posthorn_log_current_replicas{pod="d-0"} 2x60
-		posthorn_log_replicas{pod="d-0"} 3x60`, true},
-	{"PosthornLogCopyMissing", `posthorn_log_current_replicas{pod="d-0"} 3x55 2x4
-		posthorn_log_replicas{pod="d-0"} 3x60`, false}, // An update of the servers.
-	{"PosthornLogGap", `posthorn_log_gaps_total{pod="d-0"} 0x50 1x10`, true},
-	{"PosthornLogGap", `posthorn_log_gaps_total{pod="d-0"} 0x30 1x30`, false}, // Repaired half an hour ago.
-	{"PosthornStandbyLacksObjects", `posthorn_log_lacking_objects{instance="a"} 0x60
-		posthorn_log_lacking_objects{instance="b"} 0x50 2x10`, true},
-	{"PosthornStandbyLacksObjects", `posthorn_log_lacking_objects{instance="a"} 2x4 0x6 3x4 0x46`, false}, // Manifests that are copied one by one.
-	{"PosthornLogClockSkew", `posthorn_log_clock_skew_seconds{pod="d-0"} 0x60
-		posthorn_log_clock_skew_seconds{pod="d-1"} 0x50 -31x10`, true},
-	{"PosthornLogClockSkew", `posthorn_log_clock_skew_seconds{pod="d-0"} 30x60
-		posthorn_log_clock_skew_seconds{pod="d-1"} -30x60`, false},
-	{"PosthornLogFilling", `posthorn_log_stream_bytes{pod="d-0"} 65x60
-		posthorn_log_stream_max_bytes{pod="d-0"} 100x60`, true},
-	{"PosthornLogFilling", `posthorn_log_stream_bytes{pod="d-0"} 65x60
-		posthorn_log_stream_max_bytes{pod="d-0"} 0x60`, false}, // Without a bound.
-	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x60
-		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, true}, // None yet.
-	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x40 3000x20
-		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // The first one took a while.
-	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 0x60
-		posthorn_log_snapshot_timestamp_seconds{pod="d-1"} 3000x60
-		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, false}, // A standby has none.
-	{"PosthornLogSnapshotOld", `posthorn_log_snapshot_timestamp_seconds{pod="d-0"} 1x60
-		posthorn_log_stream_bytes{pod="d-0"} 2e9x60`, true},
+	{"PosthornReplicationWithoutOwner", `posthorn_replication_owner{pod="d-0"} 1x57 0x3
+		posthorn_replication_owner{pod="d-1"} 0x60`, true},
+	{"PosthornReplicationWithoutOwner", `posthorn_replication_owner{pod="d-0"} 1x58 0x2
+		posthorn_replication_owner{pod="d-1"} 0x58 1x2`, false}, // A takeover.
+	{"PosthornReplicationNotAnswering", `posthorn_replication_unacknowledged_seconds{pod="d-0"} 0x50 10+60x10`, true},
+	{"PosthornReplicationNotAnswering", `posthorn_replication_unacknowledged_seconds{pod="d-0"} 1x60`, false},
+	{"PosthornReplicationWithoutOwner", `posthorn_replication_owner{pod="d-0",slot="0"} 1x60
+		posthorn_replication_owner{pod="d-0",slot="1"} 0x60`, true},
+	{"PosthornReplicationWithoutOwner", `posthorn_replication_owner{pod="d-0",slot="0"} 1x60
+		posthorn_replication_owner{pod="d-0",slot="1"} 0x60
+		posthorn_replication_owner{pod="d-1",slot="1"} 1x60`, false},
+	{"PosthornReplicationWithoutStandby", `posthorn_replication_owner{pod="d-0"} 1x60
+		posthorn_replication_sequence{pod="d-0"} 5x60`, true},
+	{"PosthornReplicationWithoutStandby", `posthorn_replication_owner{pod="d-0"} 1x60
+		posthorn_replication_sequence{pod="d-0"} 5x60
+		posthorn_replication_owner{pod="d-1"} 0x60
+		posthorn_replication_sequence{pod="d-1"} 5x60`, false},
+	{"PosthornReplicationWithoutStandby", `posthorn_replication_owner{pod="d-0",slot="1"} 1x60
+		posthorn_replication_sequence{pod="d-0",slot="1"} 5x60
+		posthorn_replication_owner{pod="d-1",slot="1"} 0x60`, true}, // The other pod has no copy.
+	{"PosthornReplicationStandbyBehind", `posthorn_replication_sequence{pod="d-0",slot="0"} 0+10000x60
+		posthorn_replication_sequence{pod="d-0",slot="1"} 5x60`, false},
+	{"PosthornReplicationStandbyBehind", `posthorn_replication_sequence{pod="d-0"} 0+10000x60
+		posthorn_replication_sequence{pod="d-1"} 5x60`, true},
+	{"PosthornReplicationStandbyBehind", `posthorn_replication_sequence{pod="d-0"} 0+10000x60
+		posthorn_replication_sequence{pod="d-1"} 0+9999x60`, false},
+	{"PosthornReplicationWeak", `posthorn_replication_weak_settings{pod="d-0"} 0x50 1x10`, true},
+	{"PosthornReplicationWeak", `posthorn_replication_weak_settings{pod="d-0"} 0x60`, false},
+	{"PosthornReplicationSyncUnverified", `posthorn_replication_sync_verified{pod="d-0"} 0x60
+		posthorn_replication_weak_settings{pod="d-0"} 0x60`, true},
+	{"PosthornReplicationSyncUnverified", `posthorn_replication_sync_verified{pod="d-0"} 0x60
+		posthorn_replication_weak_settings{pod="d-0"} 1x60`, false}, // PosthornReplicationWeak.
+	{"PosthornReplicationSyncUnverified", `posthorn_replication_sync_verified{pod="d-0"} 0x50 1x10
+		posthorn_replication_weak_settings{pod="d-0"} 0x60`, false}, // An owner that has checked it now.
+	{"PosthornReplicationCopyMissing", `posthorn_replication_current_replicas{pod="d-0"} 2x60
+		posthorn_replication_replicas{pod="d-0"} 3x60`, true},
+	{"PosthornReplicationCopyMissing", `posthorn_replication_current_replicas{pod="d-0"} 3x55 2x4
+		posthorn_replication_replicas{pod="d-0"} 3x60`, false}, // An update of the servers.
+	{"PosthornReplicationGap", `posthorn_replication_gaps_total{pod="d-0"} 0x50 1x10`, true},
+	{"PosthornReplicationGap", `posthorn_replication_gaps_total{pod="d-0"} 0x30 1x30`, false}, // Repaired half an hour ago.
+	{"PosthornStandbyLacksObjects", `posthorn_replication_lacking_objects{instance="a"} 0x60
+		posthorn_replication_lacking_objects{instance="b"} 0x50 2x10`, true},
+	{"PosthornStandbyLacksObjects", `posthorn_replication_lacking_objects{instance="a"} 2x4 0x6 3x4 0x46`, false}, // Manifests that are copied one by one.
+	{"PosthornReplicationClockSkew", `posthorn_replication_clock_skew_seconds{pod="d-0"} 0x60
+		posthorn_replication_clock_skew_seconds{pod="d-1"} 0x50 -31x10`, true},
+	{"PosthornReplicationClockSkew", `posthorn_replication_clock_skew_seconds{pod="d-0"} 30x60
+		posthorn_replication_clock_skew_seconds{pod="d-1"} -30x60`, false},
+	{"PosthornReplicationFilling", `posthorn_replication_stream_bytes{pod="d-0"} 65x60
+		posthorn_replication_stream_max_bytes{pod="d-0"} 100x60`, true},
+	{"PosthornReplicationFilling", `posthorn_replication_stream_bytes{pod="d-0"} 65x60
+		posthorn_replication_stream_max_bytes{pod="d-0"} 0x60`, false}, // Without a bound.
+	{"PosthornReplicationSnapshotOld", `posthorn_replication_snapshot_timestamp_seconds{pod="d-0"} 0x60
+		posthorn_replication_stream_bytes{pod="d-0"} 2e9x60`, true}, // None yet.
+	{"PosthornReplicationSnapshotOld", `posthorn_replication_snapshot_timestamp_seconds{pod="d-0"} 0x40 3000x20
+		posthorn_replication_stream_bytes{pod="d-0"} 2e9x60`, false}, // The first one took a while.
+	{"PosthornReplicationSnapshotOld", `posthorn_replication_snapshot_timestamp_seconds{pod="d-0"} 0x60
+		posthorn_replication_snapshot_timestamp_seconds{pod="d-1"} 3000x60
+		posthorn_replication_stream_bytes{pod="d-0"} 2e9x60`, false}, // A standby has none.
+	{"PosthornReplicationSnapshotOld", `posthorn_replication_snapshot_timestamp_seconds{pod="d-0"} 1x60
+		posthorn_replication_stream_bytes{pod="d-0"} 2e9x60`, true},
 }
 
 // optional matches the part of an annotation with a label that some results lack.

@@ -97,7 +97,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 	holes := map[*pod]*blackHole{}
 	for i := range 2 {
 		h, url := startBlackHole(t, s.url)
-		p := startPods(t, 1, manifests(r.URL), "--log", url, "--log-name", "test", "--log-max-bytes", "1Gi")[0]
+		p := startPods(t, 1, manifests(r.URL), "--replication-url", url, "--replication-name", "test", "--replication-max-bytes", "1Gi")[0]
 		p.name, holes[p] = fmt.Sprint("pod ", i), h
 		pods = append(pods, p)
 	}
@@ -119,7 +119,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 			holes[before].Unlock()
 		}
 	}()
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_log_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
 		t.Errorf("lease of the owner: %v", err)
 	}
 	if err := next.isOwner(); err == nil {
@@ -134,7 +134,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
-	if err := hasMetric(t, before, "posthorn_log_may_send 0\n"); err != nil {
+	if err := hasMetric(t, before, "posthorn_replication_may_send 0\n"); err != nil {
 		t.Errorf("former owner after the takeover: %v", err)
 	}
 	acknowledge(t, all, 200)
@@ -156,8 +156,8 @@ func waitReady(t *testing.T, p *pod) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		r, err := (&adminapi.Client{URL: "http://" + p.Admin}).Report(t.Context(), "")
-		if err == nil && (!r.Ready || r.Log == nil || !r.Log.Standby) {
-			err = fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Log)
+		if err == nil && (!r.Ready || r.Replication == nil || !r.Replication.Standby) {
+			err = fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Replication)
 		}
 		return err
 	}); err != nil {

@@ -21,7 +21,7 @@ import (
 func wantClock(t *testing.T, p *pod, problem string) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		s, err := (&adminapi.Client{URL: "http://" + p.Admin}).Log(t.Context())
+		s, err := (&adminapi.Client{URL: "http://" + p.Admin}).Replication(t.Context())
 		switch {
 		case err != nil:
 			return err
@@ -63,7 +63,7 @@ func startWithClock(t *testing.T, n int) (pods []*pod, r *receiver, fails *atomi
 	}
 	s := startServers(t)
 	r, fails = failingReceiver(t)
-	return startPodsOf(t, withClock, n, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi"), r, fails
+	return startPodsOf(t, withClock, n, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi"), r, fails
 }
 
 // The clock of the owner is set six hours ahead, longer than the retry window, while messages wait for a

@@ -96,7 +96,7 @@ func checkFull(t *testing.T, p *pod) {
 func waitMaxBytes(t *testing.T, p *pod, want int64) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		state, err := p.AdminAPI().Log(t.Context())
+		state, err := p.AdminAPI().Replication(t.Context())
 		if err == nil && state.MaxBytes != want {
 			err = fmt.Errorf("the stream has max_bytes %d", state.MaxBytes)
 		}
@@ -112,7 +112,7 @@ func waitMaxBytes(t *testing.T, p *pod, want int64) {
 func TestFullStream(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "256Mi")
+	pods := startPods(t, 2, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "256Mi")
 	before := ownerOfCopied(t, pods)
 	const size = 16 << 20
 	objects := s.settings(s.administrator(), "OBJ_"+stream).MaxBytes
@@ -163,13 +163,13 @@ func TestFullStream(t *testing.T) {
 		all.mustSend(t, body)
 		all.acknowledged = append(all.acknowledged, ids...)
 	}
-	state, err := before.AdminAPI().Log(t.Context())
+	state, err := before.AdminAPI().Replication(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.setMaxBytes(stream, state.Bytes*100/93)
 	checkFull(t, before)
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_log_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
 		t.Errorf("lease of the owner with a stream that is full by 93 %%: %v", err)
 	}
 	r.answer.Store(0)
@@ -181,7 +181,7 @@ func TestFullStream(t *testing.T) {
 	// The stream refuses all records, also those of an idle owner.
 	s.setMaxBytes(stream, 1)
 	checkFull(t, before)
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_log_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
 		t.Errorf("lease of the owner: %v", err)
 	}
 	s.setMaxBytes(stream, 256<<20)
@@ -241,7 +241,7 @@ func awayManifests(url string) map[string]string {
 func TestAllProcessesAreAway(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, awayManifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 2, awayManifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")
 	ownerOfCopied(t, pods)
 	all := &sender{pods: pods}
 	r.answer.Store(http.StatusServiceUnavailable)

@@ -49,7 +49,7 @@ func TestOldFolder(t *testing.T) {
 			for file, text := range manifests(other.URL) {
 				folder["news-"+file] = news.Replace(text)
 			}
-			flags := []string{"--log", s.url, "--log-name", strings.ReplaceAll(name, " ", "-"), "--log-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+			flags := []string{"--replication-url", s.url, "--replication-name", strings.ReplaceAll(name, " ", "-"), "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
 			former := map[string]string{}
 			for file, text := range folder {
 				former[file] = text
@@ -151,7 +151,7 @@ func TestFolderThatVanishes(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	r.answer.Store(http.StatusServiceUnavailable)
-	flags := []string{"--log", s.url, "--log-name", "vanishing", "--log-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+	flags := []string{"--replication-url", s.url, "--replication-name", "vanishing", "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
 	pods := startPods(t, 2, manifests(r.URL), flags...)
 	first := ownerOfCopied(t, pods)
 	second := pods[0]

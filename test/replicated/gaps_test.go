@@ -169,7 +169,7 @@ func (s *servers) damage(nodes ...int) {
 func TestAdoptPassesAGap(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 1, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 1, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")
 	owner(t, pods)
 	r.answer.Store(http.StatusServiceUnavailable)
 	send := func(prefix string, n int) (ids []string) {
@@ -184,7 +184,7 @@ func TestAdoptPassesAGap(t *testing.T) {
 	pods[0].end(syscall.SIGTERM)
 	pods[0].start() // The first snapshot of its session has the Source.
 	if err := wait.Until(func() error {
-		state, err := pods[0].AdminAPI().Log(t.Context())
+		state, err := pods[0].AdminAPI().Replication(t.Context())
 		if err == nil && state.Snapshot.IsZero() {
 			err = errors.New("no snapshot yet")
 		}
@@ -199,7 +199,7 @@ func TestAdoptPassesAGap(t *testing.T) {
 		t.Helper()
 		out, err := s.adopt()
 		if err != nil {
-			t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
+			t.Fatalf("posthorn replication adopt: got error %v and\n%s", err, out)
 		}
 		return out
 	}
@@ -215,7 +215,7 @@ func TestAdoptPassesAGap(t *testing.T) {
 		t.Fatal(err)
 	}
 	pods[0].start()
-	waitNotReady(t, pods, "posthorn log adopt")
+	waitNotReady(t, pods, "posthorn replication adopt")
 	if out := adopt(); !strings.Contains(out, "slot 0 continues with the newest snapshot and the records of the stream, without the batches ") {
 		t.Errorf("adoption of a stream with a gap: got %q, want the missing batches", out)
 	}

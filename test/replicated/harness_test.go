@@ -176,7 +176,7 @@ func startPodsOf(t *testing.T, binary string, n int, manifests map[string]string
 			}
 		}
 		p.manifests = dir
-		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0", "--log-installation", installation}, flags...)...)
+		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0", "--replication-installation", installation}, flags...)...)
 		p.launch()
 		pods = append(pods, p)
 	}
@@ -233,7 +233,7 @@ func (p *pod) lose() {
 func (p *pod) epoch() (epoch uint64) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
-		state, err := p.AdminAPI().Log(p.t.Context())
+		state, err := p.AdminAPI().Replication(p.t.Context())
 		if err == nil && !state.Owner {
 			err = fmt.Errorf("%s is not the owner", p.name)
 		}
@@ -253,8 +253,8 @@ func (p *pod) isOwner() error {
 	switch {
 	case err != nil:
 		return err
-	case r.Log == nil && !p.volume || r.Log != nil && r.Log.Standby || !r.Ready:
-		return fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Log)
+	case r.Replication == nil && !p.volume || r.Replication != nil && r.Replication.Standby || !r.Ready:
+		return fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Replication)
 	}
 	return nil
 }

@@ -18,17 +18,17 @@ import (
 func TestTwoInstallationsWithOneLog(t *testing.T) {
 	t.Parallel()
 	s, r, foreign := startServers(t), newReceiver(t), newReceiver(t)
-	flags := []string{"--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi"}
+	flags := []string{"--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi"}
 	pods := startPods(t, 1, manifests(r.URL), flags...)
 	before := owner(t, pods)
 	others := map[string]*pod{}
 	for _, identity := range []string{"news/posthorn", "unnamed"} {
-		others[identity] = startPods(t, 1, manifests(foreign.URL), append(flags, "--log-installation", identity)...)[0]
+		others[identity] = startPods(t, 1, manifests(foreign.URL), append(flags, "--replication-installation", identity)...)[0]
 	}
 	checkOther := func() {
 		t.Helper()
 		for identity, other := range others {
-			waitNotReady(t, []*pod{other}, "stream "+stream, fmt.Sprintf("the log of %q", installation), fmt.Sprintf("belongs to %q", identity), "--log-name", "--log-installation")
+			waitNotReady(t, []*pod{other}, "stream "+stream, fmt.Sprintf("the log of %q", installation), fmt.Sprintf("belongs to %q", identity), "--replication-name", "--replication-installation")
 			checkRefused(t, []*pod{other})
 			if _, err := os.Stat(filepath.Join(other.data, backup.QueueFolder)); !errors.Is(err, fs.ErrNotExist) {
 				t.Errorf("files of the slot in the installation %s: got error %v, want none that exist", identity, err)

@@ -334,7 +334,7 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	}
 	pods := startPods(t, 2, jobManifests(map[string]string{
 		"crm": crm.URL, "rejecting": rejecting.URL, "held": held.URL, "radio": radio.URL, "radioRejecting": radioRejecting.URL,
-	}), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	}), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")
 	write(t, pods, "failing.yaml", destinationManifest("failing", "web", failing.URL))
 	first := ownerOfCopied(t, pods)
 	destinationOf(t, first, "failing")

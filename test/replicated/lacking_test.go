@@ -25,7 +25,7 @@ func TestStandbyThatLacksObjects(t *testing.T) {
 	news := strings.NewReplacer(key, "key-of-news", "metadata: {name: ", "metadata: {namespace: news, name: ")
 	part := map[string]string{"news.yaml": news.Replace(manifests(other.URL)["all.yaml"])}
 	all := map[string]string{"news.yaml": part["news.yaml"], "all.yaml": manifests(r.URL)["all.yaml"]}
-	flags := []string{"--log", s.url, "--log-name", "lacking", "--log-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+	flags := []string{"--replication-url", s.url, "--replication-name", "lacking", "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
 	first := startPods(t, 1, all, flags...)[0]
 	owner(t, []*pod{first})
 	lacking := startPods(t, 1, part, flags...)[0]
@@ -50,7 +50,9 @@ func TestStandbyThatLacksObjects(t *testing.T) {
 	check.NoError(t, "remove a file from the folder", os.Remove(file))
 	waitMetric := func(n int) {
 		t.Helper()
-		if err := wait.Until(func() error { return hasMetric(t, lacking, fmt.Sprintf("posthorn_log_lacking_objects %d\n", n)) }); err != nil {
+		if err := wait.Until(func() error {
+			return hasMetric(t, lacking, fmt.Sprintf("posthorn_replication_lacking_objects %d\n", n))
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}

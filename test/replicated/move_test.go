@@ -39,10 +39,10 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 	return p
 }
 
-// adopt runs posthorn log adopt, and returns its output.
+// adopt runs posthorn replication adopt, and returns its output.
 func (s *servers) adopt(flags ...string) (string, error) {
 	s.t.Helper()
-	out, err := exec.Command(binary, append([]string{"log", "adopt", "--log", s.url, "--log-name", "test", "--log-installation", installation, "--log-max-bytes", "1Gi", "--yes"}, flags...)...).CombinedOutput()
+	out, err := exec.Command(binary, append([]string{"replication", "adopt", "--replication-url", s.url, "--replication-name", "test", "--replication-installation", installation, "--replication-max-bytes", "1Gi", "--yes"}, flags...)...).CombinedOutput()
 	return string(out), err
 }
 
@@ -50,7 +50,7 @@ func (s *servers) adopt(flags ...string) (string, error) {
 func (s *servers) move(data string, flags ...string) {
 	s.t.Helper()
 	if out, err := s.adopt(append(flags, "--data", data)...); err != nil || !strings.Contains(out, "dead letters, ledgers and audiences of "+data) {
-		s.t.Fatalf("posthorn log adopt: got error %v and\n%s\nwant all of %s", err, out, data)
+		s.t.Fatalf("posthorn replication adopt: got error %v and\n%s\nwant all of %s", err, out, data)
 	}
 }
 
@@ -112,9 +112,9 @@ func TestMoveToALog(t *testing.T) {
 	second := filepath.Join(t.TempDir(), "data")
 	startVolume(t, manifests(r.URL), second).end(syscall.SIGTERM)
 	if out, err := s.adopt("--data", second); err == nil || !strings.Contains(out, "posthorn drain") {
-		t.Errorf("posthorn log adopt of a second store: got error %v and\n%s\nwant an error with posthorn drain", err, out)
+		t.Errorf("posthorn replication adopt of a second store: got error %v and\n%s\nwant an error with posthorn drain", err, out)
 	}
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 2, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")
 	wantLedger(t, "in the log, as before", pods, func(l queue.Ledger) bool { return l == before })
 	r.answer.Store(0)
 	checkDelivered(t, waiting, r)
@@ -144,7 +144,7 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	stop()
 	volume.end(syscall.SIGTERM)
 	const slot = severalSlots - 1
-	s.move(data, "--log-name", "several", "--log-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes))
+	s.move(data, "--replication-name", "several", "--replication-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes))
 
 	r.answer.Store(0)
 	configs := map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")}

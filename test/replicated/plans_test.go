@@ -37,7 +37,7 @@ const (
 	steps   = 4
 )
 
-// planBounds are what docs/reliability.md and docs/replicated-log.md state, the times of takeovers four times as long.
+// planBounds are what docs/reliability.md and docs/replication.md state, the times of takeovers four times as long.
 var planBounds = witness.Plan{Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover}
 
 // Processes, servers and folders fail in random order under load, while destinations change, receivers fail and
@@ -126,7 +126,7 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 }
 
 func (w *world) flags() []string {
-	return []string{"--log", w.url, "--log-name", "test", "--log-max-bytes", "256Mi", "--log-monitoring", w.monitoring(), "--orphan-grace", folderGrace.String(), "--egress-allow", "!127.0.0.2/32"}
+	return []string{"--replication-url", w.url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", folderGrace.String(), "--egress-allow", "!127.0.0.2/32"}
 }
 
 // manifest returns the newest manifests of a namespace.
@@ -469,7 +469,7 @@ func (w *world) join() {
 	check.NoError(w.t, "write a manifest", process.Replace(filepath.Join(dir, "all.yaml"), manifests(w.receiver.URL + "/foreign")["all.yaml"]))
 	flags := append(w.flags(), "--peer-listen", "127.0.0.1:0")
 	if w.rand.IntN(2) == 0 {
-		flags = append(flags, "--log-installation", "another/posthorn")
+		flags = append(flags, "--replication-installation", "another/posthorn")
 	}
 	foreign.Posthorn = process.Run(w.program, dir, foreign.data, flags...)
 	foreign.launch()
@@ -646,7 +646,7 @@ func (w *world) observe(ctx context.Context) {
 	var seen time.Duration
 	for ctx.Err() == nil {
 		if p := w.owner(0); p != nil {
-			if state, err := p.AdminAPI().Log(ctx); err == nil && state != nil {
+			if state, err := p.AdminAPI().Replication(ctx); err == nil && state != nil {
 				if epoch != 0 && state.Epoch != epoch {
 					w.beginAt(seen, witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
 				}

@@ -61,7 +61,7 @@ func startDispatchers(t *testing.T, s *servers, kubeconfigs ...string) (pods []*
 		p.Args = []string{
 			"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
 			"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
-			"--log", s.url, "--log-name", "several", "--log-installation", installation, "--log-slots", strconv.Itoa(severalSlots), "--log-max-bytes", strconv.Itoa(jetstream.MinBytes),
+			"--replication-url", s.url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots", strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
 		}
 		p.launch()
 		pods = append(pods, p)

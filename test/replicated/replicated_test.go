@@ -310,7 +310,7 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 	r := newReceiver(t)
 	c := &cluster{servers: s}
 	c.more = func(n int) []*pod {
-		return startPods(t, n, manifests(r.URL), "--log", c.url, "--log-name", "test", "--log-max-bytes", "1Gi", "--log-monitoring", c.monitoring())
+		return startPods(t, n, manifests(r.URL), "--replication-url", c.url, "--replication-name", "test", "--replication-max-bytes", "1Gi", "--replication-monitoring", c.monitoring())
 	}
 	c.pods = c.more(2)
 	all := &sender{pods: c.pods}
@@ -426,9 +426,9 @@ func checkMetrics(t *testing.T, pods []*pod) {
 	now := owner(t, pods)
 	var ofOwner, ofStandby string
 	for _, p := range pods {
-		want := []string{"posthorn_log_owner 1\n", "posthorn_log_may_send 1\n"}
+		want := []string{"posthorn_replication_owner 1\n", "posthorn_replication_may_send 1\n"}
 		if p != now {
-			want = []string{"posthorn_log_owner 0\n", "posthorn_log_forwarded_requests_total{result=\"answered\"}"}
+			want = []string{"posthorn_replication_owner 0\n", "posthorn_replication_forwarded_requests_total{result=\"answered\"}"}
 		}
 		var text string
 		if err := wait.Until(func() error { // An owner may not send while a record waits for a slow server.
@@ -438,7 +438,7 @@ func checkMetrics(t *testing.T, pods []*pod) {
 			}
 			var log strings.Builder
 			for line := range strings.Lines(all) {
-				if strings.Contains(line, "posthorn_log_") {
+				if strings.Contains(line, "posthorn_replication_") {
 					log.WriteString(line)
 				}
 			}
@@ -456,7 +456,7 @@ func checkMetrics(t *testing.T, pods []*pod) {
 			ofOwner = text
 		} else if ofStandby == "" { // The owner does not have this one.
 			for line := range strings.Lines(text) {
-				if strings.Contains(line, "posthorn_log_lacking_objects") {
+				if strings.Contains(line, "posthorn_replication_lacking_objects") {
 					ofStandby += line
 				}
 			}

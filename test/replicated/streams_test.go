@@ -85,12 +85,12 @@ func waitNotReady(t *testing.T, pods []*pod, texts ...string) {
 	}
 }
 
-// adoptFiles runs posthorn log adopt with the files of a process, which is not ready.
+// adoptFiles runs posthorn replication adopt with the files of a process, which is not ready.
 func (s *servers) adoptFiles(p *pod) {
 	s.t.Helper()
 	out, err := s.adopt("--data", p.data)
 	if err != nil || !strings.Contains(out, "slot 0 continues with the files in "+p.data) {
-		s.t.Fatalf("posthorn log adopt: got error %v and\n%s", err, out)
+		s.t.Fatalf("posthorn replication adopt: got error %v and\n%s", err, out)
 	}
 }
 
@@ -114,7 +114,7 @@ func (s *servers) restart(change func() error) {
 func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
-	pods := startPods(t, 2, manifests(r.URL), "--log", s.url, "--log-name", "test", "--log-max-bytes", "1Gi")
+	pods := startPods(t, 2, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")
 	js := s.administrator()
 	all := &sender{pods: pods}
 	send := func(prefix string) {
@@ -143,7 +143,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	if err := js.DeleteStream(t.Context(), stream); err != nil {
 		t.Fatal(err)
 	}
-	waitNotReady(t, pods, stream, "the stream does not exist", "object store", "posthorn log adopt")
+	waitNotReady(t, pods, stream, "the stream does not exist", "object store", "posthorn replication adopt")
 	settings.Metadata = nil
 	if err := wait.Until(func() error {
 		_, err := js.CreateStream(t.Context(), settings)
@@ -151,7 +151,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	waitNotReady(t, pods, "the stream is not the one of the local files", "posthorn log adopt --data")
+	waitNotReady(t, pods, "the stream is not the one of the local files", "posthorn replication adopt --data")
 	continues(before, "created-again")
 
 	backup := t.TempDir()
@@ -171,7 +171,7 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 		}
 		return err
 	})
-	waitNotReady(t, pods, "the stream lacks records that it had acknowledged", "restored from a backup", "posthorn log adopt")
+	waitNotReady(t, pods, "the stream lacks records that it had acknowledged", "restored from a backup", "posthorn replication adopt")
 	continues(before, "restored")
 }
 
@@ -195,8 +195,8 @@ func waitCopied(t *testing.T, now *pod, pods []*pod) {
 	var want uint64
 	for i, p := range append([]*pod{now}, pods...) {
 		if err := wait.Until(func() error {
-			var s adminapi.LogState
-			resp, err := http.Get("http://" + p.Admin + "/log") //nolint:noctx // a local poll
+			var s adminapi.ReplicationState
+			resp, err := http.Get("http://" + p.Admin + "/replication") //nolint:noctx // a local poll
 			if err == nil {
 				err = json.Unmarshal([]byte(readAll(resp)), &s)
 			}

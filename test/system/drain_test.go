@@ -307,7 +307,7 @@ func TestDrainRefuses(t *testing.T) {
 		"empty queue":         {[]string{"--data", emptyQueue}, "is empty, so it has no messages"},
 		"the queue itself":    {[]string{"--data", p.data + "/queue"}, "use the folder above it, " + p.data},
 		"two configs":         {[]string{"--data", p.data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
-		"a replicated log":    {[]string{"--data", p.data, "--log", "nats://127.0.0.1:4222"}, "--log: a replicated log is not drained"},
+		"a replicated log":    {[]string{"--data", p.data, "--replication-url", "nats://127.0.0.1:4222"}, "--replication-url: a replicated log is not drained"},
 		"open admin API":      {[]string{"--data", p.data, "--admin-listen", ":8081"}, "the address has no authentication; use a loopback address"},
 		"kubeconfig":          {[]string{"--data", p.data, "--kubeconfig", "config"}, "--kubeconfig needs --namespace"},
 		"a negative timeout":  {[]string{"--data", p.data, "--timeout", "-1s"}, "--timeout -1s: use a positive duration"},

@@ -3,7 +3,7 @@
 {{- end }}
 
 {{- define "posthorn.fullname" -}}
-{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "log" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" "extraObjects" }}
+{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "replication" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" "extraObjects" }}
 {{- if not (hasKey $.Values .) }}
 {{- fail (printf "the value %s is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values instead of --reuse-values" .) }}
 {{- end }}

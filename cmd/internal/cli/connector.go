@@ -65,7 +65,7 @@ func (t target) all(ctx context.Context) (list []target, err error) {
 	if err != nil {
 		return nil, t.explain(err)
 	}
-	for slot := range r.Log.Number {
+	for slot := range r.Replication.Number {
 		list = append(list, target{t.pod, t.Slot(slot)})
 	}
 	return list, nil

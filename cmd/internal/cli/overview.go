@@ -547,7 +547,7 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	if err != nil {
 		return nil, err
 	}
-	if s, err := t.Log(ctx); err == nil && s != nil && !s.Owner && !s.Ready {
+	if s, err := t.Replication(ctx); err == nil && s != nil && !s.Owner && !s.Ready {
 		v.standby = &trouble{Kind: "Standby", Name: cmp.Or(s.Address, s.Pod), Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
 	}
 	if err := v.addLive(ctx, []target{t}); err != nil || namespace == "" {

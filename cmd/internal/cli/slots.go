@@ -36,7 +36,7 @@ func newSlots(flags connectorFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
 		Short: "Show the owners and the standbys of a replicated log",
-		Long: `Shows which dispatcher owns the messages of each slot of a replicated log (--log), and how
+		Long: `Shows which dispatcher owns the messages of each slot of a replicated log (--replication-url), and how
 many records the standbys are behind. It exits 1 if a slot has no owner, if an owner
 cannot deliver, if a process is not ready, if the log or the copy of one of its servers lacks records,
 or if a setting of the servers can lose calls.`,
@@ -80,11 +80,11 @@ or if a setting of the servers can lose calls.`,
 // logStates returns the parts of the processes in the log, sorted by slot, the number of slots, and the names
 // of the processes with several slots that are not ready. A process that is asked alone also gets the parts
 // of the owners of the other slots.
-func logStates(ctx context.Context, targets []target) (states []adminapi.LogState, number int, unready []string, err error) {
+func logStates(ctx context.Context, targets []target) (states []adminapi.ReplicationState, number int, unready []string, err error) {
 	number = 1
 	for _, t := range targets {
-		var of []adminapi.LogState
-		switch one, err := t.Log(ctx); {
+		var of []adminapi.ReplicationState
+		switch one, err := t.Replication(ctx); {
 		case err != nil:
 			return nil, 0, nil, t.explain(err)
 		case one != nil:
@@ -98,7 +98,7 @@ func logStates(ctx context.Context, targets []target) (states []adminapi.LogStat
 				if err != nil {
 					return nil, 0, nil, t.explain(err)
 				}
-				number = max(number, r.Log.Number)
+				number = max(number, r.Replication.Number)
 				if !r.Ready {
 					unready = append(unready, cmp.Or(t.pod, r.Pod, "the process"))
 				}
@@ -111,20 +111,20 @@ func logStates(ctx context.Context, targets []target) (states []adminapi.LogStat
 	}
 	if len(targets) == 1 && (len(states) > 0 || number > 1) {
 		for slot := range number {
-			if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Slot == slot && s.Owner }) {
+			if slices.ContainsFunc(states, func(s adminapi.ReplicationState) bool { return s.Slot == slot && s.Owner }) {
 				continue
 			}
-			if s, err := targets[0].Slot(slot).Log(ctx); err == nil && s != nil { // The owner may not answer.
+			if s, err := targets[0].Slot(slot).Replication(ctx); err == nil && s != nil { // The owner may not answer.
 				states = append(states, *s)
 			}
 		}
 	}
-	slices.SortStableFunc(states, func(a, b adminapi.LogState) int { return cmp.Compare(a.Slot, b.Slot) })
+	slices.SortStableFunc(states, func(a, b adminapi.ReplicationState) int { return cmp.Compare(a.Slot, b.Slot) })
 	return states, number, unready, nil
 }
 
 // printSlots prints one line per slot and process.
-func printSlots(w io.Writer, states []adminapi.LogState, now time.Time) {
+func printSlots(w io.Writer, states []adminapi.ReplicationState, now time.Time) {
 	last := map[int]uint64{}
 	for _, s := range states {
 		last[s.Slot] = max(last[s.Slot], s.Sequence)
@@ -160,15 +160,15 @@ func unique(texts []string) (list []string) {
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
 // processOf names the process of a state, with its address if another one has the same name, as with posthorn run.
-func processOf(s adminapi.LogState, states []adminapi.LogState) string {
-	if slices.ContainsFunc(states, func(o adminapi.LogState) bool { return o.Pod == s.Pod && o.Address != s.Address }) {
+func processOf(s adminapi.ReplicationState, states []adminapi.ReplicationState) string {
+	if slices.ContainsFunc(states, func(o adminapi.ReplicationState) bool { return o.Pod == s.Pod && o.Address != s.Address }) {
 		return strings.TrimSpace(s.Pod + " (" + s.Address + ")")
 	}
 	return s.Pod
 }
 
 // slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
-func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, unready ...string) error {
+func slotsProblem(w io.Writer, states []adminapi.ReplicationState, number, asked int, unready ...string) error {
 	var problems []string
 	for _, name := range unready {
 		problems = append(problems, name+" is not ready: its /readyz has the reason")
@@ -208,7 +208,7 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, un
 			continue
 		}
 		// A single process can be a standby of an owner that was not asked.
-		known := slices.IndexFunc(states, func(s adminapi.LogState) bool { return s.Slot == slot && s.OwnerName != "" })
+		known := slices.IndexFunc(states, func(s adminapi.ReplicationState) bool { return s.Slot == slot && s.OwnerName != "" })
 		switch {
 		case known >= 0 && asked == 1 && number == 1:
 			fmt.Fprintf(w, "\nThe owner is %s.\n", states[known].OwnerName)
@@ -221,8 +221,8 @@ func slotsProblem(w io.Writer, states []adminapi.LogState, number, asked int, un
 		}
 	}
 	problems = unique(problems) // Several slots have the same server that lacks records.
-	if slices.ContainsFunc(states, func(s adminapi.LogState) bool { return s.Sync == "Unknown" }) {
-		fmt.Fprintln(w, "\nIt is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL.")
+	if slices.ContainsFunc(states, func(s adminapi.ReplicationState) bool { return s.Sync == "Unknown" }) {
+		fmt.Fprintln(w, "\nIt is not known whether the servers sync each record (sync_interval: always): set --replication-monitoring, in the chart replication.jetStream.monitoringURL.")
 	}
 	if len(problems) == 0 {
 		return nil

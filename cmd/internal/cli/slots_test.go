@@ -15,20 +15,20 @@ import (
 
 func TestSlots(t *testing.T) {
 	now := time.Now()
-	owner := adminapi.LogState{Pod: "dispatcher-0", Owner: true, Ready: true, MaySend: true, Epoch: 3, Sequence: 120, Bytes: 12e5, MaxBytes: 4e9, Snapshot: now.Add(-5 * time.Minute)}
-	standby := adminapi.LogState{Pod: "dispatcher-1", Ready: true, Sequence: 118, OwnerName: "dispatcher-0 (10.0.0.7:8444)"}
-	with := func(s adminapi.LogState, change func(*adminapi.LogState)) adminapi.LogState {
+	owner := adminapi.ReplicationState{Pod: "dispatcher-0", Owner: true, Ready: true, MaySend: true, Epoch: 3, Sequence: 120, Bytes: 12e5, MaxBytes: 4e9, Snapshot: now.Add(-5 * time.Minute)}
+	standby := adminapi.ReplicationState{Pod: "dispatcher-1", Ready: true, Sequence: 118, OwnerName: "dispatcher-0 (10.0.0.7:8444)"}
+	with := func(s adminapi.ReplicationState, change func(*adminapi.ReplicationState)) adminapi.ReplicationState {
 		change(&s)
 		return s
 	}
-	in := func(slot int, s adminapi.LogState) adminapi.LogState {
-		return with(s, func(s *adminapi.LogState) { s.Slot = slot })
+	in := func(slot int, s adminapi.ReplicationState) adminapi.ReplicationState {
+		return with(s, func(s *adminapi.ReplicationState) { s.Slot = slot })
 	}
 	var table strings.Builder
-	ahead := in(1, with(owner, func(s *adminapi.LogState) { s.Sequence = 500 }))
-	run := in(2, with(standby, func(s *adminapi.LogState) { s.Pod, s.Address = "standalone", "10.0.0.8:8444" }))
-	other := with(run, func(s *adminapi.LogState) { s.Address = "10.0.0.9:8444" })
-	printSlots(&table, []adminapi.LogState{owner, standby, ahead, run, other}, now)
+	ahead := in(1, with(owner, func(s *adminapi.ReplicationState) { s.Sequence = 500 }))
+	run := in(2, with(standby, func(s *adminapi.ReplicationState) { s.Pod, s.Address = "standalone", "10.0.0.8:8444" }))
+	other := with(run, func(s *adminapi.ReplicationState) { s.Address = "10.0.0.9:8444" })
+	printSlots(&table, []adminapi.ReplicationState{owner, standby, ahead, run, other}, now)
 	want := []string{
 		"SLOT PROCESS ROLE READY EPOCH RECORD BEHIND STREAM LAST SNAPSHOT",
 		"0 dispatcher-0 owner true 3 120 0 1.2 MB of 4000.0 MB 5m ago",
@@ -43,33 +43,35 @@ func TestSlots(t *testing.T) {
 		}
 	}
 	for name, c := range map[string]struct {
-		states []adminapi.LogState
+		states []adminapi.ReplicationState
 		number int
 		asked  int
 		fails  bool
 		text   string
 	}{
-		"owner and standby":   {[]adminapi.LogState{owner, standby}, 1, 2, false, ""},
-		"one standby":         {[]adminapi.LogState{standby}, 1, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
-		"standbys alone":      {[]adminapi.LogState{standby, standby}, 1, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
-		"log does not answer": {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.MaySend = false })}, 1, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
-		"weak settings":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"} })}, 1, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
-		"a lost server":       {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
-		"a gap":               {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Gaps = []string{"server n1 lacks 458 records: stop it"} })}, 1, 1, true, "server n1 lacks 458 records: stop it."},
-		"unknown sync":        {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --log-monitoring, in the chart log.jetStream.monitoringURL."},
-		"owners of two slots": {[]adminapi.LogState{owner, in(1, owner)}, 2, 1, false, ""},
-		"a lost server of several slots": {[]adminapi.LogState{
-			with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 }),
-			in(1, with(owner, func(s *adminapi.LogState) { s.MaySend = false })),
-			in(2, with(owner, func(s *adminapi.LogState) { s.Replicas, s.CurrentReplicas = 3, 2 })),
+		"owner and standby":   {[]adminapi.ReplicationState{owner, standby}, 1, 2, false, ""},
+		"one standby":         {[]adminapi.ReplicationState{standby}, 1, 1, false, "The owner is dispatcher-0 (10.0.0.7:8444)."},
+		"standbys alone":      {[]adminapi.ReplicationState{standby, standby}, 1, 2, true, "no process owns the slot; a standby takes over within about 15 s."},
+		"log does not answer": {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.MaySend = false })}, 1, 1, true, "dispatcher-0 owns the slot and cannot deliver: the log does not answer."},
+		"weak settings": {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) {
+			s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"}
+		})}, 1, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
+		"a lost server":       {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
+		"a gap":               {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Gaps = []string{"server n1 lacks 458 records: stop it"} })}, 1, 1, true, "server n1 lacks 458 records: stop it."},
+		"unknown sync":        {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --replication-monitoring, in the chart replication.jetStream.monitoringURL."},
+		"owners of two slots": {[]adminapi.ReplicationState{owner, in(1, owner)}, 2, 1, false, ""},
+		"a lost server of several slots": {[]adminapi.ReplicationState{
+			with(owner, func(s *adminapi.ReplicationState) { s.Replicas, s.CurrentReplicas = 3, 2 }),
+			in(1, with(owner, func(s *adminapi.ReplicationState) { s.MaySend = false })),
+			in(2, with(owner, func(s *adminapi.ReplicationState) { s.Replicas, s.CurrentReplicas = 3, 2 })),
 		}, 3, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up.\ndispatcher-0 owns slot 1 and cannot deliver: the log does not answer."},
-		"slot without owner":  {[]adminapi.LogState{owner, in(2, standby), in(2, standby)}, 3, 2, true, "no process owns slot 1; another one takes it over within about 15 s.\nno process owns slot 2; another one takes it over within about 15 s."},
-		"slots of one of two": {[]adminapi.LogState{owner, in(1, standby)}, 3, 1, false, "The owner of slot 1 is dispatcher-0 (10.0.0.7:8444)."},
-		"clock of an owner":   {[]adminapi.LogState{with(owner, func(s *adminapi.LogState) { s.Clock = "the clock is wrong: correct it" })}, 1, 1, true, "dispatcher-0: the clock is wrong: correct it."},
-		"clock of a standby": {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) {
+		"slot without owner":  {[]adminapi.ReplicationState{owner, in(2, standby), in(2, standby)}, 3, 2, true, "no process owns slot 1; another one takes it over within about 15 s.\nno process owns slot 2; another one takes it over within about 15 s."},
+		"slots of one of two": {[]adminapi.ReplicationState{owner, in(1, standby)}, 3, 1, false, "The owner of slot 1 is dispatcher-0 (10.0.0.7:8444)."},
+		"clock of an owner":   {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Clock = "the clock is wrong: correct it" })}, 1, 1, true, "dispatcher-0: the clock is wrong: correct it."},
+		"clock of a standby": {[]adminapi.ReplicationState{owner, with(standby, func(s *adminapi.ReplicationState) {
 			s.Ready, s.Reason, s.Clock = false, "the clock is wrong", "the clock is wrong"
 		})}, 1, 2, true, "dispatcher-1 is not ready: the clock is wrong."},
-		"standby not ready": {[]adminapi.LogState{owner, with(standby, func(s *adminapi.LogState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
+		"standby not ready": {[]adminapi.ReplicationState{owner, with(standby, func(s *adminapi.ReplicationState) { s.Ready, s.Reason = false, "connecting to the log" })}, 1, 2, true, "dispatcher-1 is not ready: connecting to the log."},
 	} {
 		var out strings.Builder
 		err := slotsProblem(&out, c.states, c.number, c.asked)
@@ -86,7 +88,7 @@ func TestProcessWithoutSlots(t *testing.T) {
 		case "/slots":
 			_, _ = io.WriteString(w, "[]")
 		case "/report":
-			_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":false,"log":{"number":6}}`)
+			_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":false,"replication":{"number":6}}`)
 		default:
 			http.NotFound(w, r)
 		}
@@ -137,7 +139,7 @@ func TestProcessOfALog(t *testing.T) {
 			})
 			mux.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, c.slots) })
 			mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-				_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":true,"log":{"number":3}}`)
+				_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":true,"replication":{"number":3}}`)
 			})
 			mux.HandleFunc("GET /slots/{slot}/attempts", func(w http.ResponseWriter, r *http.Request) {
 				_, _ = io.WriteString(w, attempt(r.PathValue("slot")))

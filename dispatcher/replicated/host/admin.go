@@ -37,13 +37,13 @@ func (h *host) admin() http.Handler {
 	registry := dispatcher.NewRegistry()
 	registry.MustRegister(h.o.clock.metric())
 	for _, s := range h.slots {
-		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(logMetrics{s.ownership.Load, s.forwarder, s.sequence})
+		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(replicationMetrics{s.ownership.Load, s.forwarder, s.sequence})
 	}
 	guarded := http.NewServeMux()
 	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(w, r, registry) })
 	guarded.HandleFunc("GET /report", h.report)
 	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) {
-		states := []*adminapi.LogState{}
+		states := []*adminapi.ReplicationState{}
 		for _, s := range h.slots {
 			if state := s.state(); state != nil {
 				states = append(states, state)
@@ -77,11 +77,11 @@ func protect(o Options, h http.Handler) http.Handler {
 
 // report is the report of the process. The namespaces are in the reports of the slots.
 func (h *host) report(w http.ResponseWriter, r *http.Request) {
-	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Log: &adminapi.LogReport{Number: h.s.Number}}
+	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Replication: &adminapi.ReplicationReport{Number: h.s.Number}}
 	var cursor strings.Builder
 	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
 	for _, owned := range h.owned() {
-		report.Log.Slots = append(report.Log.Slots, owned.Slot)
+		report.Replication.Slots = append(report.Replication.Slots, owned.Slot)
 		fmt.Fprintf(&cursor, ".%d", owned.Slot)
 	}
 	if report.Cursor = cursor.String(); r.URL.Query().Get(adminapi.ReportCursor) == report.Cursor {
@@ -98,10 +98,10 @@ func writeJSON(w http.ResponseWriter, status int, value any) {
 }
 
 // state returns the part of the process in the log of the slot; nil for none.
-func (s *replica) state() *adminapi.LogState {
+func (s *replica) state() *adminapi.ReplicationState {
 	if inside := s.enter(); inside != nil {
 		defer inside.requests.Done()
-		return inside.dispatcher.LogState()
+		return inside.dispatcher.ReplicationState()
 	}
 	if b := s.standby.Load(); b != nil {
 		return b.state(s.o)

@@ -78,7 +78,7 @@ func (c *clockCheck) log(to *slog.Logger) {
 // metric returns the metric of the clock.
 func (c *clockCheck) metric() prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "posthorn_log_clock_skew_seconds", Help: "Seconds by which the clock of the process is ahead of those of the NATS servers; negative if it is behind.",
+		Name: "posthorn_replication_clock_skew_seconds", Help: "Seconds by which the clock of the process is ahead of those of the NATS servers; negative if it is behind.",
 	}, func() float64 { return c.Skew().Seconds() })
 }
 

@@ -81,7 +81,7 @@ func (w *durability) known() slots.Durability {
 }
 
 // describe adds the settings to the state of an owner.
-func (w *durability) describe(s *adminapi.LogState) {
+func (w *durability) describe(s *adminapi.ReplicationState) {
 	d := w.known()
 	s.Sync, s.Replicas, s.CurrentReplicas, s.Weak = string(d.Sync), d.Replicas, d.Current, d.Weak
 }

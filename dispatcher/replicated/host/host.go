@@ -255,7 +255,7 @@ func (h *host) followDirectory(ctx context.Context) error {
 			continue
 		}
 		if n := directory.Slots(); n > len(h.slots) {
-			return fmt.Errorf("dispatcher: namespaces have slots up to %d, and --log-slots is %d: set it to %d or more", n-1, len(h.slots), n)
+			return fmt.Errorf("dispatcher: namespaces have slots up to %d, and --replication-slots is %d: set it to %d or more", n-1, len(h.slots), n)
 		}
 		h.fault.Store(nil)
 		h.signal()
@@ -371,7 +371,7 @@ func (h *host) newerFormat() error {
 }
 
 // errNotHeard is the reason of a process that would take all slots, because it hears no other one.
-var errNotHeard = errors.New("no heartbeat of this process was received; permit the NATS user to publish and to subscribe to ph.NAME.members, with the NAME of --log-name")
+var errNotHeard = errors.New("no heartbeat of this process was received; permit the NATS user to publish and to subscribe to ph.NAME.members, with the NAME of --replication-name")
 
 // canRoute returns why requests cannot be routed.
 func (h *host) canRoute() error {
@@ -472,7 +472,7 @@ func (h *host) park() {
 
 // namesake is why a process with the name of another one is not ready.
 func (h *host) namesake() string {
-	return fmt.Sprintf("another process that uses this log has the name %s, and started before this one, which takes no slots: if both belong to one installation, set another --pod-name in one of them; if they belong to two, set another --log-name (log.jetStream.name in the chart) in one of them", h.name)
+	return fmt.Sprintf("another process that uses this log has the name %s, and started before this one, which takes no slots: if both belong to one installation, set another --pod-name in one of them; if they belong to two, set another --replication-name (replication.jetStream.name in the chart) in one of them", h.name)
 }
 
 // hear takes a heartbeat from the bus.

@@ -237,7 +237,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 func slotsOf(t *testing.T, l *Listeners) (owned, followed int) {
 	t.Helper()
 	_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots")
-	var states []adminapi.LogState
+	var states []adminapi.ReplicationState
 	if err := json.Unmarshal([]byte(text), &states); err != nil {
 		t.Fatalf("%v: %s", err, text)
 	}
@@ -348,7 +348,7 @@ func TestSeveralSlots(t *testing.T) {
 	for _, l := range []*Listeners{first, second} {
 		waitReady(t, l)
 		_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics")
-		for _, want := range []string{"posthorn_ready 1", `posthorn_log_owner{slot="0"}`, `posthorn_log_epoch{slot="`} {
+		for _, want := range []string{"posthorn_ready 1", `posthorn_replication_owner{slot="0"}`, `posthorn_replication_epoch{slot="`} {
 			if !strings.Contains(text, want) {
 				t.Errorf("the metrics lack %q", want)
 			}
@@ -361,7 +361,7 @@ func TestSeveralSlots(t *testing.T) {
 	for slot := range 4 {
 		var owners []string
 		for _, l := range []*Listeners{first, second} {
-			state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Slot(slot).Log(t.Context())
+			state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Slot(slot).Replication(t.Context())
 			if err != nil || state == nil || !state.Owner || state.Slot != slot {
 				t.Fatalf("slot %d: got %+v and error %v, want the state of the owner", slot, state, err)
 			}
@@ -371,7 +371,7 @@ func TestSeveralSlots(t *testing.T) {
 			t.Errorf("slot %d: got the answers of %q, want those of one owner", slot, owners)
 		}
 	}
-	if _, text := fetchText(t, "http://"+second.AdminAddr().String()+"/metrics"); strings.Count(text, "\nposthorn_log_owner{") != 4 {
+	if _, text := fetchText(t, "http://"+second.AdminAddr().String()+"/metrics"); strings.Count(text, "\nposthorn_replication_owner{") != 4 {
 		t.Errorf("the metrics lack the owner of a slot:\n%s", text)
 	}
 	stopFirst()
@@ -503,7 +503,7 @@ func TestMisplacedNamespace(t *testing.T) {
 	want := []string{"slot 0 has 1 pending messages and 0 dead letters of namespace b, which the directory assigns to slot 1, so they are not delivered; restore the stream of the directory from a backup that assigns it to slot 0"}
 	if err := wait.Until(func() error {
 		_, text := fetchText(t, "http://"+second.AdminAddr().String()+"/slots")
-		var states []adminapi.LogState
+		var states []adminapi.ReplicationState
 		if err := json.Unmarshal([]byte(text), &states); err != nil {
 			return err
 		}
@@ -750,7 +750,7 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("report of slot 0: %v", err)
 	}
-	if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/1/log"); !strings.Contains(text, `"slot":1`) {
+	if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/1/replication"); !strings.Contains(text, `"slot":1`) {
 		t.Errorf("log of slot 1: got %s", text)
 	}
 	for _, slot := range []string{"2", "-1", "x"} {
@@ -824,8 +824,8 @@ func TestWrongClockOfAProcess(t *testing.T) {
 	wantClock(t, second, http.StatusOK, "")
 	send(first)
 	send(second)
-	if _, text := fetchText(t, "http://"+first.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_log_clock_skew_seconds 2160") && !strings.Contains(text, "\nposthorn_log_clock_skew_seconds 2159") {
-		t.Error("the metrics lack posthorn_log_clock_skew_seconds of about 21600")
+	if _, text := fetchText(t, "http://"+first.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds 2160") && !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds 2159") {
+		t.Error("the metrics lack posthorn_replication_clock_skew_seconds of about 21600")
 	}
 
 	// When all processes agree, the servers are wrong, and the processes share the slots as before.

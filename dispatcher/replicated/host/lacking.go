@@ -156,7 +156,7 @@ func (l *lacking) mayClaim() bool {
 // metric returns the metric of a standby.
 func (l *lacking) metric() prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "posthorn_log_lacking_objects", Help: "Objects of the log that the manifests of this standby of posthorn run lack, or have in an older version.",
+		Name: "posthorn_replication_lacking_objects", Help: "Objects of the log that the manifests of this standby of posthorn run lack, or have in an older version.",
 	}, func() float64 {
 		if l == nil {
 			return 0

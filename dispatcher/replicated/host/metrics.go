@@ -8,8 +8,8 @@ import (
 	"github.com/posthorn/posthorn/internal/promtext"
 )
 
-// logMetrics are the metrics of a slot of the replicated log.
-type logMetrics struct {
+// replicationMetrics are the metrics of a slot of the replicated log.
+type replicationMetrics struct {
 	// ownership returns the one of this process; nil in a standby.
 	ownership func() *ownership
 	// forwarder is nil in a process that does not forward calls.
@@ -19,15 +19,15 @@ type logMetrics struct {
 	sequence func() (n uint64, ok bool)
 }
 
-var _ prometheus.Collector = logMetrics{}
+var _ prometheus.Collector = replicationMetrics{}
 
 // The metrics of the log in every process.
 var (
-	logForwarded = prometheus.NewDesc("posthorn_log_forwarded_requests_total", "Requests that this process forwarded to the owner as a standby, by result.", []string{"result"}, nil)
-	logOwner     = prometheus.NewDesc("posthorn_log_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", nil, nil)
-	logGaps      = prometheus.NewDesc("posthorn_log_gaps_total", "Checks of the owner, at most 15 s apart, that found missing records or objects in the log or in the copy of a server.", nil, nil)
-	logUploaded  = prometheus.NewDesc("posthorn_log_snapshot_bytes_total", "Bytes that the owner has uploaded for snapshots since its claim.", nil, nil)
-	logSequence  = prometheus.NewDesc("posthorn_log_sequence", "Number of the last record of the log that this process has.", nil, nil)
+	logForwarded = prometheus.NewDesc("posthorn_replication_forwarded_requests_total", "Requests that this process forwarded to the owner as a standby, by result.", []string{"result"}, nil)
+	logOwner     = prometheus.NewDesc("posthorn_replication_owner", "1 in the process that accepts and delivers calls, 0 in a standby.", nil, nil)
+	logGaps      = prometheus.NewDesc("posthorn_replication_gaps_total", "Checks of the owner, at most 15 s apart, that found missing records or objects in the log or in the copy of a server.", nil, nil)
+	logUploaded  = prometheus.NewDesc("posthorn_replication_snapshot_bytes_total", "Bytes that the owner has uploaded for snapshots since its claim.", nil, nil)
+	logSequence  = prometheus.NewDesc("posthorn_replication_sequence", "Number of the last record of the log that this process has.", nil, nil)
 )
 
 // ownerMetrics are the metrics of an owner.
@@ -35,34 +35,34 @@ var ownerMetrics = []struct {
 	desc  *prometheus.Desc
 	value func(*ownership, slots.Status, slots.Durability) float64
 }{
-	{prometheus.NewDesc("posthorn_log_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_epoch", "Number of the owner's claim; it grows by one with each change of the owner.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		return float64(t.writer.Epoch())
 	}},
-	{prometheus.NewDesc("posthorn_log_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		return promtext.Bool(t.writer.MaySend())
 	}},
-	{prometheus.NewDesc("posthorn_log_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return s.Unacknowledged.Seconds()
 	}},
-	{prometheus.NewDesc("posthorn_log_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return float64(s.Bytes)
 	}},
-	{prometheus.NewDesc("posthorn_log_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return float64(s.MaxBytes)
 	}},
-	{prometheus.NewDesc("posthorn_log_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(len(d.Weak))
 	}},
-	{prometheus.NewDesc("posthorn_log_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (log.jetStream.monitoringURL).", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_sync_verified", "1 if a server has confirmed that it syncs each record to its disk (replication.jetStream.monitoringURL).", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return promtext.Bool(d.Sync == slots.SyncAlways)
 	}},
-	{prometheus.NewDesc("posthorn_log_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Replicas)
 	}},
-	{prometheus.NewDesc("posthorn_log_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Current)
 	}},
-	{prometheus.NewDesc("posthorn_log_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		taken := t.snapshotTaken()
 		if taken.IsZero() {
 			return 0
@@ -72,7 +72,7 @@ var ownerMetrics = []struct {
 }
 
 // Describe implements prometheus.Collector. A process becomes an owner later.
-func (m logMetrics) Describe(to chan<- *prometheus.Desc) {
+func (m replicationMetrics) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{logForwarded, logOwner, logSequence, logUploaded, logGaps} {
 		to <- d
 	}
@@ -82,7 +82,7 @@ func (m logMetrics) Describe(to chan<- *prometheus.Desc) {
 }
 
 // Collect implements prometheus.Collector.
-func (m logMetrics) Collect(to chan<- prometheus.Metric) {
+func (m replicationMetrics) Collect(to chan<- prometheus.Metric) {
 	add := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
 		to <- prometheus.MustNewConstMetric(d, kind, value, labels...)
 	}

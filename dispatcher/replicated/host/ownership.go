@@ -94,7 +94,7 @@ func (t *ownership) options(o Options) dispatcher.Options {
 	if t.replica != nil {
 		return made
 	}
-	made.Collectors = []prometheus.Collector{logMetrics{func() *ownership { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
+	made.Collectors = []prometheus.Collector{replicationMetrics{func() *ownership { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
 	return made
 }
 
@@ -108,8 +108,8 @@ func (t *ownership) MaySend() bool { return t.writer.MaySend() && !t.clock.mustH
 func (t *ownership) MayExpire() bool { return t.clock.isTrusted() }
 
 // Report implements dispatcher.Lease.
-func (t *ownership) Report() *adminapi.LogReport {
-	return &adminapi.LogReport{Epoch: t.writer.Epoch(), Slot: t.slot}
+func (t *ownership) Report() *adminapi.ReplicationReport {
+	return &adminapi.ReplicationReport{Epoch: t.writer.Epoch(), Slot: t.slot}
 }
 
 // abandonAfter is the time without an acknowledgement of the log after which the end of an ownership does not wait for it.
@@ -196,9 +196,9 @@ func (t *ownership) takeSnapshots(ctx context.Context, store *pebblestore.Store)
 }
 
 // State implements dispatcher.Lease.
-func (t *ownership) State(ready error) *adminapi.LogState {
+func (t *ownership) State(ready error) *adminapi.ReplicationState {
 	status := t.writer.Status()
-	state := &adminapi.LogState{
+	state := &adminapi.ReplicationState{
 		Pod: t.pod, Address: t.address, Slot: t.slot, Owner: true, Ready: ready == nil, Sequence: status.Sequence,
 		Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),

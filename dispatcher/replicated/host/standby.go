@@ -213,8 +213,8 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 }
 
 // state returns the part of this standby in the log.
-func (s *standby) state(o Options) *adminapi.LogState {
-	state := &adminapi.LogState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.replica.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
+func (s *standby) state(o Options) *adminapi.ReplicationState {
+	state := &adminapi.ReplicationState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.replica.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
 	if s.calls != nil {
 		state.OwnerName = s.calls.Owner()
 	}
@@ -261,14 +261,14 @@ func (s *standby) handler(next http.Handler) http.Handler {
 // admin is the handler of the admin listener: metrics, too.
 func (s *standby) admin(o Options) http.Handler {
 	registry := dispatcher.NewRegistry()
-	registry.MustRegister(logMetrics{func() *ownership { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
+	registry.MustRegister(replicationMetrics{func() *ownership { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return promtext.Bool(s.ready() == nil) }))
 	guarded := http.NewServeMux()
 	guarded.Handle("GET /metrics", promtext.Handler(registry))
 	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, Ready: s.ready() == nil, Log: &adminapi.LogReport{Standby: true}})
+		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, Ready: s.ready() == nil, Replication: &adminapi.ReplicationReport{Standby: true}})
 	})
-	admin.MountLog(guarded, func() *adminapi.LogState { return s.state(o) })
+	admin.MountReplication(guarded, func() *adminapi.ReplicationState { return s.state(o) })
 	forwarded := http.Handler(http.HandlerFunc(refuseAdmin))
 	if s.calls != nil {
 		forwarded = forwardAdmin(s.calls)

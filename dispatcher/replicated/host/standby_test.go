@@ -283,7 +283,7 @@ func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		_, text := fetchText(t, "http://"+l.AdminAddr().String()+path)
-		var s adminapi.LogState
+		var s adminapi.ReplicationState
 		if err := json.Unmarshal([]byte(text), &s); err != nil {
 			return fmt.Errorf("%w: %s", err, text)
 		}
@@ -300,12 +300,12 @@ func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) {
 func TestReadyStandbyKnowsTheOwner(t *testing.T) {
 	processes := newProcesses()
 	first, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "first"}})
-	wantLog(t, first, "/log", "first", true)
+	wantLog(t, first, "/replication", "first", true)
 	o := Options{Options: dispatcher.Options{Pod: "second", DataDir: t.TempDir()}}
 	for range 2 {
 		l, stop := processes.start(t, o)
 		waitReady(t, l)
-		state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Log(t.Context())
+		state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Replication(t.Context())
 		if err != nil || state == nil || !strings.HasPrefix(state.OwnerName, "first ") {
 			t.Errorf("a standby that is ready: got %+v and error %v, want the owner", state, err)
 		}
@@ -332,10 +332,10 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 		return l
 	}
 	first := start("first")
-	wantLog(t, first, "/log", "first", true)
+	wantLog(t, first, "/replication", "first", true)
 	second := start("second")
-	wantLog(t, second, "/log", "second", false)
-	wantLog(t, second, "/slots/0/log", "first", true)
+	wantLog(t, second, "/replication", "second", false)
+	wantLog(t, second, "/slots/0/replication", "first", true)
 	at := "http://" + second.AdminAddr().String()
 	if status, text := fetchText(t, at+"/deadletters?destination=shop/crm"); status != http.StatusOK || text != "" {
 		t.Errorf("dead letters: got status %d and %q, want the empty list of the owner", status, text)
@@ -356,7 +356,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 			t.Errorf("%s: got status %d and %s, want %s", path, status, text, want)
 		}
 	}
-	if _, text := fetchText(t, at+"/metrics"); !strings.Contains(text, "\nposthorn_log_owner 0") {
+	if _, text := fetchText(t, at+"/metrics"); !strings.Contains(text, "\nposthorn_replication_owner 0") {
 		t.Errorf("metrics: got\n%s\nwant those of the standby", text)
 	}
 }
@@ -373,8 +373,8 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
 		t.Helper()
 		if err := wait.Until(func() error {
-			_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/log")
-			var s adminapi.LogState
+			_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/replication")
+			var s adminapi.ReplicationState
 			if err := json.Unmarshal([]byte(text), &s); err != nil {
 				return fmt.Errorf("%w: %s", err, text)
 			}
@@ -396,8 +396,8 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	wantState("second process", second, true, "")
 	wantState("first process", first, false, wrong)
 	for _, l := range []*Listeners{first, second} {
-		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_log_clock_skew_seconds ") {
-			t.Error("the metrics lack posthorn_log_clock_skew_seconds")
+		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds ") {
+			t.Error("the metrics lack posthorn_replication_clock_skew_seconds")
 		}
 	}
 	clock.Store(0)

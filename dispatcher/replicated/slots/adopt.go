@@ -50,7 +50,7 @@ const (
 var ErrInUse = errors.New("a process uses the slot; stop all processes with this log")
 
 // ErrUsed reports that a slot has content of its own, which a store with a log of its own does not replace.
-var ErrUsed = errors.New("the slot has messages, or was used by a process; use another --log-name, or deliver the messages of the data directory with posthorn drain")
+var ErrUsed = errors.New("the slot has messages, or was used by a process; use another --replication-name, or deliver the messages of the data directory with posthorn drain")
 
 // Adopt makes the slot usable again after its stream was restored from a backup, or deleted, or begins a new slot
 // with a store. The slot continues with the files in Dir when useFiles is set; otherwise with the records of the

@@ -94,7 +94,7 @@ func TestRestoredBackup(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			for _, useFiles := range []bool{false, true} {
 				s, fs := restoredSlot(t, release)
-				wantRefused(t, "files of a later time", s.refused(t, fs), slots.ErrRecordsLost, "data/queue", "posthorn log adopt", "--data")
+				wantRefused(t, "files of a later time", s.refused(t, fs), slots.ErrRecordsLost, "data/queue", "posthorn replication adopt", "--data")
 				wantRefused(t, "a second try", s.refused(t, fs), slots.ErrRecordsLost)
 				accepted := uint64(100)
 				if useFiles {
@@ -137,8 +137,8 @@ func TestStreamWasCreatedAgain(t *testing.T) {
 	for _, useFiles := range []bool{false, true} {
 		s, fs := restoredSlot(t, true)
 		s.stream = slotstest.NewStream(0)
-		wantRefused(t, "files of the former stream", s.refused(t, fs), slots.ErrOtherStream, "posthorn log adopt --data")
-		wantRefused(t, "no files", s.refused(t, vfs.NewMem()), slots.ErrEmptied, "posthorn log adopt")
+		wantRefused(t, "files of the former stream", s.refused(t, fs), slots.ErrOtherStream, "posthorn replication adopt --data")
+		wantRefused(t, "no files", s.refused(t, vfs.NewMem()), slots.ErrEmptied, "posthorn replication adopt")
 		accepted := uint64(100)
 		if useFiles {
 			accepted = 300

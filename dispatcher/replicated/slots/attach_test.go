@@ -75,7 +75,7 @@ func TestMoveToAUsedSlot(t *testing.T) {
 	refused := func(what string, fs vfs.FS) {
 		t.Helper()
 		prepared, err := s.move(t, s.slot(fs), nil)
-		wantRefused(t, what, err, slots.ErrUsed, "--log-name", "posthorn drain")
+		wantRefused(t, what, err, slots.ErrUsed, "--replication-name", "posthorn drain")
 		if prepared != 0 {
 			t.Errorf("%s: got %d preparations, want none", what, prepared)
 		}

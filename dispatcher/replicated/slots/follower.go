@@ -41,7 +41,7 @@ type GapError struct {
 }
 
 func (e *GapError) Error() string {
-	return fmt.Sprintf("the log lacks the records %d to %d behind batch %d, which the copy has: a server of the log has lost them; the copy is kept, and follows the log again when another server leads the stream or the owner has stored a snapshot. Without an owner, move the leader (nats stream cluster step-down), or run posthorn log adopt", e.From, e.To, e.Copied)
+	return fmt.Sprintf("the log lacks the records %d to %d behind batch %d, which the copy has: a server of the log has lost them; the copy is kept, and follows the log again when another server leads the stream or the owner has stored a snapshot. Without an owner, move the leader (nats stream cluster step-down), or run posthorn replication adopt", e.From, e.To, e.Copied)
 }
 
 // badRecord returns the error for a record that cannot be used: a DamageError, except for a record of a

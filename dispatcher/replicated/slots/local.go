@@ -92,7 +92,7 @@ func (l local) checkStream(s State, dir string) error {
 	if !isOther(s.ID, l.Stream) || slices.Contains(s.Replaced, l.Stream) {
 		return nil
 	}
-	return fmt.Errorf("%w: its id is %s, and the files in %s are of the stream with id %s; if it was created again, restore that stream and its object stores, or run posthorn log adopt --data to continue with these files; otherwise correct --log and --log-name. To continue without the messages that only these files have, move the folder and its .slot file away", ErrOtherStream, s.ID, dir, l.Stream)
+	return fmt.Errorf("%w: its id is %s, and the files in %s are of the stream with id %s; if it was created again, restore that stream and its object stores, or run posthorn replication adopt --data to continue with these files; otherwise correct --replication-url and --replication-name. To continue without the messages that only these files have, move the folder and its .slot file away", ErrOtherStream, s.ID, dir, l.Stream)
 }
 
 // durable returns the last batch of a copy that the stream is known to have had. Only the last batches of
@@ -124,5 +124,5 @@ func checkDurable(ctx context.Context, log Log, s State, had pebblestore.Positio
 	default:
 		err = fmt.Errorf("it ends before batch %d", had.Batch)
 	}
-	return fmt.Errorf("%w: the files in %s have batch %d of session %x, and %w; if the stream was restored from a backup, run posthorn log adopt to continue with it, which delivers messages again that were delivered after the backup, or posthorn log adopt --data to continue with these files", ErrRecordsLost, dir, had.Batch, had.Session, err)
+	return fmt.Errorf("%w: the files in %s have batch %d of session %x, and %w; if the stream was restored from a backup, run posthorn replication adopt to continue with it, which delivers messages again that were delivered after the backup, or posthorn replication adopt --data to continue with these files", ErrRecordsLost, dir, had.Batch, had.Session, err)
 }

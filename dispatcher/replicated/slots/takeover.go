@@ -171,7 +171,7 @@ func (s Slot) checkUnused(ctx context.Context) error {
 		return fmt.Errorf("list the objects of the slot: %w", err)
 	}
 	if slices.ContainsFunc(names, isManifest) {
-		return fmt.Errorf("%w, or run posthorn log adopt to continue with the newest snapshot", ErrEmptied)
+		return fmt.Errorf("%w, or run posthorn replication adopt to continue with the newest snapshot", ErrEmptied)
 	}
 	return nil
 }
@@ -190,7 +190,7 @@ func (s Slot) empty(ctx context.Context, cause error) error {
 	case err != nil && !errors.Is(err, ErrNoRecord):
 		return err
 	case err == nil && h.first > 1:
-		return fmt.Errorf("%w, and the log begins with batch %d; an owner stores a snapshot within 30 s. Without one, run posthorn log adopt, or restore the stream and the objects of the slot", cause, h.first)
+		return fmt.Errorf("%w, and the log begins with batch %d; an owner stores a snapshot within 30 s. Without one, run posthorn replication adopt, or restore the stream and the objects of the slot", cause, h.first)
 	}
 	return s.Store.FS.RemoveAll(s.Dir)
 }

@@ -76,7 +76,7 @@ func (c Config) Validate() error {
 	case !name.MatchString(c.Name):
 		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
 	case c.Installation == "":
-		return errors.New("the identity of the installation is missing; set --log-installation to the same value in all processes of this installation, and to another one in each other installation: they take over each other's messages")
+		return errors.New("the identity of the installation is missing; set --replication-installation to the same value in all processes of this installation, and to another one in each other installation: they take over each other's messages")
 	case !installation.MatchString(c.Installation):
 		return fmt.Errorf("the installation %q is not 1 to 200 letters, digits and ._:/-", c.Installation)
 	case c.Replicas < 1 || c.Replicas > 5:
@@ -255,7 +255,7 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 func (c *Client) checkNoDirectory(ctx context.Context) error {
 	several, err := c.exists(ctx, c.directory())
 	if err == nil && several {
-		err = fmt.Errorf("the log %q has several slots; set --log-slots to their number, or use another --log-name", c.c.Name)
+		err = fmt.Errorf("the log %q has several slots; set --replication-slots to their number, or use another --replication-name", c.c.Name)
 	}
 	return err
 }
@@ -338,7 +338,7 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 			return nil, err
 		}
 		if one {
-			return nil, fmt.Errorf("the log %q was made with one slot; use --log-slots=1, or another --log-name while a process with --log-slots=1 delivers the messages of this one", c.c.Name)
+			return nil, fmt.Errorf("the log %q was made with one slot; use --replication-slots=1, or another --replication-name while a process with --replication-slots=1 delivers the messages of this one", c.c.Name)
 		}
 	}
 	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
@@ -435,17 +435,17 @@ func connectFix(err error) string {
 	_, isOtherHost := errors.AsType[x509.HostnameError](err)
 	switch {
 	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired), errors.Is(err, nats.ErrAuthRevoked), errors.Is(err, nats.ErrAccountAuthExpired):
-		return "the servers refuse the user; correct --log-credentials, or the user in --log"
+		return "the servers refuse the user; correct --replication-credentials, or the user in --replication-url"
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, fs.ErrPermission):
-		return "correct --log-credentials, --log-ca, --log-cert and --log-key"
+		return "correct --replication-credentials, --replication-ca, --replication-cert and --replication-key"
 	case isUnknown:
-		return "set --log-ca to the certificates that sign those of the servers"
+		return "set --replication-ca to the certificates that sign those of the servers"
 	case isOtherHost:
-		return "use in --log the names of the servers in their certificates"
+		return "use in --replication-url the names of the servers in their certificates"
 	case errors.Is(err, nats.ErrSecureConnRequired), errors.Is(err, nats.ErrSecureConnWanted):
-		return "use tls:// in --log exactly when the servers have TLS"
+		return "use tls:// in --replication-url exactly when the servers have TLS"
 	}
-	return "start the NATS servers, or correct the address in --log, and the credentials"
+	return "start the NATS servers, or correct the address in --replication-url, and the credentials"
 }
 
 // kept is a stream, and the settings with which it keeps its messages.
@@ -564,7 +564,7 @@ func explain(err error) error {
 	case errors.Is(err, jetstream.ErrJetStreamNotEnabled), errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount), errors.Is(err, nats.ErrNoResponders):
 		return fmt.Errorf("%w; enable JetStream in the servers and for the account", err)
 	case errors.Is(err, nats.ErrPermissionViolation):
-		return fmt.Errorf("%w; the user needs the permissions of docs/replicated-log.md", err)
+		return fmt.Errorf("%w; the user needs the permissions of docs/replication.md", err)
 	case errors.As(err, &refused) && strings.Contains(refused.Description, "peer offline"):
 		return fmt.Errorf("%w: %w", err, ErrOffline)
 	case errors.As(err, &refused) && (strings.Contains(refused.Description, "insufficient") || strings.Contains(refused.Description, "no suitable peers")):

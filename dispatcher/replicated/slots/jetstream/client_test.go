@@ -40,14 +40,14 @@ func config(url string) Config {
 
 func TestValidate(t *testing.T) {
 	for want, change := range map[string]func(*Config){
-		"nats://HOST:PORT":          func(c *Config) { c.URL = "http://n:4222" },
-		"letters, digits":           func(c *Config) { c.Name = "a.b" },
-		"set --log-installation":    func(c *Config) { c.Installation = "" },
-		"1 to 200 letters":          func(c *Config) { c.Installation = "a b" },
-		"the loss of one server":    func(c *Config) { c.AllowWeak = false },
-		"use 3 to 5":                func(c *Config) { c.Replicas = 6 },
-		"bytes per stream":          func(c *Config) { c.MaxBytes = 1 << 20 },
-		"certificate needs its key": func(c *Config) { c.Cert = "client.pem" },
+		"nats://HOST:PORT":               func(c *Config) { c.URL = "http://n:4222" },
+		"letters, digits":                func(c *Config) { c.Name = "a.b" },
+		"set --replication-installation": func(c *Config) { c.Installation = "" },
+		"1 to 200 letters":               func(c *Config) { c.Installation = "a b" },
+		"the loss of one server":         func(c *Config) { c.AllowWeak = false },
+		"use 3 to 5":                     func(c *Config) { c.Replicas = 6 },
+		"bytes per stream":               func(c *Config) { c.MaxBytes = 1 << 20 },
+		"certificate needs its key":      func(c *Config) { c.Cert = "client.pem" },
 	} {
 		c := config("nats://n:4222")
 		if err := c.Validate(); err != nil {
@@ -136,19 +136,19 @@ func TestWeakLogsAreRefused(t *testing.T) {
 			"no user": s.ClientURL(), "a wrong password": strings.Replace(s.ClientURL(), "nats://", "nats://posthorn:wrong@", 1),
 		} {
 			_, err := openSlot(t, config(url))
-			wantText(t, what, err, "refuse the user", "--log-credentials")
+			wantText(t, what, err, "refuse the user", "--replication-credentials")
 		}
 		c := config(s.ClientURL())
 		c.Credentials = filepath.Join(t.TempDir(), "missing.creds")
 		_, err := New(c, slog.New(slog.DiscardHandler))
-		wantText(t, "a file that is missing", err, "missing.creds", "--log-credentials")
+		wantText(t, "a file that is missing", err, "missing.creds", "--replication-credentials")
 	})
 	t.Run("certificate", func(t *testing.T) {
 		other := httptest.NewTLSServer(http.NotFoundHandler())
 		defer other.Close()
 		s := startServer(t, server.Options{Port: server.RANDOM_PORT, TLSConfig: &tls.Config{Certificates: other.TLS.Certificates, MinVersion: tls.VersionTLS12}})
 		_, err := openSlot(t, config(s.ClientURL()))
-		wantText(t, "an unknown certificate", err, "certificate", "set --log-ca")
+		wantText(t, "an unknown certificate", err, "certificate", "set --replication-ca")
 	})
 	t.Run("version", func(t *testing.T) {
 		_, err := openSlot(t, config(startFakeServer(t, "2.10.29", "")))
@@ -203,7 +203,7 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		client.c.AllowWeak, client.c.Monitoring = false, monitor.URL
 		err = client.check(t.Context())
 		wantText(t, "no sync of each record", err, "sync_interval: always")
-		for path, want := range map[string]string{"/404": "status 404; set --log-monitoring", "/text": "did not answer with the state of JetStream"} {
+		for path, want := range map[string]string{"/404": "status 404; set --replication-monitoring", "/text": "did not answer with the state of JetStream"} {
 			client.c.Monitoring = other.URL + path
 			err := client.check(t.Context())
 			wantText(t, "another server at "+path, err, want)
@@ -325,7 +325,7 @@ func TestRefusedCredentialsAreTriedAgain(t *testing.T) {
 		return refused
 	}
 	users.waitRefused(t, more)
-	wantText(t, "a refused user", client.check(t.Context()), "refuse the user", "--log-credentials")
+	wantText(t, "a refused user", client.check(t.Context()), "refuse the user", "--replication-credentials")
 	writeCredentials(t, c.Credentials, first)
 	connects("with the corrected file")
 
@@ -529,7 +529,7 @@ func TestDeletedStream(t *testing.T) {
 	if _, err := openSlot(t, config(s.ClientURL())); !errors.Is(err, slots.ErrNoStream) {
 		t.Errorf("open the slot: got error %v, want %v", err, slots.ErrNoStream)
 	} else {
-		wantText(t, "open the slot", err, "PH_test_W0", "restore it", "posthorn log adopt", "--data")
+		wantText(t, "open the slot", err, "PH_test_W0", "restore it", "posthorn replication adopt", "--data")
 	}
 	client, err := New(config(s.ClientURL()), slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -747,7 +747,7 @@ func TestMaxBytesAreRaised(t *testing.T) {
 	wantText(t, "more than the server has", err, "PH_test_W0", "raise max_bytes", "max_file_store")
 }
 
-// permissions are those in docs/replicated-log.md. They allow neither the deletion of a stream nor
+// permissions are those in docs/replication.md. They allow neither the deletion of a stream nor
 // access to other streams.
 var permissions = []string{
 	"ph.test.>", "$O.PH_test_W0.>", "$O.PH_test_W0_members.>", "$JS.API.INFO",
@@ -790,13 +790,13 @@ func TestClocks(t *testing.T) {
 // The documented permissions suffice for a claim, a snapshot, and a restore, and with several slots for
 // the directory and the heartbeats.
 func TestPermissions(t *testing.T) {
-	page, err := os.ReadFile("../../../../docs/replicated-log.md")
+	page, err := os.ReadFile("../../../../docs/replication.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, p := range append(slices.Clone(permissions), subscriptions...) {
 		if !strings.Contains(string(page), strconv.Quote(p)) {
-			t.Errorf("docs/replicated-log.md: got no permission %q, want all that the test uses", p)
+			t.Errorf("docs/replication.md: got no permission %q, want all that the test uses", p)
 		}
 	}
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT, Users: []*server.User{{
@@ -941,7 +941,7 @@ func TestOtherInstallations(t *testing.T) {
 				err := open(client("news/posthorn"))
 				wantError(t, what, err, ErrOtherInstallation)
 				wantText(t, what, err, `the log of "shop/posthorn"`, `this process belongs to "news/posthorn"`,
-					"use another --log-name (log.jetStream.name in the chart)", `set --log-installation (log.jetStream.installation) to "shop/posthorn"`)
+					"use another --replication-name (replication.jetStream.name in the chart)", `set --replication-installation (replication.jetStream.installation) to "shop/posthorn"`)
 			}
 			for _, stream := range log.streams {
 				if got := recorded(t, js, stream); got != "shop/posthorn" {
@@ -1021,7 +1021,7 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 		}
 	}
 	_, err := several.OpenOnlySlot(t.Context())
-	wantText(t, "one slot of a log with several", err, "several slots", "--log-slots")
+	wantText(t, "one slot of a log with several", err, "several slots", "--replication-slots")
 
 	one := connect("one")
 	for range 2 {
@@ -1030,7 +1030,7 @@ func TestNumberOfSlotsIsKept(t *testing.T) {
 		}
 	}
 	_, err = one.OpenDirectory(t.Context(), 1)
-	wantText(t, "several slots of a log with one", err, "one slot", "--log-slots=1")
+	wantText(t, "several slots of a log with one", err, "one slot", "--replication-slots=1")
 }
 
 // A directory that was deleted is not created again, because its namespaces would get other slots, and a
@@ -1057,7 +1057,7 @@ func TestDeletedDirectory(t *testing.T) {
 	if err := js.DeleteStream(t.Context(), "PH_test_DIR"); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"PH_test_DIR", "was deleted", "restore it from a backup", "docs/replicated-log.md"}
+	want := []string{"PH_test_DIR", "was deleted", "restore it from a backup", "docs/replication.md"}
 	_, err = client.OpenDirectory(t.Context(), 2)
 	wantText(t, "several slots without the directory", err, append(want, "PH_test_W1")...)
 	_, err = client.OpenOnlySlot(t.Context())

@@ -107,7 +107,7 @@ func (s *Assignments) decode(subject string, data []byte) (a slots.Assignment, e
 }
 
 // directoryFix is what to do about a deleted directory.
-const directoryFix = "restore it from a backup, or create it without records, as docs/replicated-log.md describes; the owners of the slots then assign the namespaces again whose messages they have"
+const directoryFix = "restore it from a backup, or create it without records, as docs/replication.md describes; the owners of the slots then assign the namespaces again whose messages they have"
 
 // State implements slots.Assignments.
 func (s *Assignments) State(ctx context.Context) (slots.State, error) {

@@ -90,7 +90,7 @@ func checkInstallation(found map[string]string, installation string) error {
 	if recorded == "" || recorded == installation {
 		return nil
 	}
-	return fmt.Errorf("%w: it is the log of %q, and this process belongs to %q; use another --log-name (log.jetStream.name in the chart) for a separate installation, or set --log-installation (log.jetStream.installation) to %q to continue with this log", ErrOtherInstallation, recorded, installation, recorded)
+	return fmt.Errorf("%w: it is the log of %q, and this process belongs to %q; use another --replication-name (replication.jetStream.name in the chart) for a separate installation, or set --replication-installation (replication.jetStream.installation) to %q to continue with this log", ErrOtherInstallation, recorded, installation, recorded)
 }
 
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
@@ -177,7 +177,7 @@ func withMetadata(m map[string]string, key, value string) map[string]string {
 }
 
 // deletedFix is what to do about a deleted stream.
-const deletedFix = "restore it with its object stores from a backup, or run posthorn log adopt to continue with the newest snapshot, or with --data with the files of a process"
+const deletedFix = "restore it with its object stores from a backup, or run posthorn replication adopt to continue with the newest snapshot, or with --data with the files of a process"
 
 // checkUnused returns ErrNoStream if the object store of a missing stream exists.
 func (c StreamConfig) checkUnused(ctx context.Context, js jetstream.JetStream) error {

@@ -62,7 +62,7 @@ func getMonitoring(ctx context.Context, url string, to any) error {
 	}
 	defer func() { _ = answer.Body.Close() }()
 	if answer.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s answered with status %d; set --log-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
+		return fmt.Errorf("%s answered with status %d; set --replication-monitoring to the URL of a NATS server's monitoring port", url, answer.StatusCode)
 	}
 	if err := json.NewDecoder(http.MaxBytesReader(nil, answer.Body, maxMonitoring)).Decode(to); err != nil {
 		return fmt.Errorf("%s did not answer with the state of JetStream: %w", url, err)

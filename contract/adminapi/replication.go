@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// LogState is the part of a process in a replicated log, on GET /log.
-type LogState struct {
+// ReplicationState is the part of a process in a replicated log, on GET /replication.
+type ReplicationState struct {
 	// Pod is the name of the process.
 	Pod string `json:"pod"`
 	// Address is where other processes reach the process; empty if they do not, or if it has several slots.
@@ -54,15 +54,15 @@ type LogState struct {
 	Gaps []string `json:"gaps,omitempty"`
 }
 
-// Log returns the part of the process in a replicated log; nil if it has none.
-func (c *Client) Log(ctx context.Context) (*LogState, error) {
-	return orNone(read[*LogState](ctx, c, http.MethodGet, "/log"))
+// Replication returns the part of the process in a replicated log; nil if it has none.
+func (c *Client) Replication(ctx context.Context) (*ReplicationState, error) {
+	return orNone(read[*ReplicationState](ctx, c, http.MethodGet, "/replication"))
 }
 
 // Slots returns the parts of a process with several slots in the log, sorted by slot; nil for a process
 // with one or none.
-func (c *Client) Slots(ctx context.Context) ([]LogState, error) {
-	return orNone(read[[]LogState](ctx, c, http.MethodGet, "/slots"))
+func (c *Client) Slots(ctx context.Context) ([]ReplicationState, error) {
+	return orNone(read[[]ReplicationState](ctx, c, http.MethodGet, "/slots"))
 }
 
 // orNone returns no error for the status 404.

@@ -19,8 +19,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 )
 
-// logFlags are the flags of the replicated log.
-type logFlags struct {
+// replicationFlags are the flags of the replicated log.
+type replicationFlags struct {
 	config   jetstream.Config
 	maxBytes string
 	// slots is 1 in commands without registerSlots.
@@ -29,59 +29,59 @@ type logFlags struct {
 }
 
 // registerSlots registers the flags of a process that can have several slots.
-func (l *logFlags) registerSlots(cmd *cobra.Command) {
+func (l *replicationFlags) registerSlots(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.IntVar(&l.slots, "log-slots", 1, "number of slots of --log: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
-	f.IntVar(&l.standbys, "log-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
-	f.StringToIntVar(&l.pins, "log-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
+	f.IntVar(&l.slots, "replication-slots", 1, "number of slots of --replication-url: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
+	f.IntVar(&l.standbys, "replication-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
+	f.StringToIntVar(&l.pins, "replication-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
 }
 
-// unnamed is the identity of an installation without --log-installation: all of these look the same.
+// unnamed is the identity of an installation without --replication-installation: all of these look the same.
 const unnamed = "unnamed"
 
-func (l *logFlags) register(cmd *cobra.Command) {
+func (l *replicationFlags) register(cmd *cobra.Command) {
 	l.slots = 1
 	f := cmd.Flags()
-	f.StringVar(&l.config.URL, "log", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --log and --log-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
-	f.StringVar(&l.config.Name, "log-name", "posthorn", "name of this installation in the NATS servers")
-	f.StringVar(&l.config.Installation, "log-installation", unnamed, "identity of this installation: the same in all of its processes, and another one in each other installation. It is recorded in the streams, and a process with another one does not use them")
-	f.IntVar(&l.config.Replicas, "log-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
-	f.StringVar(&l.maxBytes, "log-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
-	f.StringVar(&l.config.Credentials, "log-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")
-	f.StringVar(&l.config.CA, "log-ca", "", "PEM file of the CAs of the NATS servers' certificates; empty: the system's")
-	f.StringVar(&l.config.Cert, "log-cert", "", "PEM file of the client certificate for the NATS servers")
-	f.StringVar(&l.config.Key, "log-key", "", "PEM file of the client certificate's key")
-	f.StringVar(&l.config.Monitoring, "log-monitoring", "", "URLs of the monitoring ports of the NATS servers, separated by commas, to check that each syncs each call (sync_interval: always); empty: not checked")
-	f.BoolVar(&l.config.AllowWeak, "log-allow-weak", false, "accept settings with which the loss of one NATS server loses calls, for tests")
+	f.StringVar(&l.config.URL, "replication-url", "", "NATS servers whose JetStream stores the calls in place of the data directory alone: nats://HOST:PORT or tls://HOST:PORT, separated by commas. Processes with the same --replication-url and --replication-name take over from each other; only one delivers the messages of a slot. Empty: the write-ahead log is in --data")
+	f.StringVar(&l.config.Name, "replication-name", "posthorn", "name of this installation in the NATS servers")
+	f.StringVar(&l.config.Installation, "replication-installation", unnamed, "identity of this installation: the same in all of its processes, and another one in each other installation. It is recorded in the streams, and a process with another one does not use them")
+	f.IntVar(&l.config.Replicas, "replication-replicas", jetstream.MinReplicas, "number of NATS servers with a copy of each call")
+	f.StringVar(&l.maxBytes, "replication-max-bytes", "4Gi", "size of the stream of a slot; above 70 % calls are answered 503. The object stores get four times as much")
+	f.StringVar(&l.config.Credentials, "replication-credentials", "", "file with the credentials of the NATS user (.creds), read again at each connection")
+	f.StringVar(&l.config.CA, "replication-ca", "", "PEM file of the CAs of the NATS servers' certificates; empty: the system's")
+	f.StringVar(&l.config.Cert, "replication-cert", "", "PEM file of the client certificate for the NATS servers")
+	f.StringVar(&l.config.Key, "replication-key", "", "PEM file of the client certificate's key")
+	f.StringVar(&l.config.Monitoring, "replication-monitoring", "", "URLs of the monitoring ports of the NATS servers, separated by commas, to check that each syncs each call (sync_interval: always); empty: not checked")
+	f.BoolVar(&l.config.AllowWeak, "replication-allow-weak", false, "accept settings with which the loss of one NATS server loses calls, for tests")
 }
 
 // parse validates the flags.
-func (l *logFlags) parse() error {
+func (l *replicationFlags) parse() error {
 	if l.config.URL == "" {
 		if l.slots > 1 {
-			return command.Usagef("--log-slots needs --log")
+			return command.Usagef("--replication-slots needs --replication-url")
 		}
 		return nil
 	}
 	size, err := resource.ParseQuantity(l.maxBytes)
 	if err != nil {
-		return command.Usagef("--log-max-bytes %q: use a size such as 4Gi", l.maxBytes)
+		return command.Usagef("--replication-max-bytes %q: use a size such as 4Gi", l.maxBytes)
 	}
 	l.config.MaxBytes = size.Value()
 	if err := l.config.Validate(); err != nil {
-		return command.Usagef("--log: %v", err)
+		return command.Usagef("--replication-url: %v", err)
 	}
 	switch {
 	case l.slots < 1 || l.slots > slots.MaxSlots:
-		return command.Usagef("--log-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
+		return command.Usagef("--replication-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
 	case l.standbys < 0 || l.standbys > maxStandbys:
-		return command.Usagef("--log-standbys %d: use 0 to %d", l.standbys, maxStandbys)
+		return command.Usagef("--replication-standbys %d: use 0 to %d", l.standbys, maxStandbys)
 	case l.slots == 1 && len(l.pins) > 0:
-		return command.Usagef("--log-pin needs --log-slots")
+		return command.Usagef("--replication-pin needs --replication-slots")
 	}
 	for namespace, slot := range l.pins {
 		if slot < 0 || slot >= l.slots {
-			return command.Usagef("--log-pin %s=%d: use a slot from 0 to %d", namespace, slot, l.slots-1)
+			return command.Usagef("--replication-pin %s=%d: use a slot from 0 to %d", namespace, slot, l.slots-1)
 		}
 	}
 	return nil
@@ -109,7 +109,7 @@ type service struct {
 // serve makes the dispatcher and runs the service with it.
 func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) error {
 	if d.isReplicated() && d.log.config.Installation == unnamed {
-		log.Warn("--log-installation is not set; each other process without it that uses this log takes over its messages")
+		log.Warn("--replication-installation is not set; each other process without it that uses this log takes over its messages")
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, other := range s.others {
