@@ -93,15 +93,6 @@ func get(t *testing.T, url string, header ...string) *http.Response {
 	return resp
 }
 
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("waited for: " + what)
-		}
-	}
-}
-
 func destinationReport(d *Dispatcher) (r adminapi.DestinationReport) {
 	for _, t := range d.Report().Namespaces {
 		for _, r = range t.Destinations {
@@ -136,7 +127,7 @@ func TestTakesNoCallsBeforeTheFirstFullConfig(t *testing.T) {
 	if s, body := send(t, d, "m1"); s != http.StatusOK {
 		t.Fatalf("%d %s", s, body)
 	}
-	eventually(t, "delivery", func() bool { return got.Load() > 0 })
+	wait.True(t, "delivery", func() bool { return got.Load() > 0 })
 }
 
 // A pod whose configs are all rejected, for example because another release wrote them, would
@@ -196,7 +187,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	if s, body := send(t, d, "m1"); s != http.StatusOK {
 		t.Fatalf("%d %s", s, body)
 	}
-	eventually(t, "delivery under the last good config", func() bool { return got.Load() > 0 })
+	wait.True(t, "delivery under the last good config", func() bool { return got.Load() > 0 })
 
 	refused := map[string]string{}
 	for _, namespace := range d.Report().Namespaces {
@@ -239,7 +230,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 		send(t, d, fmt.Sprint("m", i))
 	}
 	send(t, d, "m0") // a duplicate
-	eventually(t, "10 deliveries in the report", func() bool { return destinationReport(d).Delivered == 10 })
+	wait.True(t, "10 deliveries in the report", func() bool { return destinationReport(d).Delivered == 10 })
 
 	client := adminapi.Client{URL: "http://" + d.AdminAddr().String()}
 	report, err := client.Report(t.Context(), "")
@@ -258,7 +249,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	}
 	// Without further changes the report is the same, and the response is 304.
 	cursor := report.Cursor
-	eventually(t, "304 for an idle pod", func() bool {
+	wait.True(t, "304 for an idle pod", func() bool {
 		changes, err := client.Report(t.Context(), cursor)
 		if err == nil {
 			cursor = changes.Cursor
@@ -301,7 +292,7 @@ func TestStopsInOrderAndGoesOnWhereItWas(t *testing.T) {
 	d, _ = started(t, dir)
 	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Synced()
-	eventually(t, "all 50 after the restart", func() bool { return destinationReport(d).Delivered == 50 })
+	wait.True(t, "all 50 after the restart", func() bool { return destinationReport(d).Delivered == 50 })
 	if r := destinationReport(d); r.Accepted != 50 || r.Pending != 0 || got.Load() != 50 {
 		t.Errorf("ledger %+v; %d arrived", r, got.Load())
 	}
@@ -359,7 +350,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 			t.Fatal(code, body)
 		}
 	}
-	eventually(t, "retries", func() bool { return destinationReport(d).Retrying > 0 })
+	wait.True(t, "retries", func() bool { return destinationReport(d).Retrying > 0 })
 	fs.full.Store(true)
 	second := config.Destinations[0]
 	second.Name, second.Revision = "second", "r2"
@@ -369,7 +360,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 		defer close(applied)
 		d.Set("shop", liveconfigtest.Encode(t, config))
 	}()
-	eventually(t, "the full disk shows", func() bool { return d.Store().Full() && d.Report().Pod == "p0" })
+	wait.True(t, "the full disk shows", func() bool { return d.Store().Full() && d.Report().Pod == "p0" })
 	resp := get(t, "http://"+d.AdminAddr().String()+"/metrics")
 	if _, err := io.Copy(io.Discard, resp.Body); err != nil || resp.StatusCode != http.StatusOK {
 		t.Errorf("metrics: %d, %v", resp.StatusCode, err)
@@ -605,7 +596,7 @@ func TestAnswerSurvivesARestart(t *testing.T) {
 	if status, body := send(t, d, "m1"); status != http.StatusOK {
 		t.Fatalf("call: got %d %s, want 200", status, body)
 	}
-	eventually(t, "the dead letter", func() bool { return destinationReport(d).DeadLettersStored == 1 })
+	wait.True(t, "the dead letter", func() bool { return destinationReport(d).DeadLettersStored == 1 })
 	stop()
 	d, stop = run()
 	read := func(path string) string {

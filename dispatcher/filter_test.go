@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // A destination gets no call that its filter excludes or that opts out, even while it is added,
@@ -78,7 +79,7 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	}
 	close(batches)
 	senders.Wait()
-	eventually(t, "all is delivered", func() bool {
+	wait.True(t, "all is delivered", func() bool {
 		for _, tr := range d.Report().Namespaces {
 			for _, r := range tr.Destinations {
 				if r.Pending > 0 {

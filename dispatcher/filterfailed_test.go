@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/jobs/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // A call about which a filter cannot decide is neither sent nor filtered: it is a dead letter of that destination. A
@@ -48,7 +49,7 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	}
 	settled := func(delivered, filtered, dead int64) {
 		t.Helper()
-		eventually(t, "nothing is pending", func() bool { return d.store.DestinationStats("shop/crm").Ledger.Pending == 0 })
+		wait.True(t, "nothing is pending", func() bool { return d.store.DestinationStats("shop/crm").Ledger.Pending == 0 })
 		check.Equal(t, "ledger", d.store.DestinationStats("shop/crm").Ledger, queue.Ledger{Accepted: delivered + filtered + dead, Delivered: delivered, Filtered: filtered, DeadLettered: dead})
 	}
 	settled(1, 2, 2)
@@ -76,7 +77,7 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	if f := filterFailure(); f == nil || f.Reason != queue.ReasonFilterFailed || !strings.HasPrefix(f.Message, "character") {
 		t.Errorf("failure of the filter in the report: got %+v; want that of the last call", f)
 	}
-	eventually(t, "the other destination has all calls", func() bool { return d.store.DestinationStats("shop/mail").Ledger.Delivered == 5 })
+	wait.True(t, "the other destination has all calls", func() bool { return d.store.DestinationStats("shop/mail").Ledger.Delivered == 5 })
 
 	// The corrected filter decides: one is sent, the other one still fails.
 	c.Destinations[0].Filter = &liveconfig.Filter{Expression: "int(call.properties.parts) == 0"}

@@ -12,6 +12,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/metrics"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // The metrics of a dispatcher after traffic of every kind are exactly those of
@@ -85,7 +86,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		`posthorn_config_refused{namespace="broken"} 1`,
 		`posthorn_lane_pending_messages{namespace="shop",destination="fails",source="web",endpoint=""} 4`,
 	} {
-		eventually(t, series, func() bool { return strings.Contains(scrape(), series) })
+		wait.True(t, series, func() bool { return strings.Contains(scrape(), series) })
 	}
 
 	text := scrape()
@@ -114,7 +115,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Delete("broken")
 	gone := []string{`destination="rejects"`, `namespace="broken"`}
-	eventually(t, "the series of what was deleted to be gone", func() bool {
+	wait.True(t, "the series of what was deleted to be gone", func() bool {
 		text := scrape()
 		for _, label := range gone {
 			if strings.Contains(text, label) {
@@ -137,12 +138,12 @@ func TestCountersOfASourceWithoutLanesBeginAtZero(t *testing.T) {
 	if status, body := send(t, d, "m1"); status != http.StatusOK {
 		t.Fatalf("%d %s", status, body)
 	}
-	eventually(t, "the delivery", func() bool { return destinationReport(d).Delivered == 1 })
+	wait.True(t, "the delivery", func() bool { return destinationReport(d).Delivered == 1 })
 	config.Destinations = nil
 	d.Set("shop", liveconfigtest.Numbered(t, 2, config, liveconfig.Tombstone{
 		Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"},
 	}))
-	eventually(t, "the lane to be removed", func() bool { return len(d.store.Lanes()) == 0 })
+	wait.True(t, "the lane to be removed", func() bool { return len(d.store.Lanes()) == 0 })
 	stop()
 	d, _ = started(t, dir)
 	series := d.seriesOf("shop", &config)

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/contract/podreport"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 func shopReport(d *Dispatcher) adminapi.ConfigReport {
@@ -92,7 +93,7 @@ func TestLostConfigParksTheNamespace(t *testing.T) {
 		t.Errorf("deliveries while parked: got %d, want 0", got)
 	}
 	d.Set("shop", liveconfigtest.Numbered(t, 8, liveconfigtest.Config(sink.URL)))
-	eventually(t, "delivery of both messages", func() bool { return delivered.Load() == 2 })
+	wait.True(t, "delivery of both messages", func() bool { return delivered.Load() == 2 })
 	if s, body := send(t, d, "m4"); s != http.StatusOK {
 		t.Errorf("call with the config: got %d %s, want 200", s, body)
 	}
@@ -160,7 +161,7 @@ func TestParkedDestinationKeepsItsFilter(t *testing.T) {
 	d.Synced()
 	sendTrack("m3")
 	d.Set("shop", liveconfigtest.Numbered(t, 10, config))
-	eventually(t, "the end of the excluded calls", func() bool { return pending(d) == 0 })
+	wait.True(t, "the end of the excluded calls", func() bool { return pending(d) == 0 })
 	if got := delivered.Load(); got != 0 {
 		t.Errorf("delivered calls that the filter excludes: got %d, want 0", got)
 	}

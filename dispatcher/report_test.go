@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
 	"github.com/posthorn/posthorn/contract/podreport"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // merged is the merge of a dispatcher's reports.
@@ -81,7 +82,7 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 	}
 	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(podreport.Index{}, "Cursor", "Storage")}
 	var diff string
-	eventually(t, "the merged changes equal the report: "+diff, func() bool {
+	wait.True(t, "the merged changes equal the report: "+diff, func() bool {
 		reader.poll(d)
 		diff = cmp.Diff(podreport.NewIndex(d.Report()), reader.Index, options...)
 		return diff == ""
@@ -90,7 +91,7 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 	if !reader.Namespace("shop").ReadDestination("d1", &r) || r.Accepted == 0 {
 		t.Errorf("report of a destination with traffic: got %+v", r)
 	}
-	eventually(t, "no changes of an idle dispatcher", func() bool { return !reader.poll(d) })
+	wait.True(t, "no changes of an idle dispatcher", func() bool { return !reader.poll(d) })
 
 	stop()
 	d, _ = started(t, dir)
@@ -110,7 +111,7 @@ func TestConfigStatesInChanges(t *testing.T) {
 	d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 	d.Synced()
 	var reader merged
-	settle := func() { eventually(t, "an idle dispatcher reports no changes", func() bool { return !reader.poll(d) }) }
+	settle := func() { wait.True(t, "an idle dispatcher reports no changes", func() bool { return !reader.poll(d) }) }
 	for _, step := range []struct {
 		name string
 		do   func()

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // On the real store, with a restart in the middle, every message is accounted for: one
@@ -82,7 +83,7 @@ func TestOnPebble(t *testing.T) {
 		t.Fatal(err)
 	}
 	send(store, 0, n)
-	eventually(t, "a, c and d are done and b's circuit is open", func() bool {
+	wait.True(t, "a, c and d are done and b's circuit is open", func() bool {
 		r := byName(e)
 		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == adminapi.EndpointCircuitOpen
 	})
@@ -93,13 +94,13 @@ func TestOnPebble(t *testing.T) {
 		t.Fatal(err)
 	}
 	send(store, n, 2*n)
-	eventually(t, "a is done again", func() bool { return byName(e)["a"].Delivered == 2*n })
+	wait.True(t, "a is done again", func() bool { return byName(e)["a"].Delivered == 2*n })
 	mended.Store(true)
-	eventually(t, "all is done", func() bool {
+	wait.True(t, "all is done", func() bool {
 		r := byName(e)
 		return r["b"].Delivered == 2*n && r["c"].DeadLettered == 2*n && r["d"].Pending == 0
 	})
-	eventually(t, "d's old lane is dropped", func() bool { return len(store.Lanes()) == 5 })
+	wait.True(t, "d's old lane is dropped", func() bool { return len(store.Lanes()) == 5 })
 	if count := store.DestinationStats("ns/c").DeadLetters; count != 2*n {
 		t.Errorf("%d dead letters, want %d", count, 2*n)
 	}

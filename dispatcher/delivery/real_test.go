@@ -47,16 +47,6 @@ func run(t testing.TB, store Store) *Engine {
 	return e
 }
 
-// eventually waits for a condition that becomes true within a short time.
-func eventually(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	for begin := time.Now(); !f(); time.Sleep(5 * time.Millisecond) {
-		if time.Since(begin) > wait.Limit {
-			t.Fatalf("%s: not within %v", what, wait.Limit)
-		}
-	}
-}
-
 // Real requests: signed messages arrive unchanged; a self-signed receiver gets no request, and
 // the report has the reason.
 func TestRealClient(t *testing.T) {
@@ -87,13 +77,13 @@ func TestRealClient(t *testing.T) {
 	good.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}}
 	w.apply(good, bad)
 	w.send("web", 500)
-	eventually(t, "all delivered", func() bool { return w.report("good").Delivered == 500 })
+	wait.True(t, "all delivered", func() bool { return w.report("good").Delivered == 500 })
 	mu.Lock()
 	if len(arrived) != 500 {
 		t.Errorf("%d messages arrived", len(arrived))
 	}
 	mu.Unlock()
-	eventually(t, "the certificate is rejected", func() bool {
+	wait.True(t, "the certificate is rejected", func() bool {
 		f := w.report("bad").Endpoints[0].LastFailure
 		return f != nil && f.Reason == string(egress.CertificateRejected)
 	})
@@ -134,7 +124,7 @@ func TestAnEchoingReceiver(t *testing.T) {
 	}
 	w.apply(simple, standard, both)
 	w.send("web", 1)
-	eventually(t, "all are dead letters", func() bool {
+	wait.True(t, "all are dead letters", func() bool {
 		return len(w.dead("simple")) == 1 && len(w.dead("standard")) == 1 && len(w.dead("both")) == 1
 	})
 	mu.Lock()

@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // pods are dispatcher processes, as in a StatefulSet: each has its own data directory, and
@@ -162,7 +163,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		defer close(done)
 		_, _, _, _ = p.do(2, http.MethodPut, path, list(0, users)) // The kill may prevent the answer.
 	}()
-	eventually(t, "the first identify calls", func() bool { return count() > 0 })
+	wait.True(t, "the first identify calls", func() bool { return count() > 0 })
 	p.stop(0, syscall.SIGKILL)
 	<-done
 	if n := count(); n == users {
@@ -183,7 +184,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	kubectl("apiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userId: user-00007, suppress: true}\n", "apply", "-f", "-")
 	suppressed := func(number int) {
 		t.Helper()
-		eventually(t, p.list[number].name+" to reject a suppressed user", func() bool {
+		wait.True(t, p.list[number].name+" to reject a suppressed user", func() bool {
 			status, answer, _, err := p.do(number, http.MethodPost, "/v1/page", `{"userId":"user-00007"}`)
 			return err == nil && status == http.StatusForbidden && strings.Contains(answer, "user_suppressed")
 		})
@@ -201,7 +202,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		Sent                    bool
 		Members, Added, Removed int64
 	}
-	eventually(t, "an accepted sync", func() bool {
+	wait.True(t, "an accepted sync", func() bool {
 		status, answer, _, err := p.do(1, http.MethodPut, path, list(0, users))
 		return err == nil && status == http.StatusOK && json.Unmarshal([]byte(answer), &result) == nil
 	})
@@ -210,7 +211,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	check.Equal(t, "Added of the repeated sync", result.Added, 0)
 	check.Equal(t, "Removed of the repeated sync", result.Removed, 0)
 	// The call of the suppressed user may have been sent before the suppression.
-	eventually(t, "an identify call for every member", func() bool { return count() >= users-1 })
+	wait.True(t, "an identify call for every member", func() bool { return count() >= users-1 })
 	kubectl("", "wait", "pdel/forget", "--for=condition=Complete")
 	mu.Lock()
 	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) || strings.Contains(deleted[0], "version") {
@@ -230,7 +231,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	if err != nil || status != http.StatusOK || !strings.Contains(answer, `"added":0,"removed":100`) {
 		t.Errorf("sync with the owner alone: got status %d, body %s and error %v, want 200 with 0 added and 100 removed", status, answer, err)
 	}
-	eventually(t, "an identify call for every removed member", func() bool {
+	wait.True(t, "an identify call for every removed member", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		removed := 0
@@ -253,7 +254,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	if status, answer, _, err := p.do(1, http.MethodGet, path, ""); err != nil || status != http.StatusOK || !strings.Contains(answer, `"members":19900`) {
 		t.Errorf("GET through a restarted pod: got status %d, body %s and error %v, want 200 with 19900 members", status, answer, err)
 	}
-	eventually(t, "the members in the status", func() bool {
+	wait.True(t, "the members in the status", func() bool {
 		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True Ready True 19900 0 100 0")
 	})
 	if strings.Contains(logs.String(), "panic") {

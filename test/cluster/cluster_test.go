@@ -9,7 +9,6 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -170,11 +169,11 @@ func TestFromApplyToStatus(t *testing.T) {
 		})
 	}
 	stopOperator := startOperator()
-	wait := func(condition, status string) {
+	becomes := func(condition, status string) {
 		t.Helper()
 		kubectl("", "wait", "whd/crm", "--for=condition="+condition+"="+status)
 	}
-	wait("Ready", "True")
+	becomes("Ready", "True")
 	kubectl("", "wait", "psrc/web", "--for=condition=Ready")
 
 	for i := range 10 {
@@ -182,34 +181,34 @@ func TestFromApplyToStatus(t *testing.T) {
 			t.Fatalf("status of a call: got %d %s, want 200", status, body)
 		}
 	}
-	eventually(t, "10 deliveries", func() bool { return hook.count() == 10 })
-	wait("Delivering", "True")
+	wait.True(t, "10 deliveries", func() bool { return hook.count() == 10 })
+	becomes("Delivering", "True")
 
 	// The receiver fails. The spec is still valid.
 	hook.set(func() { hook.status = http.StatusInternalServerError })
 	for i := range 10 {
 		send(fmt.Sprintf("second-%d", i))
 	}
-	wait("Delivering", "False")
-	wait("Ready", "True")
+	becomes("Delivering", "False")
+	becomes("Ready", "True")
 
 	// Without the operator deliveries continue.
 	stopOperator()
 	hook.set(func() { hook.status = http.StatusOK })
-	eventually(t, "20 deliveries", func() bool { return hook.count() == 20 })
+	wait.True(t, "20 deliveries", func() bool { return hook.count() == 20 })
 	stopOperator = startOperator()
-	wait("Delivering", "True")
+	becomes("Delivering", "True")
 
 	// A new secret takes effect without a restart.
 	hook.set(func() { hook.secret = "hush-rotated" })
 	kubectl("", "patch", "secret", "keys", "--patch", `{"stringData": {"sharedSecret": "hush-rotated"}}`)
-	eventually(t, "a delivery under the new secret", func() bool {
+	wait.True(t, "a delivery under the new secret", func() bool {
 		before := hook.count()
 		send(fmt.Sprintf("probe-%d", time.Now().UnixNano()))
 		time.Sleep(50 * time.Millisecond) // It limits the rate of the probes.
 		return hook.count() > before
 	})
-	wait("Ready", "True")
+	becomes("Ready", "True")
 
 	// Dead letters of rejected messages can be redelivered.
 	hook.set(func() { hook.status = http.StatusConflict })
@@ -217,7 +216,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	for i := range 150 {
 		send(fmt.Sprintf("rejected-%d", i))
 	}
-	eventually(t, "150 dead letters", func() bool {
+	wait.True(t, "150 dead letters", func() bool {
 		return kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.deadLettered}") == "150"
 	})
 	hook.set(func() { hook.status = http.StatusOK })
@@ -231,10 +230,10 @@ func TestFromApplyToStatus(t *testing.T) {
 	check.Equal(t, "dry run", redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"), "Counted 150  ")
 	check.Equal(t, "deliveries of a dry run", hook.count()-before, 0)
 	check.Equal(t, "redelivery", redeliver("all", "selector: {reasons: [Rejected]}"), "Redelivered 150 150 ")
-	eventually(t, "150 more deliveries", func() bool { return hook.count() == before+150 })
+	wait.True(t, "150 more deliveries", func() bool { return hook.count() == before+150 })
 
 	// The ledger balances: a redelivered message counts as another message.
-	eventually(t, "the ledger to balance in status", func() bool {
+	wait.True(t, "the ledger to balance in status", func() bool {
 		number := func(object, path string) (n int) {
 			_, _ = fmt.Sscan(kubectl("", "get", object, "-o", "jsonpath={.status."+path+"}"), &n)
 			return n
@@ -272,7 +271,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	// The deletion of all objects removes the live config.
 	writeKey = string(text)
 	kubectl("", "delete", "whd,psrc", "--all")
-	eventually(t, "503 for a key that is removed", func() bool {
+	wait.True(t, "503 for a key that is removed", func() bool {
 		return send("late") == http.StatusServiceUnavailable && strings.Contains(body, "the Source of this write key was removed")
 	})
 	stopOperator()
@@ -421,13 +420,13 @@ spec:
 	}
 	shows := func(want string) {
 		t.Helper()
-		eventually(t, "kubectl get whd js: "+want, func() bool {
+		wait.True(t, "kubectl get whd js: "+want, func() bool {
 			return strings.HasPrefix(strings.Join(strings.Fields(kubectl("", "get", "whd", "js", "--no-headers")), " "), "js "+want)
 		})
 	}
 
 	send("showcase")
-	eventually(t, "every type of call at the receiver in JavaScript", arrived)
+	wait.True(t, "every type of call at the receiver in JavaScript", arrived)
 	shows("True Ready True 0 0")
 
 	answer(http.StatusInternalServerError)
@@ -436,9 +435,9 @@ spec:
 	shows("True Ready False")
 	time.Sleep(outage - time.Since(begin)) // The outage itself; no assertion depends on its length.
 	answer(http.StatusOK)
-	eventually(t, "all calls of the outage", arrived)
+	wait.True(t, "all calls of the outage", arrived)
 	shows("True Ready True 0 0")
-	eventually(t, "the number of deliveries in the status", func() bool {
+	wait.True(t, "the number of deliveries in the status", func() bool {
 		return kubectl("", "get", "whd", "js", "-o", "jsonpath={.status.delivery.delivered} {.status.delivery.deadLettered}") == fmt.Sprint(len(sent), " 0")
 	})
 }
@@ -501,17 +500,4 @@ func operator(t *testing.T, config *rest.Config, o controllers.Options) (stop fu
 	stop = func() { cancel(); <-done }
 	t.Cleanup(stop)
 	return stop
-}
-
-// eventually waits until ok returns true.
-func eventually(t *testing.T, event string, ok func() bool) {
-	t.Helper()
-	if err := wait.Until(func() error {
-		if !ok() {
-			return errors.New("the event has not happened")
-		}
-		return nil
-	}); err != nil {
-		t.Fatalf("no event within %s: %s", wait.Limit, event)
-	}
 }

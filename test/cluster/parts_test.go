@@ -29,6 +29,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // large returns manifests of n destinations with 56 KiB that cannot be compressed, which get no call.
@@ -161,9 +162,9 @@ func TestLargeNamespace(t *testing.T) {
 	kubectl(webToCRM(hook.URL)+large(56), "apply", "--server-side", "-f", "-")
 	kubectl("", "wait", "whd", "--all", "--for=condition=Ready", "--timeout=5m")
 	check.Equal(t, "status of a call", send("first"), http.StatusOK)
-	eventually(t, "a delivery", func() bool { return hook.count() == 1 })
+	wait.True(t, "a delivery", func() bool { return hook.count() == 1 })
 	var before map[string]bool
-	eventually(t, "the removal of old parts", func() bool {
+	wait.True(t, "the removal of old parts", func() bool {
 		names, size := listed()
 		before = names
 		return size > 3_000_000 && size < 4_000_000
@@ -178,9 +179,9 @@ func TestLargeNamespace(t *testing.T) {
 	kubectl("", "wait", "whd/crm", "--for=condition=Programmed")
 	t.Logf("from the edit to Programmed: %v", time.Since(begin))
 	check.Equal(t, "status of a call after the edit", send("second"), http.StatusOK)
-	eventually(t, "a delivery to the new URL", func() bool { return edited.count() == 1 })
+	wait.True(t, "a delivery to the new URL", func() bool { return edited.count() == 1 })
 	var names map[string]bool
-	eventually(t, "the removal of one old part", func() bool { names, _ = listed(); return len(names) > 0 })
+	wait.True(t, "the removal of one old part", func() bool { names, _ = listed(); return len(names) > 0 })
 	var added []string
 	for name := range names {
 		if !before[name] {
@@ -194,28 +195,28 @@ func TestLargeNamespace(t *testing.T) {
 	if err := secrets.Delete(context.Background(), added[0], metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the rejection of the incomplete config", func() bool {
+	wait.True(t, "the rejection of the incomplete config", func() bool {
 		return strings.Contains(logs.String(), "Secret "+added[0]+", does not exist")
 	})
 	check.Equal(t, "readiness of the running dispatcher", d.Ready(), error(nil))
 	check.Equal(t, "status of a call without a part", send("third"), http.StatusOK)
-	eventually(t, "a delivery without a part", func() bool { return edited.count() == 2 })
+	wait.True(t, "a delivery without a part", func() bool { return edited.count() == 2 })
 	stopDispatcher()
 	stopDispatcher = start()
-	eventually(t, "503 from a dispatcher that started without a part", func() bool {
+	wait.True(t, "503 from a dispatcher that started without a part", func() bool {
 		return strings.Contains(logs.String(), "configuration loaded") && send("fourth") == http.StatusServiceUnavailable
 	})
 	stopOperator = startOperator()
-	eventually(t, "the part that was deleted", func() bool {
+	wait.True(t, "the part that was deleted", func() bool {
 		_, err := secrets.Get(context.Background(), added[0], metav1.GetOptions{})
 		return err == nil
 	})
-	eventually(t, "200 after the part was written again", func() bool { return send("fifth") == http.StatusOK })
-	eventually(t, "a delivery after the part was written again", func() bool { return edited.count() >= 3 })
+	wait.True(t, "200 after the part was written again", func() bool { return send("fifth") == http.StatusOK })
+	wait.True(t, "a delivery after the part was written again", func() bool { return edited.count() >= 3 })
 	kubectl("", "wait", "whd", "--all", "--for=condition=Programmed")
 
 	kubectl("", "delete", "whd", "--field-selector", "metadata.name!=crm")
-	eventually(t, "one Secret without parts", func() bool {
+	wait.True(t, "one Secret without parts", func() bool {
 		names, _ := parts()
 		root, err := secrets.Get(context.Background(), liveconfig.SecretName("default"), metav1.GetOptions{})
 		return err == nil && len(names) == 0 && onlyConfig(root)

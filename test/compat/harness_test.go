@@ -18,7 +18,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
@@ -89,12 +88,7 @@ func needNode(t *testing.T) {
 }
 
 // posthorn is a running `posthorn run`.
-type posthorn struct {
-	*process.Posthorn
-	t         *testing.T
-	manifests string
-	log       process.Log
-}
+type posthorn struct{ *process.Instance }
 
 // start runs Posthorn with a Source (more is added to its spec) and a
 // destination with a URL.
@@ -104,10 +98,8 @@ func start(t *testing.T, url string, enabled bool, more string) *posthorn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &posthorn{t: t, manifests: t.TempDir()}
-	p.Posthorn = process.Run(binary, p.manifests, t.TempDir())
-	p.Log = &p.log
-	p.write("source.yaml", `
+	p := &posthorn{process.NewInstance(t, binary, t.TempDir(), nil)}
+	p.Write("source.yaml", `
 apiVersion: v1
 kind: Secret
 metadata: {name: keys}
@@ -121,20 +113,15 @@ spec:
   allowedOrigins: ["http://*.example:80", "null"]
 `+more)
 	p.deliver(url, enabled)
-	p.run()
-	t.Cleanup(func() {
-		p.kill(syscall.SIGTERM)
-		if t.Failed() {
-			t.Logf("log of posthorn:\n%s", p.log.Tail())
-		}
-	})
+	p.Launch()
+	t.Cleanup(p.Leave)
 	return p
 }
 
 // deliver writes the manifest of the destination. While it is disabled, messages are kept.
 func (p *posthorn) deliver(url string, enabled bool) {
-	p.t.Helper()
-	p.write("crm.yaml", fmt.Sprintf(`
+	p.T.Helper()
+	p.Write("crm.yaml", fmt.Sprintf(`
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
@@ -147,27 +134,6 @@ spec:
     - type: HMACSHA1
       secretKeyRef: {name: keys, key: sharedSecret}
 `, enabled, url))
-}
-
-func (p *posthorn) write(name, text string) {
-	p.t.Helper()
-	if err := process.Replace(filepath.Join(p.manifests, name), text); err != nil {
-		p.t.Fatal(err)
-	}
-}
-
-// run starts the process. Handlers of the wire call it too, so it must not end the test.
-func (p *posthorn) run() {
-	if err := p.Start(); err != nil {
-		p.t.Error(err)
-	}
-}
-
-// kill ends the process and waits for its end.
-func (p *posthorn) kill(signal syscall.Signal) {
-	if err := p.Stop(signal); err != nil {
-		p.t.Error(err)
-	}
 }
 
 // get reads JSON.
@@ -187,7 +153,7 @@ func get(url string, into any) error {
 
 // settled waits until n messages are accepted and none is pending, and returns the counts.
 func (p *posthorn) settled(n int) (l adminapi.Ledger) {
-	p.t.Helper()
+	p.T.Helper()
 	if err := wait.Until(func() error {
 		report, err := p.AdminAPI().Report(context.Background(), "")
 		if err != nil {
@@ -202,24 +168,24 @@ func (p *posthorn) settled(n int) (l adminapi.Ledger) {
 		}
 		return fmt.Errorf("ledger of crm: got %+v, want at least %d accepted and none pending", l, n)
 	}); err != nil {
-		p.t.Fatalf("no end of %d messages within %s: %v", n, wait.Limit, err)
+		p.T.Fatalf("no end of %d messages within %s: %v", n, wait.Limit, err)
 	}
 	return l
 }
 
 // metric returns the sum of a metric's series that contain a text.
 func (p *posthorn) metric(series string) (sum float64) {
-	p.t.Helper()
+	p.T.Helper()
 	text, err := p.AdminAPI().Metrics(context.Background())
 	if err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 	for line := range strings.Lines(text) {
 		if strings.HasPrefix(line, series) {
 			var v float64
 			_, value, _ := strings.Cut(line, "} ")
 			if _, err := fmt.Sscan(value, &v); err != nil {
-				p.t.Fatal(err)
+				p.T.Fatal(err)
 			}
 			sum += v
 		}
@@ -268,34 +234,34 @@ func nodeReceiver(t *testing.T, program string, environment ...string) (url stri
 // the given ids were delivered, once, and verified. Calls whose ids end in "elsewhere"
 // exclude the destination.
 func (p *posthorn) exactlyOnce(url string, sent []string) []arrival {
-	p.t.Helper()
+	p.T.Helper()
 	ids := slices.DeleteFunc(slices.Clone(sent), func(id string) bool { return strings.HasSuffix(id, "elsewhere") })
 	l := p.settled(len(sent))
 	if l.Accepted != int64(len(sent)) || l.Delivered != int64(len(ids)) || l.Filtered != int64(len(sent)-len(ids)) {
-		p.t.Errorf("ledger: got %+v, want %d accepted, %d delivered and %d filtered", l, len(sent), len(ids), len(sent)-len(ids))
+		p.T.Errorf("ledger: got %+v, want %d accepted, %d delivered and %d filtered", l, len(sent), len(ids), len(sent)-len(ids))
 	}
 	var arrived []arrival
 	if err := get(url, &arrived); err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 	count := map[string]int{}
 	for _, a := range arrived {
 		count[a.ID]++
 		if !a.Authentic || !a.Fixed {
-			p.t.Errorf("verification in JavaScript: got authentic %t and fixed point %t, want true and true: %s", a.Authentic, a.Fixed, a.Body)
+			p.T.Errorf("verification in JavaScript: got authentic %t and fixed point %t, want true and true: %s", a.Authentic, a.Fixed, a.Body)
 		}
 		if a.Key != a.ID {
-			p.t.Errorf("Idempotency-Key: got %q, want the messageId %q", a.Key, a.ID)
+			p.T.Errorf("Idempotency-Key: got %q, want the messageId %q", a.Key, a.ID)
 		}
 	}
 	for _, id := range ids {
 		if count[id] != 1 {
-			p.t.Errorf("deliveries of message %s: got %d, want 1", id, count[id])
+			p.T.Errorf("deliveries of message %s: got %d, want 1", id, count[id])
 		}
 		delete(count, id)
 	}
 	if len(count) > 0 {
-		p.t.Errorf("deliveries that were not sent: got %v, want none", count)
+		p.T.Errorf("deliveries that were not sent: got %v, want none", count)
 	}
 	return arrived
 }

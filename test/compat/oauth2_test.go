@@ -121,10 +121,10 @@ func TestOAuth2(t *testing.T) {
 					_ = resp.Body.Close()
 				}
 			}
-			p.write("crm.yaml", o.destination(style, "wrong"))
+			p.Write("crm.yaml", o.destination(style, "wrong"))
 			track(5)
 			p.attempted("TokenFailed")
-			p.write("crm.yaml", o.destination(style, "client-secret"))
+			p.Write("crm.yaml", o.destination(style, "client-secret"))
 			if l := p.settled(5); l.Delivered != 5 || o.granted.Load() != 1 {
 				t.Errorf("after the correction: %+v with %d tokens, want 5 delivered with 1", l, o.granted.Load())
 			}
@@ -139,7 +139,7 @@ func TestOAuth2(t *testing.T) {
 
 // attempted waits for an attempt with a reason.
 func (p *posthorn) attempted(reason string) {
-	p.t.Helper()
+	p.T.Helper()
 	if err := wait.Until(func() error {
 		for a, err := range p.AdminAPI().Attempts(context.Background(), "default/crm", "primary") {
 			if err != nil {
@@ -151,6 +151,6 @@ func (p *posthorn) attempted(reason string) {
 		}
 		return fmt.Errorf("no attempt with the reason %s", reason)
 	}); err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 }

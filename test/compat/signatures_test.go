@@ -40,7 +40,7 @@ func TestSignaturesByLibraries(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			url := nodeReceiver(t, "node/signatures.js", "VERIFIER="+test.verifier, "SECRET="+test.secret)
 			p := start(t, url, false, "")
-			p.write("crm.yaml", fmt.Sprintf(`
+			p.Write("crm.yaml", fmt.Sprintf(`
 apiVersion: v1
 kind: Secret
 metadata: {name: signing}

@@ -120,7 +120,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		resp, err = sendTo(w.p.Addr, r.Host, e.recorded)
 	}
 	if err != nil {
-		w.p.t.Errorf("forward a request: got error %v, want none", err)
+		w.p.T.Errorf("forward a request: got error %v, want none", err)
 		panic(http.ErrAbortHandler)
 	}
 	if resp != nil {
@@ -128,7 +128,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		e.status, e.retryAfter = resp.StatusCode, resp.Header.Get("Retry-After")
 	}
 	if action == loseAnswer && e.status != http.StatusOK {
-		w.p.t.Errorf("status of the lost answer: got %d, want 200", e.status)
+		w.p.T.Errorf("status of the lost answer: got %d, want 200", e.status)
 	}
 	if action != pass {
 		w.restart(rw)
@@ -175,7 +175,7 @@ func (w *wire) half(r recorded) error {
 	if err != nil {
 		return err
 	}
-	w.p.t.Cleanup(func() { _ = conn.Close() })
+	w.p.T.Cleanup(func() { _ = conn.Close() })
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\n", r.Method, r.Path, w.p.Addr, len(r.Body))
 	for _, name := range slices.Sorted(maps.Keys(r.Headers)) {
@@ -193,11 +193,13 @@ func (w *wire) half(r recorded) error {
 func (w *wire) restart(rw http.ResponseWriter) {
 	w.down.Store(true)
 	defer w.down.Store(false)
-	w.p.kill(syscall.SIGKILL)
+	w.p.End(syscall.SIGKILL)
 	if conn, _, err := rw.(http.Hijacker).Hijack(); err == nil {
 		_ = conn.Close()
 	}
-	w.p.run()
+	if err := w.p.Start(); err != nil {
+		w.p.T.Error(err) // This goroutine cannot end the test.
+	}
 }
 
 // seen returns the exchanges so far.

@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // TestDamagedFiles damages one file of a stopped dispatcher's store at a random
@@ -76,7 +77,7 @@ func TestDamagedFiles(t *testing.T) {
 		r := run(d)
 		r.set(t, config([]liveconfig.Source{source("web")}, destination("crm", "web", receive(t, box.ServeHTTP).url)))
 		dead := 0
-		eventually(t, fmt.Sprintf("seed %d, %s: no pending messages", seed, damaged), func() error {
+		wait.For(t, fmt.Sprintf("seed %d, %s: no pending messages", seed, damaged), func() error {
 			report := ledger(t, r, "crm")
 			if err := balance(report); err != nil {
 				t.Fatal(err)

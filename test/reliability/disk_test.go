@@ -31,6 +31,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/need"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // smallDisk mounts a file system of 100 MB: ext4 if the machine has
@@ -219,7 +220,7 @@ func storagePressure(r target) (pod, source bool) {
 // acceptsCalls waits until calls are accepted and the report has no storage pressure.
 func acceptsCalls(t *testing.T, s *traffic, c *client, r target) {
 	t.Helper()
-	eventually(t, "an accepted batch", func() error {
+	wait.For(t, "an accepted batch", func() error {
 		a, err := s.batch(c, r)
 		if err == nil && a.status != http.StatusOK {
 			err = fmt.Errorf("%d %s", a.status, a.body)
@@ -229,7 +230,7 @@ func acceptsCalls(t *testing.T, s *traffic, c *client, r target) {
 		}
 		return err
 	})
-	eventually(t, "a report without storage pressure", func() error {
+	wait.For(t, "a report without storage pressure", func() error {
 		if pod, source := storagePressure(r); pod || source {
 			return fmt.Errorf("pressure on the pod: %t, on the Source: %t", pod, source)
 		}
@@ -267,13 +268,13 @@ func TestBacklogFillsTheDisk(t *testing.T) {
 		pod, source := storagePressure(r)
 		check.Equal(t, "storage pressure of the pod", pod, true)
 		check.Equal(t, "storage pressure of the Source", source, true)
-		eventually(t, "all calls at the healthy destination", func() error { return s.missing(&healthy) })
+		wait.For(t, "all calls at the healthy destination", func() error { return s.missing(&healthy) })
 		up.Store(true)
 		acceptsCalls(t, s, c, r)
 	}
 	for name, box := range map[string]*inbox{"dead": &slow, "healthy": &healthy} {
-		eventually(t, "all accepted calls at "+name, func() error { return s.missing(box) })
-		eventually(t, "all accepted calls in the ledger of "+name, func() error {
+		wait.For(t, "all accepted calls at "+name, func() error { return s.missing(box) })
+		wait.For(t, "all accepted calls in the ledger of "+name, func() error {
 			report := ledger(t, r, name)
 			if err := balance(report); err != nil {
 				t.Fatal(err)
@@ -366,14 +367,14 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 				return func() { stopping.Store(true); senders.Wait() }
 			}
 			endLoad := load()
-			eventually(t, "200 accepted calls", func() error {
+			wait.For(t, "200 accepted calls", func() error {
 				if n := s.accepted(); n < 200 {
 					return fmt.Errorf("got %d", n)
 				}
 				return nil
 			})
 			free := fill(t, disk)
-			eventually(t, "storage pressure in the report", func() error {
+			wait.For(t, "storage pressure in the report", func() error {
 				if pod, _ := storagePressure(r); !pod {
 					return fmt.Errorf("%d bytes free and no pressure", freeBytes(t, disk))
 				}
@@ -390,7 +391,7 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 				t.Logf("stopped on a full disk: %v", err)
 				t.Logf("started on a full disk: %v", r.start())
 				free()
-				eventually(t, "a start on a disk with space", func() error {
+				wait.For(t, "a start on a disk with space", func() error {
 					if r.isRunning() {
 						return nil
 					}
@@ -404,8 +405,8 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 			if !restart && r.starts != 1 {
 				t.Errorf("starts: got %d, want 1", r.starts)
 			}
-			eventually(t, "all accepted calls", func() error { return s.missing(&box) })
-			eventually(t, "no pending messages", func() error {
+			wait.For(t, "all accepted calls", func() error { return s.missing(&box) })
+			wait.For(t, "no pending messages", func() error {
 				report := ledger(t, r, "crm")
 				if err := balance(report); err != nil {
 					t.Fatal(err)

@@ -46,13 +46,6 @@ func number(name string, normal int) int {
 	return normal
 }
 
-func eventually(t testing.TB, event string, check func() error) {
-	t.Helper()
-	if err := wait.Until(check); err != nil {
-		t.Fatalf("no event within %s: %s: %v", waitLimit, event, err)
-	}
-}
-
 func source(name string) liveconfig.Source {
 	sum := sha256.Sum256([]byte("key-" + name))
 	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}

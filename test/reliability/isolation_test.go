@@ -17,6 +17,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // gauge counts concurrent requests, and their peak.
@@ -101,7 +102,7 @@ func TestOneFailingOfTwenty(t *testing.T) {
 			}
 			r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, all...))
 			sendAll(t, r, "web", "m", calls)
-			eventually(t, "all calls at the nineteen destinations", func() error {
+			wait.For(t, "all calls at the nineteen destinations", func() error {
 				for i := range boxes {
 					if n := boxes[i].distinct(); n != calls {
 						return fmt.Errorf("d%02d has %d of %d", i, n, calls)
@@ -227,7 +228,7 @@ func TestThousandDestinations(t *testing.T) {
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, all...))
 	sendAll(t, r, "web", "m", calls)
 	goroutines, peak := 0, 0
-	eventually(t, "all calls at the working half", func() error {
+	wait.For(t, "all calls at the working half", func() error {
 		goroutines, peak = max(goroutines, runtime.NumGoroutine()), max(peak, sockets(t))
 		mu.Lock()
 		defer mu.Unlock()
@@ -290,13 +291,13 @@ func TestRecoveryIsARamp(t *testing.T) {
 	d.Delivery.MaxInFlight = window
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, d))
 	sendAll(t, r, "web", "first", 100)
-	eventually(t, "an open circuit", func() error {
+	wait.For(t, "an open circuit", func() error {
 		if s := ledger(t, r, "crm").Endpoints[0].State; s != adminapi.EndpointCircuitOpen {
 			return fmt.Errorf("state %s", s)
 		}
 		return nil
 	})
-	eventually(t, "at most one request in flight", func() error {
+	wait.For(t, "at most one request in flight", func() error {
 		if n := requests.now.Load(); n > 1 {
 			return fmt.Errorf("got %d", n)
 		}
@@ -309,7 +310,7 @@ func TestRecoveryIsARamp(t *testing.T) {
 	}
 	requests.peak.Store(0)
 	up.Store(true)
-	eventually(t, "the delivery of the backlog", func() error {
+	wait.For(t, "the delivery of the backlog", func() error {
 		if n := box.distinct(); n != backlog+100 {
 			return fmt.Errorf("%d of %d", n, backlog+100)
 		}

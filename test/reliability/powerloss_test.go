@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // TestPowerLoss simulates repeated power losses of a dispatcher under load, on a file system
@@ -322,7 +323,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 		return
 	}
 	senders.Wait()
-	eventually(t, "no pending messages", func() error {
+	wait.For(t, "no pending messages", func() error {
 		for _, name := range names {
 			report := ledger(t, r, name)
 			if err := balance(report); err != nil {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // During a large sync with a slow receiver, live calls of the same Source are accepted, and
@@ -24,7 +25,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	// The quota is less than the whole sync.
 	value := strings.Repeat("x", 7000)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {timeout: 60s}\n"), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000", "--max-delivery-timeout", "60s")
-	p.eventually("the key of the audience", func() error {
+	wait.For(p.T, "the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
 		}
@@ -55,7 +56,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	r.open.Lock() // The sync does not end meanwhile.
 	release := sync.OnceFunc(r.open.Unlock)
 	t.Cleanup(release)
-	p.eventually("progress in the status", func() error {
+	wait.For(p.T, "progress in the status", func() error {
 		s := p.audience("vip").Status
 		if s.LastSync == nil || s.LastSync.Pending == 0 || s.LastSync.Pending >= users || s.LastSync.Added != users {
 			return fmt.Errorf("status: got %+v, want %d added members, some of them pending", s, users)
@@ -66,14 +67,14 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 		t.Errorf("another sync: got exit code %d: %s %s, want 1 and the progress", code, out, errs)
 	}
 	release()
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	<-synced
-	p.run()
+	p.Launch()
 	before := len(r.got())
 	for len(r.got()) < before+users/3 {
 		live()
 	}
-	p.eventually("the end of the sync", func() error {
+	wait.For(p.T, "the end of the sync", func() error {
 		if s := p.audience("vip").Status; s.LastSync == nil || s.LastSync.Pending > 0 {
 			return fmt.Errorf("last sync: %+v", s.LastSync)
 		}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 func audience(name, more string) string {
@@ -46,8 +47,8 @@ func members(t *testing.T, list ...string) string {
 }
 
 func (p *posthorn) syncMembers(key string, list []string, flags ...string) (stdout, stderr string, code int) {
-	p.t.Helper()
-	return cli(p.t, "", append([]string{"audience", "sync", key, members(p.t, list...), "--endpoint", "http://" + p.Addr, "--write-key", "system-write-key"}, flags...)...)
+	p.T.Helper()
+	return cli(p.T, "", append([]string{"audience", "sync", key, members(p.T, list...), "--endpoint", "http://" + p.Addr, "--write-key", "system-write-key"}, flags...)...)
 }
 
 // traits returns the identify messages, as "user key=value", sorted.
@@ -71,14 +72,14 @@ func traits(t *testing.T, requests []request) (out []string) {
 }
 
 func (p *posthorn) audience(name string) v1alpha1.Audience {
-	p.t.Helper()
-	out, errs, code := cli(p.t, "", "get", "audiences", name, "-o", "json", "--admin", p.Admin)
+	p.T.Helper()
+	out, errs, code := cli(p.T, "", "get", "audiences", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
-		p.t.Fatalf("get audiences: got exit code %d, want 0: %s", code, errs)
+		p.T.Fatalf("get audiences: got exit code %d, want 0: %s", code, errs)
 	}
 	var a v1alpha1.Audience
 	if err := json.Unmarshal([]byte(out), &a); err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 	return a
 }
@@ -96,7 +97,7 @@ func TestAudience(t *testing.T) {
 	wantCalls := func(want ...string) {
 		t.Helper()
 		var got []request
-		p.eventually(fmt.Sprintf("%d new messages", len(want)), func() error {
+		wait.For(p.T, fmt.Sprintf("%d new messages", len(want)), func() error {
 			got = nil
 			fresh := map[string]bool{}
 			for _, q := range r.got() {
@@ -124,7 +125,7 @@ func TestAudience(t *testing.T) {
 			t.Fatalf("sync: got exit code %d, want 0: %s %s", code, out, errs)
 		}
 	}
-	p.eventually("the keys of the audiences", func() error {
+	wait.For(p.T, "the keys of the audiences", func() error {
 		for name, key := range map[string]string{"shoppers": "first_time_shoppers", "spent": "total_spent_180_days"} {
 			if a := p.audience(name); a.Status.Key != key {
 				return fmt.Errorf("%s has key %q", name, a.Status.Key)
@@ -157,10 +158,10 @@ func TestAudience(t *testing.T) {
 			t.Errorf("sync of %s with %v: got exit code %d: %s %s, want 1 and %q", c.key, c.list, code, out, errs, c.want)
 		}
 	}
-	if status, answer, err := p.post("/v1/audiences/first_time_shoppers/members", "wrong", `{"userId":"x"}`); err != nil || status != http.StatusUnauthorized {
+	if status, answer, err := p.Post("/v1/audiences/first_time_shoppers/members", "wrong", `{"userId":"x"}`); err != nil || status != http.StatusUnauthorized {
 		t.Errorf("wrong write key: got status %d, body %s and error %v, want 401", status, answer, err)
 	}
-	p.eventually("the rejected sync in the status", func() error {
+	wait.For(p.T, "the rejected sync in the status", func() error {
 		for _, c := range p.audience("shoppers").Status.Conditions {
 			if c.Type == v1alpha1.ConditionSynced && c.Reason == v1alpha1.ReasonSyncRefused && strings.Contains(c.Message, "line 2") {
 				return nil
@@ -170,15 +171,15 @@ func TestAudience(t *testing.T) {
 	})
 
 	// The members survive a kill of the process.
-	p.kill(syscall.SIGKILL)
-	p.run()
+	p.End(syscall.SIGKILL)
+	p.Launch()
 	ok(p.syncMembers("first_time_shoppers", []string{"u4"}, "--allow-removal", "70"))
 	wantCalls("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
 	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-", "--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 || !strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
 		t.Errorf("increment: got exit code %d: %s %s, want 0 and one added and removed", code, out, errs)
 	}
 	wantCalls("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
-	p.eventually("the sync in the status", func() error {
+	wait.For(p.T, "the sync in the status", func() error {
 		s := p.audience("shoppers").Status
 		if s.Members == nil || *s.Members != 1 || s.LastSync == nil || s.LastSync.Added != 1 || s.LastSync.Removed != 1 {
 			return fmt.Errorf("status: got %+v, want 1 member, 1 added and 1 removed", s)
@@ -198,7 +199,7 @@ func TestAudienceSurvivesKillNine(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
-	p.eventually("the key of the audience", func() error {
+	wait.For(p.T, "the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
 		}
@@ -217,11 +218,11 @@ func TestAudienceSurvivesKillNine(t *testing.T) {
 				_, _, _ = p.syncMembers("vip", list) // The kill may prevent the answer.
 			}()
 			time.Sleep(time.Duration(50+150*kills) * time.Millisecond) // Any point during the sync is valid.
-			p.kill(syscall.SIGKILL)
+			p.End(syscall.SIGKILL)
 			<-done
-			p.run()
+			p.Launch()
 		}
-		p.eventually(fmt.Sprintf("an accepted sync %d", round), func() error {
+		wait.For(p.T, fmt.Sprintf("an accepted sync %d", round), func() error {
 			if out, errs, code := p.syncMembers("vip", list); code != 0 || strings.Contains(out, "still") {
 				return fmt.Errorf("exit %d: %s %s", code, out, errs)
 			}

@@ -20,6 +20,7 @@ import (
 
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // stalledProxy passes the first MiB of a backup, and the rest after release.
@@ -68,7 +69,7 @@ func TestBackupAndRestore(t *testing.T) {
 		_, _ = rand.NewChaCha8([32]byte{byte(i), byte(i >> 8)}).Read(bytes)
 		text := hex.EncodeToString(bytes)
 		id := fmt.Sprint("m", i)
-		status, answer, err := p.post("/v1/track", key, fmt.Sprintf(`{"event":"E","userId":"u","messageId":%q,"properties":{"text":%q}}`, id, text))
+		status, answer, err := p.Post("/v1/track", key, fmt.Sprintf(`{"event":"E","userId":"u","messageId":%q,"properties":{"text":%q}}`, id, text))
 		if err != nil || status != http.StatusOK {
 			return fmt.Errorf("status %d, body %s, error %w", status, answer, err)
 		}
@@ -104,7 +105,7 @@ func TestBackupAndRestore(t *testing.T) {
 
 	dir := t.TempDir()
 	target := filepath.Join(dir, "b.tar")
-	token := filepath.Join(p.data, "backup.token")
+	token := filepath.Join(p.Data, "backup.token")
 	before := ids()
 	loaded := make(chan struct{})
 	go func() { defer close(loaded); sendMany(800, 200) }()
@@ -128,7 +129,7 @@ func TestBackupAndRestore(t *testing.T) {
 	if _, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 1 || !strings.Contains(errs, "exists") {
 		t.Errorf("backup to an existing target: got exit %d: %s, want exit 1", code, errs)
 	}
-	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "other"), "--data", p.data); code != 1 || !strings.Contains(errs, "another process has it open") {
+	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "other"), "--data", p.Data); code != 1 || !strings.Contains(errs, "another process has it open") {
 		t.Errorf("backup of the data of a running Posthorn: got exit %d: %s, want exit 1", code, errs)
 	}
 
@@ -146,7 +147,7 @@ func TestBackupAndRestore(t *testing.T) {
 	_ = cmd.Process.Signal(syscall.SIGKILL)
 	_ = cmd.Wait()
 	release()
-	p.eventually("the work folder is removed", func() error { return noWorkFolder(p.data) })
+	wait.For(p.T, "the work folder is removed", func() error { return noWorkFolder(p.Data) })
 
 	// Posthorn is killed.
 	proxy, reached, release = stalledProxy(t, p)
@@ -157,17 +158,17 @@ func TestBackupAndRestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-reached
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	release()
 	if err := cmd.Wait(); err == nil || cmd.ProcessState.ExitCode() != 1 {
 		t.Errorf("backup of a Posthorn that is killed: got %v, want exit 1", err)
 	}
 	t.Logf("the command reports: %s", errs.String())
-	if noWorkFolder(p.data) == nil {
+	if noWorkFolder(p.Data) == nil {
 		t.Error("the work folder of the killed Posthorn: got none, want one")
 	}
-	p.run()
-	if err := noWorkFolder(p.data); err != nil {
+	p.Launch()
+	if err := noWorkFolder(p.Data); err != nil {
 		t.Errorf("after the restart: %v", err)
 	}
 	found, err := filepath.Glob(filepath.Join(dir, "[^.]*")) // Without the partial files, whose names begin with a dot.
@@ -177,12 +178,12 @@ func TestBackupAndRestore(t *testing.T) {
 	check.Equal(t, "targets", strings.Join(found, " "), target)
 
 	// A stopped Posthorn.
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	stopped := filepath.Join(dir, "stopped")
-	if out, errs, code := cli(t, "", "backup", stopped, "--data", p.data); code != 0 {
+	if out, errs, code := cli(t, "", "backup", stopped, "--data", p.Data); code != 0 {
 		t.Fatalf("backup of a stopped Posthorn: exit %d: %s%s", code, out, errs)
 	}
-	if _, errs, code := cli(t, "", "restore", target, "--data", p.data); code != 1 || !strings.Contains(errs, "exists") {
+	if _, errs, code := cli(t, "", "restore", target, "--data", p.Data); code != 1 || !strings.Contains(errs, "exists") {
 		t.Errorf("restore over a store: got exit %d: %s, want exit 1", code, errs)
 	}
 
@@ -197,10 +198,8 @@ func TestBackupAndRestore(t *testing.T) {
 		if code != 0 || !strings.Contains(out, "Restored the backup") {
 			t.Fatalf("restore of %s: exit %d: %s%s", restored.from, code, out, errs)
 		}
-		again := &posthorn{t: t, manifests: p.manifests, data: data}
-		again.Posthorn = process.Run(binary, p.manifests, data)
-		again.Log = &again.log
-		again.run()
+		again := &posthorn{Instance: process.NewInstance(t, binary, data, nil, "--manifests", p.Manifests)}
+		again.Launch()
 		// Waits until nothing is pending; the report has balanced ledgers.
 		if got, _, dead, discarded := again.ledger("crm"); got < int64(len(restored.ids)) || got > int64(len(all)) || dead+discarded > 0 {
 			t.Errorf("restored from %s: got %d delivered, %d dead letters, %d discarded, want %d to %d delivered", restored.from, got, dead, discarded, len(restored.ids), len(all))
@@ -213,9 +212,9 @@ func TestBackupAndRestore(t *testing.T) {
 			}
 		}
 		again.checkLedgers()
-		again.kill(syscall.SIGTERM)
+		again.End(syscall.SIGTERM)
 	}
-	p.run() // For the checks at the end.
+	p.Launch() // For the checks at the end.
 }
 
 func noWorkFolder(data string) error {

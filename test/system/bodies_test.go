@@ -14,19 +14,20 @@ import (
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // get returns the answer of the admin API.
 func (p *posthorn) get(path string) (int, string) {
-	p.t.Helper()
+	p.T.Helper()
 	resp, err := http.Get("http://" + p.Admin + path)
 	if err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(resp.Body)
 	if err != nil {
-		p.t.Fatal(err)
+		p.T.Fatal(err)
 	}
 	return resp.StatusCode, string(text)
 }
@@ -54,7 +55,7 @@ func TestBodiesAndTheAuditLog(t *testing.T) {
 			t.Errorf("%s: got the user of a message\n%s", name, text)
 		}
 	}
-	if log := p.log.String(); strings.Contains(log, "audit: ") {
+	if log := p.Output.String(); strings.Contains(log, "audit: ") {
 		t.Errorf("log before the first body: got an audit line:\n%s", log)
 	}
 	if status, text := p.get("/bodies/deadletters/" + letter.Key + "?destination=default/crm"); status != http.StatusOK || !strings.Contains(text, "hush-user") {
@@ -66,9 +67,9 @@ func TestBodiesAndTheAuditLog(t *testing.T) {
 		}
 	}
 	var lines []string
-	p.eventually("three audit lines", func() error {
+	wait.For(p.T, "three audit lines", func() error {
 		lines = nil
-		for line := range strings.Lines(p.log.String()) {
+		for line := range strings.Lines(p.Output.String()) {
 			if at := strings.Index(line, `msg="audit: `); at >= 0 {
 				line = regexp.MustCompile(`127\.0\.0\.1:\d+`).ReplaceAllString(strings.TrimSpace(line[at:]), "ADDRESS")
 				lines = append(lines, strings.ReplaceAll(line, letter.Key, "KEY"))
@@ -108,8 +109,8 @@ func TestTailForwardTo(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p.eventually("a reader of bodies", func() error {
-		if !strings.Contains(p.log.String(), "audit: reading of bodies started") {
+	wait.For(p.T, "a reader of bodies", func() error {
+		if !strings.Contains(p.Output.String(), "audit: reading of bodies started") {
 			return fmt.Errorf("the log has no audit line")
 		}
 		return nil
@@ -147,8 +148,8 @@ func TestTailForwardTo(t *testing.T) {
 	}
 	cancel()
 	_ = cmd.Wait()
-	p.eventually("the end of the reader", func() error {
-		if !regexp.MustCompile(`audit: reading of bodies ended.* bodies=20`).MatchString(p.log.String()) {
+	wait.For(p.T, "the end of the reader", func() error {
+		if !regexp.MustCompile(`audit: reading of bodies ended.* bodies=20`).MatchString(p.Output.String()) {
 			return fmt.Errorf("the log has no audit line with 20 bodies")
 		}
 		return nil

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // /debug shows lanes, the config and profiles, without secrets.
@@ -40,7 +41,7 @@ spec: {userId: hush-user, suppress: true}
 		}
 		return out
 	}
-	p.eventually("an open circuit, and no pending messages in the other lane", func() error {
+	wait.For(p.T, "an open circuit, and no pending messages in the other lane", func() error {
 		lanes := map[string]adminapi.LaneState{}
 		for line := range strings.Lines(debug("lanes")) {
 			var l adminapi.LaneState

@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // A deletion request sends one delete message for each Source, with exactly the specified
@@ -34,7 +35,7 @@ spec:
 	for _, name := range []string{"crm", "failing"} {
 		p.condition(name, "Ready", "True", "")
 	}
-	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests, "--admin", p.Admin, "--suppress", "--wait")
+	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests, "--admin", p.Admin, "--suppress", "--wait")
 	if code != 1 { // One notification was not delivered.
 		t.Errorf("delete-user: got exit code %d, want 1: %s %s", code, out, errs)
 	}
@@ -52,16 +53,16 @@ spec:
 
 	// The user is suppressed at each Source, others are not. A crash changes neither this, nor
 	// does it repeat notifications.
-	p.kill(syscall.SIGKILL)
-	p.run()
+	p.End(syscall.SIGKILL)
+	p.Launch()
 	for _, writeKey := range []string{key, secret} {
-		if status, answer, err := p.post("/v1/page", writeKey, `{"userId":"ü1"}`); err != nil || status != http.StatusForbidden || !strings.Contains(answer, "user_suppressed") {
+		if status, answer, err := p.Post("/v1/page", writeKey, `{"userId":"ü1"}`); err != nil || status != http.StatusForbidden || !strings.Contains(answer, "user_suppressed") {
 			t.Errorf("call of a suppressed user: got status %d, body %s and error %v, want 403 user_suppressed", status, answer, err)
 		}
 	}
 	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
 	p.arrive(crm, 4)
-	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "is already requested") {
+	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests); code != 1 || !strings.Contains(errs, "is already requested") {
 		t.Errorf("repeated request: got exit code %d: %s %s, want 1 and \"is already requested\"", code, out, errs)
 	}
 	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.Admin)
@@ -77,24 +78,24 @@ spec:
 	}
 
 	// A request for one Source without destinations sends no notifications.
-	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.manifests, "--admin", p.Admin, "--source", "tv", "--wait")
+	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.Manifests, "--admin", p.Admin, "--source", "tv", "--wait")
 	if code != 0 || !strings.Contains(out, "no WebhookDestination has an affected Source") {
 		t.Errorf("request without destinations: got exit code %d: %s %s, want 0 and that no destination has the Source", code, out, errs)
 	}
 	for _, line := range strings.Split(out, "\n") {
-		if path, ok := strings.CutPrefix(line, "requested: "); ok && !strings.HasPrefix(path, p.manifests) {
-			t.Errorf("path of the request: got %s, want one in %s", path, p.manifests)
+		if path, ok := strings.CutPrefix(line, "requested: "); ok && !strings.HasPrefix(path, p.Manifests) {
+			t.Errorf("path of the request: got %s, want one in %s", path, p.Manifests)
 		}
 	}
 
 	// With a TTL the request is removed after its end; a file with several objects is kept.
-	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.manifests, "--admin", p.Admin, "--ttl", "10s")
+	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.Manifests, "--admin", p.Admin, "--ttl", "10s")
 	if code != 0 {
 		t.Errorf("request with a TTL: got exit code %d, want 0: %s %s", code, out, errs)
 	}
-	p.write("two.yaml", deletionRequest("one", "u5")+"---"+deletionRequest("other", "u6"))
-	expired := filepath.Join(p.manifests, "deletionrequest-default-delete-"+hash12("u4")+".yaml")
-	p.eventually("the removal of the expired request", func() error {
+	p.Write("two.yaml", deletionRequest("one", "u5")+"---"+deletionRequest("other", "u6"))
+	expired := filepath.Join(p.Manifests, "deletionrequest-default-delete-"+hash12("u4")+".yaml")
+	wait.For(p.T, "the removal of the expired request", func() error {
 		if _, err := os.Stat(expired); err == nil {
 			return errors.New("the file exists")
 		}
@@ -103,23 +104,23 @@ spec:
 		}
 		return nil
 	})
-	p.eventually("a log message about the other file", func() error {
-		if !strings.Contains(p.log.String(), "two.yaml contains other objects") {
+	wait.For(p.T, "a log message about the other file", func() error {
+		if !strings.Contains(p.Output.String(), "two.yaml contains other objects") {
 			return errors.New("the log has no such message")
 		}
 		return nil
 	})
-	if _, err := os.Stat(filepath.Join(p.manifests, "two.yaml")); err != nil {
+	if _, err := os.Stat(filepath.Join(p.Manifests, "two.yaml")); err != nil {
 		t.Error(err)
 	}
 	for _, bad := range [][]string{{"--ttl", "1s"}, {"--ttl", "1h", "--suppress"}} {
-		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "--manifests", p.manifests}, bad...)...); code != 2 {
+		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "--manifests", p.Manifests}, bad...)...); code != 2 {
 			t.Errorf("delete-user with %v: got exit code %d, want 2: %s", bad, code, errs)
 		}
 	}
 	p.remove("deletionrequest-default-delete-" + hash12("ü1") + ".yaml")
-	p.eventually("an accepted call of the user", func() error {
-		status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`)
+	wait.For(p.T, "an accepted call of the user", func() error {
+		status, answer, err := p.Post("/v1/page", key, `{"userId":"ü1"}`)
 		if err == nil && status != http.StatusOK {
 			err = fmt.Errorf("%d %s", status, answer)
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // A destination whose manifest is missing, although no process saw its deletion, is parked: problems, status and why
@@ -23,10 +24,10 @@ func TestDiscard(t *testing.T) {
 	for i := range messages {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 	}
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	p.remove("crm.yaml")
-	check.NoError(t, "remove the state of the manifests", os.Remove(filepath.Join(p.data, "manifests.json")))
-	p.run()
+	check.NoError(t, "remove the state of the manifests", os.Remove(filepath.Join(p.Data, "manifests.json")))
+	p.Launch()
 	ledger := func() (l queue.Ledger) {
 		report, err := p.report()
 		check.NoError(t, "read the report", err)
@@ -39,7 +40,7 @@ func TestDiscard(t *testing.T) {
 	}
 	const object = "WebhookDestination default/crm"
 	for command, want := range map[string]string{"problems": object + ": the store has this object", "status": object + ": parked ", "why crm": "parked ", "why": object + ": parked "} {
-		p.eventually(command+" with the parked destination", func() error {
+		wait.For(p.T, command+" with the parked destination", func() error {
 			out, _, code := cli(t, "", append(strings.Fields(command), "--admin", p.Admin)...)
 			if code != 1 || !strings.Contains(out, want) || !strings.Contains(out, "posthorn discard default/crm") {
 				return fmt.Errorf("exit code %d, output:\n%s\nwant exit code 1 and %q with the command that deletes it", code, out, want)
@@ -69,13 +70,13 @@ func TestDiscard(t *testing.T) {
 	if code != 0 || !strings.Contains(out, "deleted: "+object+"; ") {
 		t.Fatalf("posthorn discard default/crm --yes: got exit code %d, %q and %q; want 0, deleted", code, out, errs)
 	}
-	p.eventually("the messages are discarded", func() error {
+	wait.For(p.T, "the messages are discarded", func() error {
 		if l := ledger(); l.Discarded != messages || l.Pending != messages {
 			return fmt.Errorf("got %+v, want %d discarded, and %d pending of the other destination", l, messages, messages)
 		}
 		return nil
 	})
-	p.eventually("no problem is left", func() error {
+	wait.For(p.T, "no problem is left", func() error {
 		if out, _, code := cli(t, "", "problems", "--admin", p.Admin); code != 0 {
 			return fmt.Errorf("posthorn problems: exit code %d, output:\n%s", code, out)
 		}

@@ -20,38 +20,38 @@ import (
 
 // drain runs `posthorn drain` with the manifests and the data directory of a stopped Posthorn.
 func (p *posthorn) drain(flags ...string) (stdout, stderr string, code int) {
-	p.t.Helper()
-	args := []string{"drain", "--data", p.data, "--manifests", p.manifests, "--egress-allow", "127.0.0.0/8"}
-	return cli(p.t, "", append(args, flags...)...)
+	p.T.Helper()
+	args := []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8"}
+	return cli(p.T, "", append(args, flags...)...)
 }
 
 // expectDrain checks the result of a drain that has delivered everything.
 func (p *posthorn) expectDrain(delivered, deadLetters int) {
-	p.t.Helper()
+	p.T.Helper()
 	stdout, stderr, code := p.drain()
 	want := fmt.Sprintf("drained: nothing is pending; delivered %d, filtered 0, dead letters %d, discarded 0\n", delivered, deadLetters)
 	if code != 0 || !strings.Contains(stdout, want) {
-		p.t.Fatalf("drain: got exit code %d, output %s%s, want 0 and %q", code, stdout, stderr, want)
+		p.T.Fatalf("drain: got exit code %d, output %s%s, want 0 and %q", code, stdout, stderr, want)
 	}
 }
 
 // expectTimeout checks the result of a drain that could not deliver. It repeats a drain whose time ended before it
 // began to deliver.
 func (p *posthorn) expectTimeout(pending int, reason string) {
-	p.t.Helper()
+	p.T.Helper()
 	var stderr string
-	p.eventually("a drain that names the reason", func() (err error) {
+	wait.For(p.T, "a drain that names the reason", func() (err error) {
 		var stdout string
 		var code int
 		stdout, stderr, code = p.drain("--timeout", "4s")
-		check.Equal(p.t, "exit code of a drain that times out", code, 1)
+		check.Equal(p.T, "exit code of a drain that times out", code, 1)
 		if want := fmt.Sprintf("  default/crm: %d pending: ", pending); !strings.Contains(stdout, want) || !strings.Contains(stdout, reason) {
 			err = fmt.Errorf("output: got %s, want %q with %q", stdout, want, reason)
 		}
 		return err
 	})
 	if want := fmt.Sprintf("drain not complete after --timeout 4s: %d pending messages of 1 destination", pending); !strings.Contains(stderr, want) {
-		p.t.Errorf("error: got %s, want %q", stderr, want)
+		p.T.Errorf("error: got %s, want %q", stderr, want)
 	}
 }
 
@@ -63,13 +63,13 @@ func backlog(t *testing.T, r *receiver, calls int) *posthorn {
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.sendCalls("m", calls)
 	p.condition("crm", "Delivering", "False", "CircuitOpen")
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	return p
 }
 
 // sendCalls sends calls with the messageIds prefix-0, prefix-1 and so on.
 func (p *posthorn) sendCalls(prefix string, n int) {
-	p.t.Helper()
+	p.T.Helper()
 	for chunk := range slices.Chunk(slices.Repeat([]int{0}, n), 100) {
 		var calls []string
 		for range chunk {
@@ -107,7 +107,7 @@ func TestDrain(t *testing.T) {
 	expectOnce(t, r, 250)
 
 	// The folder has the ledger of an ordinary data directory: checkLedgers reads it at the end.
-	p.run()
+	p.Launch()
 	delivered, filtered, dead, discarded := p.ledger("crm")
 	check.Equal(t, "ledger: delivered, filtered, dead-lettered, discarded", [4]int64{delivered, filtered, dead, discarded}, [4]int64{250, 0, 0, 0})
 	p.sendCalls("later", 1)
@@ -133,7 +133,7 @@ func TestDrainEndsEarly(t *testing.T) {
 				return http.StatusOK
 			})
 			var output bytes.Buffer
-			cmd := exec.CommandContext(t.Context(), binary, "drain", "--data", p.data, "--manifests", p.manifests, "--egress-allow", "127.0.0.0/8")
+			cmd := exec.CommandContext(t.Context(), binary, "drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8")
 			cmd.Stdout, cmd.Stderr = &output, &output
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
@@ -152,7 +152,7 @@ func TestDrainEndsEarly(t *testing.T) {
 			_ = cmd.Wait()
 			if signal == syscall.SIGTERM {
 				check.Equal(t, "exit code after SIGTERM", cmd.ProcessState.ExitCode(), 130)
-				if want := "drain interrupted: what is still pending is kept in " + p.data; !strings.Contains(output.String(), want) {
+				if want := "drain interrupted: what is still pending is kept in " + p.Data; !strings.Contains(output.String(), want) {
 					t.Errorf("output: got %s, want %q", output.String(), want)
 				}
 			}
@@ -170,7 +170,7 @@ func TestDrainEndsEarly(t *testing.T) {
 			if limit := map[os.Signal]int{syscall.SIGKILL: 100}[signal]; repeated > limit {
 				t.Errorf("repeated deliveries: got %d, want at most %d", repeated, limit)
 			}
-			p.run()
+			p.Launch()
 		})
 	}
 }
@@ -181,22 +181,22 @@ func TestDrainKeepsWhatItCannotDeliver(t *testing.T) {
 	r := newReceiver(t)
 	p := backlog(t, r, 20)
 	r.set(nil)
-	manifest := filepath.Join(p.manifests, "crm.yaml")
+	manifest := filepath.Join(p.Manifests, "crm.yaml")
 	crm, err := os.ReadFile(manifest)
 	if err != nil {
 		t.Fatal(err)
 	}
 	p.remove("crm.yaml")
 	p.expectTimeout(20, "the WebhookDestination is not in the config")
-	p.write("crm.yaml", string(crm)+"  enabled: false\n")
+	p.Write("crm.yaml", string(crm)+"  enabled: false\n")
 	p.expectTimeout(20, "the WebhookDestination is disabled; set spec.enabled to true")
-	p.write("crm.yaml", strings.Replace(string(crm), "key: sharedSecret", "key: missing", 1))
+	p.Write("crm.yaml", strings.Replace(string(crm), "key: sharedSecret", "key: missing", 1))
 	p.expectTimeout(20, "the WebhookDestination is paused: ")
-	p.write("other.yaml", strings.Replace(source()[strings.Index(source(), "---"):], "name: web", "name: other", 1))
-	p.write("crm.yaml", strings.Replace(string(crm), "sourceRefs: [{name: web}]", "sourceRefs: [{name: other}]", 1))
+	p.Write("other.yaml", strings.Replace(source()[strings.Index(source(), "---"):], "name: web", "name: other", 1))
+	p.Write("crm.yaml", strings.Replace(string(crm), "sourceRefs: [{name: web}]", "sourceRefs: [{name: other}]", 1))
 	p.expectTimeout(20, "20 messages of Source web: the destination does not receive calls of this Source")
 	check.Equal(t, "delivered messages", len(r.got()), 0)
-	p.write("crm.yaml", string(crm))
+	p.Write("crm.yaml", string(crm))
 	p.expectDrain(20, 0)
 	expectOnce(t, r, 20)
 }
@@ -208,9 +208,9 @@ func TestDrainOfDeadLetters(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
 	p.sendCalls("rejected", 1)
 	p.ledger("crm")
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	stdout, stderr, code := p.drain()
-	if code != 0 || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 0, discarded 0\n1 dead letter in "+p.data) {
+	if code != 0 || !strings.Contains(stdout, "delivered 0, filtered 0, dead letters 0, discarded 0\n1 dead letter in "+p.Data) {
 		t.Fatalf("drain: got exit code %d, output %s%s, want 1 dead letter", code, stdout, stderr)
 	}
 	stdout, stderr, code = p.drain("--redeliver")
@@ -224,13 +224,13 @@ func TestDrainOfDeadLetters(t *testing.T) {
 	}
 	expectOnce(t, r, 1)
 
-	p.run()
+	p.Launch()
 	r.set(func(int) int { return http.StatusBadRequest })
 	p.sendCalls("again", 1)
 	p.ledger("crm")
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	r.set(nil)
-	p.write("again.yaml", `
+	p.Write("again.yaml", `
 apiVersion: posthorn.dev/v1alpha1
 kind: Redelivery
 metadata: {name: again}
@@ -241,7 +241,7 @@ spec: {destinationRef: {name: crm}}
 		t.Fatalf("drain with a Redelivery: got exit code %d, output %s%s, want no dead letters", code, stdout, stderr)
 	}
 	expectOnce(t, r, 2)
-	p.run()
+	p.Launch()
 }
 
 // The admin API of a drain has the dispatcher's report; calls have no address.
@@ -249,11 +249,11 @@ func TestDrainAdminAPI(t *testing.T) {
 	r := newReceiver(t)
 	p := backlog(t, r, 5)
 	drain := *p.Posthorn
-	drain.Addr, drain.Args = "", []string{"drain", "--data", p.data, "--manifests", p.manifests, "--egress-allow", "127.0.0.0/8", "--admin-listen", p.Admin}
+	drain.Addr, drain.Args = "", []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8", "--admin-listen", p.Admin}
 	if err := drain.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p.eventually("a report with the pending messages", func() error {
+	wait.For(p.T, "a report with the pending messages", func() error {
 		report, err := drain.AdminAPI().Report(t.Context(), "")
 		if err != nil {
 			return err
@@ -268,7 +268,7 @@ func TestDrainAdminAPI(t *testing.T) {
 		text, _ := json.Marshal(report)
 		return fmt.Errorf("got %s", text)
 	})
-	if _, _, err := p.post("/v1/batch", key, `{"batch":[]}`); err == nil {
+	if _, _, err := p.Post("/v1/batch", key, `{"batch":[]}`); err == nil {
 		t.Error("request to the address for calls: got an answer, want none")
 	}
 	r.set(nil)
@@ -287,7 +287,7 @@ func TestDrainRefuses(t *testing.T) {
 	if want := "another process has it open; stop that process"; !strings.Contains(stderr, want) {
 		t.Errorf("folder in use: got %s%s, want %q", stdout, stderr, want)
 	}
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -305,15 +305,15 @@ func TestDrainRefuses(t *testing.T) {
 		"a file":              {[]string{"--data", file}, "is not a folder"},
 		"empty folder":        {[]string{"--data", empty}, "has no folder queue, so no dispatcher has stored messages there"},
 		"empty queue":         {[]string{"--data", emptyQueue}, "is empty, so it has no messages"},
-		"the queue itself":    {[]string{"--data", p.data + "/queue"}, "use the folder above it, " + p.data},
-		"two configs":         {[]string{"--data", p.data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
-		"a replicated log":    {[]string{"--data", p.data, "--replication-url", "nats://127.0.0.1:4222"}, "--replication-url: a replicated log is not drained"},
-		"open admin API":      {[]string{"--data", p.data, "--admin-listen", ":8081"}, "the address has no authentication; use a loopback address"},
-		"kubeconfig":          {[]string{"--data", p.data, "--kubeconfig", "config"}, "--kubeconfig needs --namespace"},
-		"a negative timeout":  {[]string{"--data", p.data, "--timeout", "-1s"}, "--timeout -1s: use a positive duration"},
-		"manifests not found": {[]string{"--data", p.data, "--manifests", empty + "/missing"}, "is not a folder"},
+		"the queue itself":    {[]string{"--data", p.Data + "/queue"}, "use the folder above it, " + p.Data},
+		"two configs":         {[]string{"--data", p.Data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
+		"a replicated log":    {[]string{"--data", p.Data, "--replication-url", "nats://127.0.0.1:4222"}, "--replication-url: a replicated log is not drained"},
+		"open admin API":      {[]string{"--data", p.Data, "--admin-listen", ":8081"}, "the address has no authentication; use a loopback address"},
+		"kubeconfig":          {[]string{"--data", p.Data, "--kubeconfig", "config"}, "--kubeconfig needs --namespace"},
+		"a negative timeout":  {[]string{"--data", p.Data, "--timeout", "-1s"}, "--timeout -1s: use a positive duration"},
+		"manifests not found": {[]string{"--data", p.Data, "--manifests", empty + "/missing"}, "is not a folder"},
 	} {
-		args := append([]string{"drain", "--manifests", p.manifests}, c.args...)
+		args := append([]string{"drain", "--manifests", p.Manifests}, c.args...)
 		if _, stderr, code := cli(t, "", args...); code != 2 || !strings.Contains(stderr, c.want) {
 			t.Errorf("%s: got exit code %d, error %s, want 2 and %q", name, code, stderr, c.want)
 		}
@@ -321,7 +321,7 @@ func TestDrainRefuses(t *testing.T) {
 	if entries, err := os.ReadDir(empty); err != nil || len(entries) > 0 {
 		t.Errorf("files that a refused drain made: got %v and error %v, want none", entries, err)
 	}
-	p.run()
+	p.Launch()
 }
 
 // A sync of an audience that the process has decided before its end continues: the drain adds the rest
@@ -330,7 +330,7 @@ func TestDrainContinuesASync(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
-	p.eventually("the key of the audience", func() error {
+	wait.For(p.T, "the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
 		}
@@ -346,7 +346,7 @@ func TestDrainContinuesASync(t *testing.T) {
 		_, _, _ = p.syncMembers("vip", list) // The kill may prevent the answer.
 	}()
 	p.arrive(r, 1)
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	<-synced
 	t.Logf("%d of %d calls were delivered before the kill", len(r.got()), users)
 	stdout, stderr, code := p.drain()
@@ -363,6 +363,6 @@ func TestDrainContinuesASync(t *testing.T) {
 		received[m.UserID] = true
 	}
 	check.Equal(t, "users with a call", len(received), users)
-	p.run()
+	p.Launch()
 	check.Equal(t, "members after the drain", *p.audience("vip").Status.Members, users)
 }

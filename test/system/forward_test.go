@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // forwarded returns status.delivery.deadLettersForwarded of a destination.
@@ -37,17 +38,17 @@ func TestForwardedDeadLetters(t *testing.T) {
 	check.Equal(t, "the message names the destination", strings.Contains(message, `"ops"`), true)
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"waits"}`)
 	ops := strings.Replace(destination("ops", sink.URL, ""), "{name: web}", "{name: posthorn-dead-letters}", 1)
-	p.write("ops.yaml", ops)
+	p.Write("ops.yaml", ops)
 	p.condition("crm", "Ready", "True", v1alpha1.ReasonReady)
 	for i := range kills {
 		for n := range calls / kills {
 			p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d-%d"}`, i, n))
 		}
 		time.Sleep(time.Duration(300*i) * time.Millisecond) // Any point during the forwarding is valid.
-		p.kill(syscall.SIGKILL)
-		p.run()
+		p.End(syscall.SIGKILL)
+		p.Launch()
 	}
-	p.eventually("all dead letters at the target", func() error {
+	wait.For(p.T, "all dead letters at the target", func() error {
 		if got := len(sink.count()); got != calls+1 {
 			return fmt.Errorf("got %d, want %d", got, calls+1)
 		}
@@ -75,7 +76,7 @@ func TestForwardedDeadLetters(t *testing.T) {
 	if delivered < calls+1 || delivered > 2*(calls+1) {
 		t.Errorf("delivered to the target: got %d, want %d, or some repeated ones", delivered, calls+1)
 	}
-	p.eventually("the status counts them", func() error {
+	wait.For(p.T, "the status counts them", func() error {
 		n, err := p.forwarded("crm")
 		if err == nil && n < calls+1 {
 			err = fmt.Errorf("got %d, want at least %d", n, calls+1)
@@ -84,7 +85,7 @@ func TestForwardedDeadLetters(t *testing.T) {
 	})
 
 	// A destination that forwards cannot be a target, which stops nothing but the forwarding.
-	p.write("ops.yaml", ops+"  deadLetters: {forwardTo: {destinationRef: {name: crm}}}\n")
+	p.Write("ops.yaml", ops+"  deadLetters: {forwardTo: {destinationRef: {name: crm}}}\n")
 	message = p.condition("crm", "ResolvedRefs", "False", v1alpha1.ReasonInvalidForwardTarget)
 	check.Equal(t, "the message has the rule", strings.Contains(message, "forwards its own dead letters"), true)
 	broken.set(nil)
@@ -95,8 +96,8 @@ func TestForwardedDeadLetters(t *testing.T) {
 // The name of a built-in Source is rejected.
 func TestBuiltInSourceName(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source(), "reserved.yaml": strings.Replace(source()[strings.Index(source(), "---"):], "{name: web}", "{name: posthorn-dead-letters}", 1)})
-	p.eventually("the manifest is rejected", func() error {
-		if !strings.Contains(p.log.Tail(), "metadata.name is the name of a built-in Source; choose another name") {
+	wait.For(p.T, "the manifest is rejected", func() error {
+		if !strings.Contains(p.Output.Tail(), "metadata.name is the name of a built-in Source; choose another name") {
 			return fmt.Errorf("the log does not mention it")
 		}
 		return nil

@@ -11,9 +11,7 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -38,10 +36,7 @@ const (
 
 // posthorn is a running `posthorn run`.
 type posthorn struct {
-	*process.Posthorn
-	t               *testing.T
-	manifests, data string
-	log             process.Log
+	*process.Instance
 	// deletes is true if the test removes Sources or destinations.
 	deletes bool
 	// builtIn is true if the test uses built-in Sources, which are not in the report.
@@ -51,85 +46,28 @@ type posthorn struct {
 // start runs Posthorn on some manifests (file name -> text).
 func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn {
 	t.Helper()
-	p := &posthorn{t: t, manifests: t.TempDir(), data: t.TempDir()}
-	p.Posthorn = process.Run(binary, p.manifests, p.data, flags...)
-	p.Log = &p.log
-	for name, text := range manifests {
-		p.write(name, text)
-	}
-	p.run()
+	p := &posthorn{Instance: process.NewInstance(t, binary, t.TempDir(), manifests, flags...)}
+	p.Launch()
 	t.Cleanup(func() {
 		if !t.Failed() {
 			p.checkLedgers()
 		}
-		p.kill(syscall.SIGTERM)
-		if t.Failed() {
-			t.Logf("log of posthorn:\n%s", p.log.Tail())
-		}
+		p.Leave()
 	})
 	return p
 }
 
-func (p *posthorn) run() {
-	p.t.Helper()
-	if err := p.Start(); err != nil {
-		p.t.Fatalf("start: got error %v, want none; the log:\n%s", err, p.log.Tail())
-	}
-}
-
-// kill ends the process and waits for its end.
-func (p *posthorn) kill(signal syscall.Signal) {
-	if err := p.Stop(signal); err != nil {
-		p.t.Error(err)
-	}
-}
-
-func (p *posthorn) write(name, text string) {
-	p.t.Helper()
-	if err := process.Replace(filepath.Join(p.manifests, name), text); err != nil {
-		p.t.Fatal(err)
-	}
-}
-
 func (p *posthorn) remove(name string) {
-	p.t.Helper()
+	p.T.Helper()
 	p.deletes = true
-	if err := os.Remove(filepath.Join(p.manifests, name)); err != nil {
-		p.t.Fatal(err)
-	}
-}
-
-// eventually polls until check returns nil.
-func (p *posthorn) eventually(event string, check func() error) {
-	p.t.Helper()
-	if err := wait.Until(check); err != nil {
-		p.t.Fatalf("no event within %s: %s: %v", wait.Limit, event, err)
-	}
-}
-
-// post sends a body and returns the status and the answer.
-func (p *posthorn) post(path, writeKey, body string) (int, string, error) {
-	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+path, strings.NewReader(body)) //nolint:noctx // a test
-	if err != nil {
-		return 0, "", err
-	}
-	req.SetBasicAuth(writeKey, "")
-	req.Header.Set("Content-Type", "application/json")
-	client := http.Client{Timeout: wait.Limit}
-	resp, err := client.Do(req)
-	if err != nil {
-		return 0, "", err
-	}
-	defer resp.Body.Close()
-	answer, err := io.ReadAll(resp.Body)
-	return resp.StatusCode, string(answer), err
+	p.Remove(name)
 }
 
 func (p *posthorn) mustPost(path, body string) {
-	p.t.Helper()
-	status, answer, err := p.post(path, key, body)
+	p.T.Helper()
+	status, answer, err := p.Post(path, key, body)
 	if err != nil || status != http.StatusOK {
-		p.t.Fatalf("POST %s: got status %d, body %s and error %v, want 200", path, status, answer, err)
+		p.T.Fatalf("POST %s: got status %d, body %s and error %v, want 200", path, status, answer, err)
 	}
 }
 
@@ -150,8 +88,8 @@ func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, cod
 
 // destination reads a destination's status with `posthorn get`.
 func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err error) {
-	p.t.Helper()
-	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.Admin)
+	p.T.Helper()
+	out, errs, code := cli(p.T, "", "get", "destinations", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
 		return d, fmt.Errorf("get destinations: exit %d: %s", code, errs)
 	}
@@ -160,8 +98,8 @@ func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err 
 
 // condition waits until a destination's condition has a status and reason ("" for any).
 func (p *posthorn) condition(name, typ, status, reason string) (message string) {
-	p.t.Helper()
-	p.eventually(fmt.Sprintf("%s %s=%s %s", name, typ, status, reason), func() error {
+	p.T.Helper()
+	wait.For(p.T, fmt.Sprintf("%s %s=%s %s", name, typ, status, reason), func() error {
 		d, err := p.destination(name)
 		if err != nil {
 			return err
@@ -182,7 +120,7 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 
 // report reads the dispatcher's report, and checks every ledger in it.
 func (p *posthorn) report() (r adminapi.Report, err error) {
-	p.t.Helper()
+	p.T.Helper()
 	fresh, err := p.AdminAPI().Report(context.Background(), "")
 	if err != nil {
 		return r, err
@@ -193,18 +131,18 @@ func (p *posthorn) report() (r adminapi.Report, err error) {
 		for _, s := range t.Sources {
 			sources = sources.Plus(queue.Ledger(s.Messages))
 			if err := queue.Ledger(s.Messages).Balance(); err != nil {
-				p.t.Errorf("ledger of Source %s: %v", s.Name, err)
+				p.T.Errorf("ledger of Source %s: %v", s.Name, err)
 			}
 		}
 		for _, d := range t.Destinations {
 			destinations = destinations.Plus(queue.Ledger(d.Ledger))
 			if err := queue.Ledger(d.Ledger).Balance(); err != nil {
-				p.t.Errorf("ledger of destination %s: %v", d.Name, err)
+				p.T.Errorf("ledger of destination %s: %v", d.Name, err)
 			}
 		}
 		// After a deletion only one side has the messages.
 		if t.Namespace != "" && !p.deletes && !p.builtIn && sources.Pending == 0 && destinations.Pending == 0 && sources != destinations {
-			p.t.Errorf("sum of the ledgers: got %+v for destinations, want %+v as for Sources", destinations, sources)
+			p.T.Errorf("sum of the ledgers: got %+v for destinations, want %+v as for Sources", destinations, sources)
 		}
 	}
 	return r, nil
@@ -212,8 +150,8 @@ func (p *posthorn) report() (r adminapi.Report, err error) {
 
 // ledger waits until no message of a destination is pending, and returns the counts.
 func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int64) {
-	p.t.Helper()
-	p.eventually("no pending messages of "+name, func() error {
+	p.T.Helper()
+	wait.For(p.T, "no pending messages of "+name, func() error {
 		report, err := p.report()
 		if err != nil {
 			return err
@@ -246,14 +184,14 @@ func (p *posthorn) checkLedgers() {
 	}
 	before, err := p.report()
 	if err != nil {
-		p.t.Errorf("last report: got error %v, want none", err)
+		p.T.Errorf("last report: got error %v, want none", err)
 		return
 	}
-	p.kill(syscall.SIGKILL)
-	p.run()
+	p.End(syscall.SIGKILL)
+	p.Launch()
 	after, err := p.report()
 	if err != nil {
-		p.t.Errorf("report after a kill: got error %v, want none", err)
+		p.T.Errorf("report after a kill: got error %v, want none", err)
 		return
 	}
 	accepted := func(r adminapi.Report) map[string]int64 {
@@ -268,7 +206,7 @@ func (p *posthorn) checkLedgers() {
 	now := accepted(after)
 	for source, want := range accepted(before) {
 		if got, ok := now[source]; ok && got < want {
-			p.t.Errorf("accepted messages of %s after a kill: got %d, want at least %d", source, got, want)
+			p.T.Errorf("accepted messages of %s after a kill: got %d, want at least %d", source, got, want)
 		}
 	}
 }
@@ -362,8 +300,8 @@ func (r *receiver) count() map[string]int {
 }
 
 func (p *posthorn) arrive(r *receiver, n int) []request {
-	p.t.Helper()
-	p.eventually(fmt.Sprintf("%d received messages", n), func() error {
+	p.T.Helper()
+	wait.For(p.T, fmt.Sprintf("%d received messages", n), func() error {
 		if got := len(r.got()); got < n {
 			return fmt.Errorf("got %d", got)
 		}

@@ -27,7 +27,7 @@ func TestLogOfAStorm(t *testing.T) {
 		if i%1000 == 999 {
 			p.mustPost("/v1/batch", `{"batch":[`+batch.String()+`]}`)
 			batch.Reset()
-			if status, _, err := p.post("/v1/track", key, `{}`); err != nil || status != http.StatusBadRequest {
+			if status, _, err := p.Post("/v1/track", key, `{}`); err != nil || status != http.StatusBadRequest {
 				t.Fatalf("invalid call: got status %d and error %v, want 400", status, err)
 			}
 		}
@@ -36,15 +36,15 @@ func TestLogOfAStorm(t *testing.T) {
 	check.Equal(t, "dead letters", dead, messages)
 	// Each of the three frequent log messages has at most a hundred lines in ten seconds.
 	most := 400 + 300*int(time.Since(begin)/(10*time.Second))
-	if lines := strings.Count(p.log.String(), "\n"); lines > most || lines < 3 {
+	if lines := strings.Count(p.Output.String(), "\n"); lines > most || lines < 3 {
 		t.Errorf("lines of the log: got %d, want 3 to %d", lines, most)
 	}
 	for _, text := range []string{"endpoint state changed", "delivery attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
-		if !strings.Contains(p.log.String(), text) {
+		if !strings.Contains(p.Output.String(), text) {
 			t.Errorf("the log does not contain %q", text)
 		}
 	}
-	if strings.Contains(p.log.String(), "hush") {
+	if strings.Contains(p.Output.String(), "hush") {
 		t.Error("the log contains a URL")
 	}
 }

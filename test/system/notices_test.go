@@ -11,6 +11,7 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/jobs/notices"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // notice is the body of a notice.
@@ -65,7 +66,7 @@ func TestNotices(t *testing.T) {
 	for i := range 20 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"Fail","messageId":"failed-%d"}`, i))
 	}
-	p.eventually("an open circuit of erp, and a dead letter of loop", func() error {
+	wait.For(p.T, "an open circuit of erp, and a dead letter of loop", func() error {
 		r, err := p.report()
 		if err != nil {
 			return err
@@ -86,11 +87,11 @@ func TestNotices(t *testing.T) {
 		}
 		return nil
 	})
-	p.kill(syscall.SIGKILL) // With or without the notice about the circuit; any point is valid.
-	p.run()
+	p.End(syscall.SIGKILL) // With or without the notice about the circuit; any point is valid.
+	p.Launch()
 	// The notices of a pass are in the order of the destinations' names: repeated ones about crm, and one
 	// about loop of the pass before, would arrive before this one or are pending with it.
-	p.eventually("the notice about the circuit", func() error {
+	wait.For(p.T, "the notice about the circuit", func() error {
 		for _, n := range distinct(t, sink) {
 			if n.Event == notices.CircuitOpened {
 				return nil

@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // Random calls with long numbers verify at a receiver in JavaScript that parses and
@@ -37,7 +38,7 @@ func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 			id, number, longNumber(random), number, strconv.FormatFloat(random.NormFloat64(), 'e', 25, 64))
 	}
 	p.mustPost("/v1/batch", `{"batch":[`+call()+`]}`)
-	p.eventually("a dead letter", func() error {
+	wait.For(p.T, "a dead letter", func() error {
 		if _, _, dead, _ := p.ledger("crm"); dead != letter {
 			return fmt.Errorf("%d dead letters", dead)
 		}

@@ -12,12 +12,13 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // redelivery reads a Redelivery with `posthorn get`.
 func (p *posthorn) redelivery(name string) (o v1alpha1.Redelivery, err error) {
-	p.t.Helper()
-	out, errs, code := cli(p.t, "", "get", "redeliveries", name, "-o", "json", "--admin", p.Admin)
+	p.T.Helper()
+	out, errs, code := cli(p.T, "", "get", "redeliveries", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
 		return o, fmt.Errorf("get redeliveries: exit %d: %s", code, errs)
 	}
@@ -41,14 +42,14 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 	object := func(name, spec string) string {
 		return "apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: " + name + "}\nspec: {destinationRef: {name: crm}, " + spec + "}\n"
 	}
-	p.write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
+	p.Write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
 	p.arrive(r, 3)
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	before := len(r.got())
-	p.run()
+	p.Launch()
 	ends := func(name, reason string) (o v1alpha1.Redelivery) {
 		t.Helper()
-		p.eventually(name+" "+reason, func() (err error) {
+		wait.For(p.T, name+" "+reason, func() (err error) {
 			if o, err = p.redelivery(name); err != nil {
 				return err
 			}
@@ -62,7 +63,7 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 	}
 	o := ends("again", v1alpha1.ReasonRedelivered)
 	check.Equal(t, "the kill interrupted the run", before < letters, true)
-	p.eventually("all messages", func() error {
+	wait.For(p.T, "all messages", func() error {
 		if n := len(r.count()); n != letters {
 			return fmt.Errorf("%d of %d", n, letters)
 		}
@@ -82,23 +83,23 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 	}
 
 	// An object that is deleted and created again redelivers nothing; one that has expired is removed.
-	p.write("count.yaml", object("count", "dryRun: true, ttlSecondsAfterFinished: 0"))
-	p.eventually("the expired object is removed", func() error {
+	p.Write("count.yaml", object("count", "dryRun: true, ttlSecondsAfterFinished: 0"))
+	wait.For(p.T, "the expired object is removed", func() error {
 		if o, err := p.redelivery("count"); err == nil {
 			return fmt.Errorf("it exists: %+v", o.Status)
 		}
-		if !strings.Contains(p.log.Tail(), "object removed; its TTL has ended") {
+		if !strings.Contains(p.Output.Tail(), "object removed; its TTL has ended") {
 			return fmt.Errorf("the log does not mention it")
 		}
 		return nil
 	})
 	p.remove("again.yaml")
-	p.eventually("the object is deleted", func() error {
+	wait.For(p.T, "the object is deleted", func() error {
 		if _, err := p.redelivery("again"); err == nil {
 			return fmt.Errorf("it exists")
 		}
 		return nil
 	})
-	p.write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
+	p.Write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
 	ends("again", v1alpha1.ReasonAlreadyDone)
 }

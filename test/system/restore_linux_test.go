@@ -38,13 +38,13 @@ func halfRestore(t *testing.T, archive []byte, data string) (cmd *exec.Cmd, outp
 func TestInterruptedRestore(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
-	p.eventually("a call is accepted", func() error {
-		_, _, err := p.post("/v1/track", key, `{"event":"E","userId":"u","messageId":"m1"}`)
+	wait.For(p.T, "a call is accepted", func() error {
+		_, _, err := p.Post("/v1/track", key, `{"event":"E","userId":"u","messageId":"m1"}`)
 		return err
 	})
 	p.ledger("crm") // Waits until nothing is pending.
 	target := filepath.Join(t.TempDir(), "b.tar")
-	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", filepath.Join(p.data, "backup.token")); code != 0 {
+	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", filepath.Join(p.Data, "backup.token")); code != 0 {
 		t.Fatalf("backup: exit %d: %s%s", code, out, errs)
 	}
 	archive, err := os.ReadFile(target)

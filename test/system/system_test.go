@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/signature"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // Every type of call is delivered as specified, and a receiver in JavaScript that
@@ -120,7 +121,7 @@ func TestKillNineLosesNothing(t *testing.T) {
 					ids = append(ids, id)
 					calls = append(calls, fmt.Sprintf(`{"type":"track","event":"E","userId":"u","messageId":%q}`, id))
 				}
-				status, _, err := p.post("/v1/batch", key, `{"batch":[`+strings.Join(calls, ",")+`]}`)
+				status, _, err := p.Post("/v1/batch", key, `{"batch":[`+strings.Join(calls, ",")+`]}`)
 				if err != nil || status != http.StatusOK {
 					time.Sleep(5 * time.Millisecond)
 					continue
@@ -136,14 +137,14 @@ func TestKillNineLosesNothing(t *testing.T) {
 	total := func() int { mu.Lock(); defer mu.Unlock(); return len(acknowledged) }
 	for range rounds {
 		before := total()
-		p.eventually("200 acknowledged calls", func() error {
+		wait.For(p.T, "200 acknowledged calls", func() error {
 			if total() < before+200 {
 				return fmt.Errorf("%d of 200", total()-before)
 			}
 			return nil
 		})
-		p.kill(syscall.SIGKILL)
-		p.run()
+		p.End(syscall.SIGKILL)
+		p.Launch()
 	}
 	close(stop)
 	senders.Wait()
@@ -182,7 +183,7 @@ func TestMissingSecretPausesTheDestination(t *testing.T) {
 	if n := len(r.got()); n > 0 {
 		t.Fatalf("messages without the secret: got %d, want 0", n)
 	}
-	p.write("later.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: later}\nstringData: {sharedSecret: "+secret+"}\n")
+	p.Write("later.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: later}\nstringData: {sharedSecret: "+secret+"}\n")
 	p.arrive(r, 1)
 	p.condition("crm", "Ready", "True", "")
 	check.Equal(t, "messages without a valid signature", r.unsigned, 0)
@@ -195,8 +196,8 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	p.arrive(first, 1)
 
 	// Another URL and a header.
-	p.write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:", "    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
-	p.eventually("a message at the new URL", func() error {
+	p.Write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:", "    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
+	wait.For(p.T, "a message at the new URL", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		if len(second.got()) == 0 {
 			return fmt.Errorf("none yet")
@@ -209,8 +210,8 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	second.mu.Lock()
 	second.secret = "rotated"
 	second.mu.Unlock()
-	p.write("source.yaml", strings.Replace(source(), secret, "rotated", 1))
-	p.eventually("a message with the new signature", func() error {
+	p.Write("source.yaml", strings.Replace(source(), secret, "rotated", 1))
+	wait.For(p.T, "a message with the new signature", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		for _, q := range second.got() {
 			if q.header.Get("X-Signature") == signature.SHA1("rotated", q.body) {
@@ -221,9 +222,9 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	})
 
 	// A malformed manifest changes nothing.
-	p.write("crm.yaml", "kind: [")
+	p.Write("crm.yaml", "kind: [")
 	n := len(second.got())
-	p.eventually("deliveries with the last valid manifest", func() error {
+	wait.For(p.T, "deliveries with the last valid manifest", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		if len(second.got()) < n+3 {
 			return fmt.Errorf("%d messages, want 3", len(second.got())-n)
@@ -240,12 +241,12 @@ func TestDisabledDestinationKeepsMessages(t *testing.T) {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 	}
 	p.condition("crm", "Accepted", "True", "Disabled")
-	p.kill(syscall.SIGTERM)
-	p.run()
+	p.End(syscall.SIGTERM)
+	p.Launch()
 	if n := len(r.got()); n > 0 {
 		t.Fatalf("messages of a disabled destination: got %d, want 0", n)
 	}
-	p.write("crm.yaml", destination("crm", r.URL, ""))
+	p.Write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 20)
 	delivered, _, _, _ := p.ledger("crm")
 	check.Equal(t, "delivered", delivered, 20)
@@ -312,7 +313,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		mu.Lock()
 		before := requests
 		mu.Unlock()
-		p.eventually("a probe", func() error {
+		wait.For(p.T, "a probe", func() error {
 			mu.Lock()
 			defer mu.Unlock()
 			if requests == before {
@@ -323,12 +324,12 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	}
 	probed() // The open circuit is stored long before.
 	for range 3 {
-		p.kill(syscall.SIGKILL)
+		p.End(syscall.SIGKILL)
 		mu.Lock()
 		requests, peak = 0, 0
 		mu.Unlock()
 		began := time.Now()
-		p.run()
+		p.Launch()
 		report, err := p.report()
 		if err != nil {
 			t.Fatal(err)
@@ -366,8 +367,8 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	// damage flips a byte in the manifest of the store.
 	damage := func() {
 		t.Helper()
-		p.kill(syscall.SIGTERM)
-		manifests, err := filepath.Glob(filepath.Join(p.data, "queue", "MANIFEST-*"))
+		p.End(syscall.SIGTERM)
+		manifests, err := filepath.Glob(filepath.Join(p.Data, "queue", "MANIFEST-*"))
 		if err != nil || len(manifests) == 0 {
 			t.Fatal(manifests, err)
 		}
@@ -383,23 +384,23 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	}
 	send(0)
 	damage()
-	if _, errs, code := cli(t, "", "run", "--manifests", p.manifests, "--data", p.data, "--listen", p.Addr, "--admin-listen", p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
+	if _, errs, code := cli(t, "", "run", "--manifests", p.Manifests, "--data", p.Data, "--listen", p.Addr, "--admin-listen", p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
 		t.Fatalf("start with a damaged store: got exit code %d and %s, want 1, the MANIFEST and `posthorn repair`", code, errs)
 	}
-	out, _, code := cli(t, "", "repair", "--data", p.data)
-	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.data, "queue", "MANIFEST")) || !strings.Contains(out, "Nothing was changed") {
+	out, _, code := cli(t, "", "repair", "--data", p.Data)
+	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.Data, "queue", "MANIFEST")) || !strings.Contains(out, "Nothing was changed") {
 		t.Errorf("dry run: got exit code %d and %s, want 1 and the damaged file", code, out)
 	}
-	out, _, code = cli(t, "", "repair", "--data", p.data, "--apply")
+	out, _, code = cli(t, "", "repair", "--data", p.Data, "--apply")
 	if code != 0 || !strings.Contains(out, "queue.damaged-") || !strings.Contains(out, "20 messages") || strings.Contains(out, "lost:") {
 		t.Errorf("repair: got exit code %d and %s, want 0 and 20 messages without losses", code, out)
 	}
-	if out, _, code := cli(t, "", "repair", "--data", p.data); code != 0 || !strings.Contains(out, "No file is damaged") {
+	if out, _, code := cli(t, "", "repair", "--data", p.Data); code != 0 || !strings.Contains(out, "No file is damaged") {
 		t.Errorf("repair of a repaired store: got exit code %d and %s, want 0 and no damage", code, out)
 	}
-	p.run()
+	p.Launch()
 	send(20)
-	p.write("crm.yaml", destination("crm", r.URL, ""))
+	p.Write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 40)
 	delivered, _, dead, discarded := p.ledger("crm")
 	check.Equal(t, "delivered", delivered, 40)
@@ -483,7 +484,7 @@ func TestAnyAndEveryEndpoint(t *testing.T) {
 			if policy == "AnyEndpoint" {
 				delivered, _, _, _ := p.ledger("crm")
 				check.Equal(t, "delivered", delivered, 10)
-				p.eventually("an attempt of each message at the failing URL", func() error {
+				wait.For(p.T, "an attempt of each message at the failing URL", func() error {
 					if n := len(bad.failures()); n < 10 {
 						return fmt.Errorf("%d messages, want 10", n)
 					}
@@ -521,7 +522,7 @@ func TestIngestAnswers(t *testing.T) {
 		"bad one in batch": {"/v1/batch", key, `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`, 200, `"rejected":[{"index":0`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			status, answer, err := p.post(tc.path, tc.key, tc.body)
+			status, answer, err := p.Post(tc.path, tc.key, tc.body)
 			if err != nil || status != tc.status || !strings.Contains(strings.ReplaceAll(answer, `": `, `":`), tc.contains) {
 				t.Errorf("answer: got status %d, body %s and error %v, want status %d and a body with %s", status, answer, err, tc.status, tc.contains)
 			}
@@ -654,32 +655,32 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
-	p.eventually("the removal of the destination", func() error {
+	wait.For(p.T, "the removal of the destination", func() error {
 		if _, _, code := cli(t, "", "get", "destination", "crm", "--admin", p.Admin); code == 0 {
 			return fmt.Errorf("the destination exists")
 		}
 		return nil
 	})
 	r.set(nil)
-	p.write("crm.yaml", destination("crm", r.URL, quick))
+	p.Write("crm.yaml", destination("crm", r.URL, quick))
 	p.arrive(r, 1)
 
 	// Without a grace period the messages are discarded.
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	p.Args = append(p.Args, "--orphan-grace", "1ms")
-	p.run()
+	p.Launch()
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"discarded"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
-	p.eventually("the removal of its lane", func() error {
-		if !strings.Contains(p.log.String(), "lane dropped") {
+	wait.For(p.T, "the removal of its lane", func() error {
+		if !strings.Contains(p.Output.String(), "lane dropped") {
 			return fmt.Errorf("the log has no message about a dropped lane")
 		}
 		return nil
 	})
 	r.set(nil)
-	p.write("crm.yaml", destination("crm", r.URL, quick))
+	p.Write("crm.yaml", destination("crm", r.URL, quick))
 	p.condition("crm", "Programmed", "True", "")
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"after"}`)
 	p.arrive(r, 2)
@@ -689,7 +690,7 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	// destination's if it was created again before its ledger was removed.
 	ledgers := func(destination queue.Ledger, sources ...queue.Ledger) {
 		t.Helper()
-		p.eventually("discarded messages in the ledgers", func() error {
+		wait.For(p.T, "discarded messages in the ledgers", func() error {
 			report, err := p.report()
 			if err != nil {
 				return err
@@ -714,8 +715,8 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 
 	// Both ledgers count them when a destination no longer selects a Source.
 	// It is written before the Source, which accepts no call without it.
-	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
-	p.write("ios.yaml", `
+	p.Write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
+	p.Write("ios.yaml", `
 apiVersion: v1
 kind: Secret
 metadata: {name: ios-keys}
@@ -728,8 +729,8 @@ spec:
   writeKeys: [{secretKeyRef: {name: ios-keys, key: writeKey}}]
 `)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p.eventually("an accepted call of the other Source", func() error {
-		status, answer, err := p.post("/v1/track", "ios-key", `{"userId":"u","event":"E","messageId":"ios"}`)
+	wait.For(p.T, "an accepted call of the other Source", func() error {
+		status, answer, err := p.Post("/v1/track", "ios-key", `{"userId":"u","event":"E","messageId":"ios"}`)
 		if err != nil || status != http.StatusOK {
 			return fmt.Errorf("%d %s %w", status, answer, err)
 		}
@@ -737,12 +738,12 @@ spec:
 	})
 	ios := queue.Ledger{Accepted: 1, Discarded: 1}
 	both := crm.Plus(ios)
-	p.write("crm.yaml", destination("crm", r.URL, quick))
+	p.Write("crm.yaml", destination("crm", r.URL, quick))
 	ledgers(both, ios, web)
-	p.kill(syscall.SIGKILL)
-	p.run()
+	p.End(syscall.SIGKILL)
+	p.Launch()
 	ledgers(both, ios, web)
-	p.eventually("discarded messages in the status", func() error {
+	wait.For(p.T, "discarded messages in the status", func() error {
 		if d, err := p.destination("crm"); err != nil || d.Status.Delivery == nil || d.Status.Delivery.Discarded != both.Discarded {
 			return fmt.Errorf("delivery status: got %+v and error %w, want %d discarded messages", d.Status.Delivery, err, both.Discarded)
 		}

@@ -59,7 +59,7 @@ func TestTrace(t *testing.T) {
 		p.mustPost("/v1/track", `{"userId":"busy","event":"E"}`)
 	}
 	trace(0, "--user-id=busy", "not complete: the search ended after 1", "accepted at", "with a shorter --since")
-	p.eventually("m1 between two attempts, as JSON", func() error {
+	wait.For(p.T, "m1 between two attempts, as JSON", func() error {
 		stdout, _, _ := cli(t, "", "trace", "m1", "--admin", p.Admin, "-o", "json")
 		for _, want := range []string{`"messageId":"m1"`, `"state":"Retrying"`, `"nextAttempt":"20`, `"type":"track"`} {
 			if !strings.Contains(stdout, want) {
@@ -70,8 +70,8 @@ func TestTrace(t *testing.T) {
 	})
 
 	// After a restart the attempts are forgotten, and the rest is known.
-	p.kill(syscall.SIGTERM) // After kill -9 the last delivery may be repeated, and is then remembered.
-	p.run()
+	p.End(syscall.SIGTERM) // After kill -9 the last delivery may be repeated, and is then remembered.
+	p.Launch()
 	trace(0, "m1", "default/rejects primary DeadLetter", "default/works primary Ended", "default/fails primary Retrying")
 	if _, stderr, code := cli(t, "", "trace", "m1", "--since", "-1s", "--admin", p.Admin); code != 2 || !strings.Contains(stderr, "--since") {
 		t.Errorf("trace --since -1s: got exit code %d and %s, want 2", code, stderr)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // spans is an OTLP receiver.
@@ -144,17 +145,17 @@ func TestTraceFromCallerToReceiver(t *testing.T) {
 	t.Setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL+"/hush-path", "")})
 	sendTraced(t, p, "m1")
-	p.eventually("the spans of the call and of the first attempt", func() error {
+	wait.For(p.T, "the spans of the call and of the first attempt", func() error {
 		if calls, attempts := len(collector.of(tracev1.Span_SPAN_KIND_SERVER)), len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)); calls == 0 || attempts == 0 {
 			return fmt.Errorf("got %d and %d spans", calls, attempts)
 		}
 		return nil
 	})
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	webhook.set(http.StatusOK)
-	p.run()
+	p.Launch()
 	var end *tracev1.Span
-	p.eventually("the span of the delivery by the next run", func() error {
+	wait.For(p.T, "the span of the delivery by the next run", func() error {
 		for _, end = range collector.of(tracev1.Span_SPAN_KIND_CLIENT) {
 			if strings.Contains(attributes(end), "posthorn.outcome=delivered") {
 				return nil
@@ -213,13 +214,13 @@ func TestTraceUnsampledAndDisabled(t *testing.T) {
 	t.Setenv("OTEL_TRACES_SAMPLER_ARG", "0")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL, "")})
 	sendTraced(t, p, "m1")
-	p.eventually("an attempt", func() error {
+	wait.For(p.T, "an attempt", func() error {
 		if len(webhook.all()) == 0 {
 			return fmt.Errorf("none yet")
 		}
 		return nil
 	})
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 	unsampled := webhook.all()
 	for _, parent := range unsampled {
 		if !strings.HasPrefix(parent, caller[:36]) || !strings.HasSuffix(parent, "-00") || parent[36:52] == caller[36:52] {
@@ -231,7 +232,7 @@ func TestTraceUnsampledAndDisabled(t *testing.T) {
 
 	t.Setenv("OTEL_SDK_DISABLED", "true")
 	webhook.set(http.StatusOK)
-	p.run()
+	p.Launch()
 	sendTraced(t, p, "m2")
 	p.ledger("crm")
 	plain := webhook.all()[len(unsampled):]
@@ -254,13 +255,13 @@ func TestTraceWithoutCollector(t *testing.T) {
 		sendTraced(t, p, fmt.Sprint("m", i))
 	}
 	p.arrive(webhook, 20)
-	p.eventually("a log message about the collector", func() error {
-		if !strings.Contains(p.log.String(), "span export failed") {
+	wait.For(p.T, "a log message about the collector", func() error {
+		if !strings.Contains(p.Output.String(), "span export failed") {
 			return fmt.Errorf("the log has no such message")
 		}
 		return nil
 	})
-	p.kill(syscall.SIGTERM)
+	p.End(syscall.SIGTERM)
 }
 
 func TestInvalidTraceSettings(t *testing.T) {

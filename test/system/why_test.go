@@ -80,10 +80,10 @@ func TestAnswerSurvivesAKill(t *testing.T) {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 		p.ledger("crm")
 	}
-	p.kill(syscall.SIGKILL)
+	p.End(syscall.SIGKILL)
 	killed.Store(true)
-	p.run()
-	p.eventually("why with the receiver's answer", func() error {
+	p.Launch()
+	wait.For(p.T, "why with the receiver's answer", func() error {
 		stdout, _, _ := cli(t, "", "why", "crm", "--admin", p.Admin)
 		if !strings.Contains(stdout, fmt.Sprintf("it answered %q", answer)) {
 			return errors.New(stdout)
@@ -97,7 +97,7 @@ func TestAnswerSurvivesAKill(t *testing.T) {
 	status, _, _ := cli(t, "", "get", "destinations", "crm", "-o", "json", "--admin", p.Admin)
 	_, report := p.get("/report")
 	_, metrics := p.get("/metrics")
-	for name, text := range map[string]string{"status": status, "report": report, "metrics": metrics, "log": p.log.String()} {
+	for name, text := range map[string]string{"status": status, "report": report, "metrics": metrics, "log": p.Output.String()} {
 		if text == "" || strings.Contains(text, answer) {
 			t.Errorf("%s: got %q, want a text without the receiver's answer", name, text)
 		}
@@ -114,8 +114,8 @@ func TestRejectedManifest(t *testing.T) {
 		t.Errorf("problems without a problem: got exit code %d and %q, want 0", code, stderr)
 	}
 
-	p.write("erp.yaml", strings.Replace(destination("erp", "https://hooks.example/in", ""), "endpoints:", "endpionts:", 1))
-	p.write("crm.yaml", strings.Replace(valid, "endpoints:", "endpionts:", 1))
+	p.Write("erp.yaml", strings.Replace(destination("erp", "https://hooks.example/in", ""), "endpoints:", "endpionts:", 1))
+	p.Write("crm.yaml", strings.Replace(valid, "endpoints:", "endpionts:", 1))
 	const problem = `crm.yaml:7: WebhookDestination default/crm: unknown field "spec.endpionts"; did you mean "endpoints"?`
 	if message := p.condition("crm", "Ready", "False", "ManifestRejected"); !strings.Contains(message, problem) || !strings.Contains(message, "Z remains in effect") {
 		t.Errorf("message of Ready: got %q, want %q and the version in effect", message, problem)
@@ -131,8 +131,8 @@ func TestRejectedManifest(t *testing.T) {
 		{[]string{"why", "erp", "--admin", p.Admin}, 1, "no earlier valid version, so the object does not exist", ""},
 		{[]string{"problems", "--admin", p.Admin}, 1, problem, ""},
 		{[]string{"problems", "--admin", p.Admin, "-o", "json"}, 1, `"line":7`, ""},
-		{[]string{"compile", "-f", p.manifests}, 1, "", problem},
-		{[]string{"compile", "-f", p.manifests}, 1, "", "2 valid objects, 4 problems"},
+		{[]string{"compile", "-f", p.Manifests}, 1, "", problem},
+		{[]string{"compile", "-f", p.Manifests}, 1, "", "2 valid objects, 4 problems"},
 	} {
 		stdout, stderr, code := cli(t, "", c.args...)
 		if code != c.code {
@@ -145,7 +145,7 @@ func TestRejectedManifest(t *testing.T) {
 			t.Errorf("%v: got stderr\n%s\nwant %q", c.args, stderr, c.stderr)
 		}
 	}
-	p.write("crm.yaml", valid)
+	p.Write("crm.yaml", valid)
 	p.condition("crm", "Ready", "True", "")
 }
 
@@ -157,10 +157,10 @@ func TestRejectedManifestOfOtherKinds(t *testing.T) {
 	if stdout, stderr, code := cli(t, "", "why", "source/web", "--admin", p.Admin); code != 0 {
 		t.Errorf("why of a valid Source: got exit code %d, want 0:\n%s%s", code, stdout, stderr)
 	}
-	p.write("source.yaml", strings.Replace(source(), "writeKeys:", "writeKey:", 1))
-	p.write("vip.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {source: web}\n")
-	p.write("broken.yaml", "kind: [\n")
-	p.eventually("3 files with problems", func() error {
+	p.Write("source.yaml", strings.Replace(source(), "writeKeys:", "writeKey:", 1))
+	p.Write("vip.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {source: web}\n")
+	p.Write("broken.yaml", "kind: [\n")
+	wait.For(p.T, "3 files with problems", func() error {
 		stdout, _, _ := cli(t, "", "problems", "--admin", p.Admin)
 		for _, file := range []string{"source.yaml:", "vip.yaml:", "broken.yaml:"} {
 			if !strings.Contains(stdout, file) {
@@ -205,7 +205,7 @@ func TestDiscardAheadInStatus(t *testing.T) {
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m1"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
-	p.eventually("the reason DiscardAhead of the Source", func() error {
+	wait.For(p.T, "the reason DiscardAhead of the Source", func() error {
 		stdout, stderr, code := cli(t, "", "get", "source", "web", "--admin", p.Admin)
 		if code != 0 || !strings.Contains(stdout, "DiscardAhead") {
 			return fmt.Errorf("get: got exit code %d and\n%s%s", code, stdout, stderr)
@@ -216,8 +216,8 @@ func TestDiscardAheadInStatus(t *testing.T) {
 	if want := `pending messages for WebhookDestination "crm" will be discarded at `; code != 0 || !strings.Contains(stdout, want) {
 		t.Errorf("why source/web: got exit code %d and\n%s\nwant 0 and %q", code, stdout, want)
 	}
-	p.write("crm.yaml", destination("crm", r.URL, ""))
-	p.eventually("no announcement after the destination was restored", func() error {
+	p.Write("crm.yaml", destination("crm", r.URL, ""))
+	wait.For(p.T, "no announcement after the destination was restored", func() error {
 		if stdout, _, _ := cli(t, "", "get", "source", "web", "--admin", p.Admin); strings.Contains(stdout, "DiscardAhead") {
 			return fmt.Errorf("get: got\n%s", stdout)
 		}
@@ -230,7 +230,7 @@ func TestUnknownWriteKey(t *testing.T) {
 	const wrong = "qzxv-system-write-key"
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", newReceiver(t).URL, "")})
 	for range 3 {
-		if status, answer, err := p.post("/v1/track", wrong, `{"userId":"u","event":"E"}`); err != nil || status != http.StatusUnauthorized {
+		if status, answer, err := p.Post("/v1/track", wrong, `{"userId":"u","event":"E"}`); err != nil || status != http.StatusUnauthorized {
 			t.Fatalf("call with an unknown key: got status %d, body %s and error %v, want 401", status, answer, err)
 		}
 	}
@@ -245,7 +245,7 @@ func TestUnknownWriteKey(t *testing.T) {
 			t.Errorf("%s: got more than the prefix of the key:\n%s", command, text)
 		}
 	}
-	if log := p.log.Tail(); strings.Contains(log, wrong[:4]) {
+	if log := p.Output.Tail(); strings.Contains(log, wrong[:4]) {
 		t.Errorf("the log has a part of the key:\n%s", log)
 	}
 }

@@ -8,6 +8,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // Each edit removes the write key under load: no call is answered 401, and after the edit
@@ -36,7 +38,7 @@ func TestMistakenEditsOfTheWriteKey(t *testing.T) {
 					return
 				case <-time.After(5 * time.Millisecond): // It limits the rate.
 				}
-				status, body, err := p.post("/v1/track", key, fmt.Sprintf(`{"userId":"u","event":"E","messageId":"%d-%d"}`, sender, i))
+				status, body, err := p.Post("/v1/track", key, fmt.Sprintf(`{"userId":"u","event":"E","messageId":"%d-%d"}`, sender, i))
 				answer := fmt.Sprint(status)
 				if err != nil {
 					answer = "none"
@@ -52,7 +54,7 @@ func TestMistakenEditsOfTheWriteKey(t *testing.T) {
 	only := func(step string, wanted, allowed string) {
 		t.Helper()
 		inRow := 0 // wanted answers since the last other one
-		p.eventually(step+": calls answered "+wanted, func() error {
+		wait.For(p.T, step+": calls answered "+wanted, func() error {
 			got := seen()
 			for answer := range got {
 				if answer != wanted && answer != allowed {
@@ -70,8 +72,8 @@ func TestMistakenEditsOfTheWriteKey(t *testing.T) {
 	}
 	only("at first", "200", "")
 	secret, _, _ := strings.Cut(source(), "---")
-	p.write("source.yaml", "")
-	p.eventually("an error about the empty file", func() error {
+	p.Write("source.yaml", "")
+	wait.For(p.T, "an error about the empty file", func() error {
 		if _, stderr, _ := cli(t, "", "get", "sources", "--admin", p.Admin); !strings.Contains(stderr, "source.yaml: the file is empty") {
 			return fmt.Errorf("posthorn get prints %q", stderr)
 		}
@@ -79,23 +81,23 @@ func TestMistakenEditsOfTheWriteKey(t *testing.T) {
 	})
 	only("0 bytes", "200", "")
 	for step, edit := range map[string]func(){
-		"second document removed": func() { p.write("source.yaml", secret) },
+		"second document removed": func() { p.Write("source.yaml", secret) },
 		"file removed":            func() { p.remove("source.yaml") },
-		"value changed":           func() { p.write("source.yaml", strings.Replace(source(), key, "another-key", 1)) },
+		"value changed":           func() { p.Write("source.yaml", strings.Replace(source(), key, "another-key", 1)) },
 	} {
 		edit()
 		only(step, "removed", "200")
-		p.write("source.yaml", source())
+		p.Write("source.yaml", source())
 		only(step+", restored", "200", "removed")
 	}
 
 	// The state survives the end of the process.
 	p.remove("source.yaml")
 	only("file removed", "removed", "200")
-	p.kill(syscall.SIGKILL)
-	p.run()
+	p.End(syscall.SIGKILL)
+	p.Launch()
 	removed := 0
-	p.eventually("20 answers after a restart", func() error {
+	wait.For(p.T, "20 answers after a restart", func() error {
 		got := seen()
 		removed += got["removed"]
 		if got["401"] > 0 || got["200"] > 0 {
@@ -106,6 +108,6 @@ func TestMistakenEditsOfTheWriteKey(t *testing.T) {
 		}
 		return nil
 	})
-	p.write("source.yaml", source())
+	p.Write("source.yaml", source())
 	only("restored after the restart", "200", "removed")
 }

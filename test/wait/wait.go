@@ -4,6 +4,7 @@ package wait
 
 import (
 	"errors"
+	"testing"
 	"time"
 )
 
@@ -26,4 +27,23 @@ func Until(check func() error) error {
 			return err
 		}
 	}
+}
+
+// For waits until check returns nil. The test fails with the last error after Limit.
+func For(t testing.TB, event string, check func() error) {
+	t.Helper()
+	if err := Until(check); err != nil {
+		t.Fatalf("no event within %v: %s: %v", Limit, event, err)
+	}
+}
+
+// True is For for an event without an error.
+func True(t testing.TB, event string, happened func() bool) {
+	t.Helper()
+	For(t, event, func() error {
+		if !happened() {
+			return errors.New("it has not happened")
+		}
+		return nil
+	})
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // counting is a server that counts open connections.
@@ -23,15 +24,6 @@ func counting(t *testing.T, answer string) (*wire, *atomic.Int32) {
 		answers(answer)(n, c)
 		open.Add(-1)
 	}), &open
-}
-
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(generousTimeout); !ok(); time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("never happened: " + what)
-		}
-	}
 }
 
 func TestIdleConnectionsAreClosed(t *testing.T) {
@@ -46,8 +38,8 @@ func TestIdleConnectionsAreClosed(t *testing.T) {
 			all.Go(func() { post(t, withTimeout(t, generousTimeout), c, e) })
 		}
 		all.Wait()
-		eventually(t, "idle connections closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
-		eventually(t, "no timer left", func() bool { e.pool.mu.Lock(); defer e.pool.mu.Unlock(); return e.pool.timer == nil })
+		wait.True(t, "idle connections closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
+		wait.True(t, "no timer left", func() bool { e.pool.mu.Lock(); defer e.pool.mu.Unlock(); return e.pool.timer == nil })
 	}
 }
 
@@ -73,16 +65,16 @@ func TestForgetAndClose(t *testing.T) {
 		t.Errorf("connections after two endpoints were forgotten: got %d, want the same one", got)
 	}
 	c.Forget(endpoints[2])
-	eventually(t, "connection of the last endpoint closed", func() bool { return open.Load() == 0 })
+	wait.True(t, "connection of the last endpoint closed", func() bool { return open.Load() == 0 })
 	if r := post(t, withTimeout(t, generousTimeout), c, endpoints[0]); r.StatusCode != 200 {
 		t.Errorf("post to a forgotten endpoint: got %+v, want 200", r)
 	}
-	eventually(t, "its connection closed after use", func() bool { return open.Load() == 0 })
+	wait.True(t, "its connection closed after use", func() bool { return open.Load() == 0 })
 	e := prepareURL(t, c, "http://"+server.address)
 	post(t, withTimeout(t, generousTimeout), c, e)
 	c.Close()
 	c.Close()
-	eventually(t, "all closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
+	wait.True(t, "all closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
 	for _, e := range []*Endpoint{e, prepareURL(t, c, "http://"+server.address), prepareURL(t, c, "http://localhost:1")} {
 		c.Forget(e)
 	}
@@ -220,7 +212,7 @@ func TestMaxIdle(t *testing.T) {
 		})
 	}
 	all.Wait()
-	eventually(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
+	wait.True(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
 }
 
 // Hosts share half of the kept connections: each may have more while it has fewer than are free. Of
@@ -280,7 +272,7 @@ func TestRoom(t *testing.T) {
 	for _, e := range endpoints {
 		c.Forget(e)
 	}
-	eventually(t, "all closed", func() bool { return c.open.Load() == 0 })
+	wait.True(t, "all closed", func() bool { return c.open.Load() == 0 })
 	want(1, 3, 3, 3, 3)
 }
 

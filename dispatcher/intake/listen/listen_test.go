@@ -101,15 +101,6 @@ func (f *fixture) open() int {
 	return f.conns.Len()
 }
 
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(wait.Limit); !is(); time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("timed out: %s", what)
-		}
-	}
-}
-
 // The request before the fault gets 200. The faulty request gets 400 or no response and never
 // reaches the handler, and no bytes after it are read.
 func TestFaultsEndTheConnection(t *testing.T) {
@@ -276,7 +267,7 @@ func TestHeadOfAStreamIsBounded(t *testing.T) {
 			status, _ := do("/held", nil)
 			held <- status
 		}()
-		eventually(t, "a stream is in progress", func() bool { return f.started.Load() > started })
+		wait.True(t, "a stream is in progress", func() bool { return f.started.Load() > started })
 		for name, c := range map[string]struct {
 			change func(http.Header)
 			want   int
@@ -319,7 +310,7 @@ func TestHeadsShareMemory(t *testing.T) {
 		c := f.dial(t, false)
 		go func() { _, _ = io.WriteString(c, post+"X: "+strings.Repeat("x", size-1000)) }()
 	}
-	eventually(t, "4 of 20 connections are closed", func() bool { return f.open() == 1+16 })
+	wait.True(t, "4 of 20 connections are closed", func() bool { return f.open() == 1+16 })
 	for _, head := range []int{100, size - 1000} {
 		c := f.dial(t, false)
 		go func() { _, _ = io.WriteString(c, post+"X: "+strings.Repeat("x", head)+"\r\n\r\n") }()
@@ -428,7 +419,7 @@ func TestFramesWithoutProgress(t *testing.T) {
 				if away, ok := frame.(*http2.GoAwayFrame); ok && away.ErrCode != http2.ErrCodeEnhanceYourCalm {
 					t.Errorf("got GOAWAY with %v, want %v", away.ErrCode, http2.ErrCodeEnhanceYourCalm)
 				}
-				eventually(t, "the connection is closed", func() bool { return f.open() == 0 })
+				wait.True(t, "the connection is closed", func() bool { return f.open() == 0 })
 				// The server can be behind by the frames that it has read at once.
 				if n := f.started.Load(); n > 10*maxResets {
 					t.Errorf("requests at the handler: got %d, want at most %d", n, 10*maxResets)
@@ -575,7 +566,7 @@ func TestWhichConnectionIsClosed(t *testing.T) {
 	head := post + "Content-Length: 500\r\n\r\n"
 	waits := func(n int) {
 		t.Helper()
-		eventually(t, fmt.Sprint(n, " connections are open"), func() bool { return f.open() == n })
+		wait.True(t, fmt.Sprint(n, " connections are open"), func() bool { return f.open() == n })
 	}
 	gone := func(name string, c net.Conn) {
 		t.Helper()
@@ -585,13 +576,13 @@ func TestWhichConnectionIsClosed(t *testing.T) {
 	}
 	held := f.dial(t, false)
 	_, _ = io.WriteString(held, "POST /held HTTP/1.1\r\nHost: x\r\n\r\n")
-	eventually(t, "a request is in progress", func() bool { return f.started.Load() == 1 })
+	wait.True(t, "a request is in progress", func() bool { return f.started.Load() == 1 })
 	stalled := f.dial(t, false)
 	_, _ = io.WriteString(stalled, head)
-	eventually(t, "a second request is in progress", func() bool { return f.started.Load() == 2 })
+	wait.True(t, "a second request is in progress", func() bool { return f.started.Load() == 2 })
 	steady := f.dial(t, false)
 	_, _ = io.WriteString(steady, post+"Content-Length: 100000000\r\n\r\n")
-	eventually(t, "a third request is in progress", func() bool { return f.started.Load() == 3 })
+	wait.True(t, "a third request is in progress", func() bool { return f.started.Load() == 3 })
 	idle := f.dial(t, false)
 	_, _ = io.WriteString(idle, post+"\r\n")
 	if resp, err := http.ReadResponse(bufio.NewReader(idle), nil); err != nil || resp.StatusCode != http.StatusOK {

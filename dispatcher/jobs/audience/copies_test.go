@@ -16,6 +16,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // copies are Copies in memory.
@@ -155,7 +156,7 @@ func TestDeletedCopiesAreStoredAgain(t *testing.T) {
 	d, c := memory(), &copies{files: map[string][]byte{}}
 	r := newRig(t, d, newLog(), func(o *Options) { o.Copies = c })
 	r.do(http.MethodPut, spent, "web-key", ids("a=1", "b=2")).want(t, "sync", http.StatusOK, "")
-	r.eventually(func() bool { return len(r.Unfinished()) == 0 })
+	wait.True(r.t, "the audience is up to date", func() bool { return len(r.Unfinished()) == 0 })
 	before, _ := c.List(t.Context())
 	check.Equal(t, "copies of the sync", len(before), 1)
 	check.NoError(t, "check of whole copies", r.storeMissing(t.Context()))

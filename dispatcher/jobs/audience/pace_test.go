@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // fakeLanes are lanes in virtual time. Each reads at a constant rate.
@@ -204,14 +205,14 @@ func TestSlowReceiver(t *testing.T) {
 		for n := 0; len(got) < until; n++ {
 			live(len(got))
 			before := len(got)
-			s.eventually(func() bool { got = append(got, s.take(20)...); return len(got) > before })
+			wait.True(s.t, "the audience is up to date", func() bool { got = append(got, s.take(20)...); return len(got) > before })
 			// The live call waits for a part of the sync, not for all of it.
 			if waiting := s.store.LaneStats(s.lane).Pending; waiting > 2*maxWindow/3 {
 				t.Fatalf("pending calls in the lane: got %d, want at most %d", waiting, 2*maxWindow/3)
 			}
 		}
 	}
-	s.eventually(func() bool { return s.store.LaneStats(s.lane).Pending > 0 })
+	wait.True(s.t, "the audience is up to date", func() bool { return s.store.LaneStats(s.lane).Pending > 0 })
 	receive(300)
 	p := s.Progress("shop", config().Audiences[0])
 	check.Equal(t, "Added of the progress", p.Added, users)
@@ -231,7 +232,7 @@ func TestSlowReceiver(t *testing.T) {
 	check.NoError(t, "close the store", s.store.Close())
 	s = withStore(t, d, nil, nil)
 	receive(900)
-	s.eventually(func() bool { got = append(got, s.take(50)...); return s.busy() == "" })
+	wait.True(s.t, "the audience is up to date", func() bool { got = append(got, s.take(50)...); return s.busy() == "" })
 	for more := s.take(1000); len(more) > 0; more = s.take(1000) {
 		got = append(got, more...)
 	}
@@ -260,7 +261,7 @@ func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
 		t.Fatal(err)
 	}
-	s.eventually(func() bool {
+	wait.True(s.t, "the audience is up to date", func() bool {
 		p := s.Progress("shop", config().Audiences[0])
 		return p.Unsent == 2 && p.Waits != "" && !p.Sent
 	})
@@ -268,7 +269,7 @@ func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 	check.Equal(t, "Unsent of the report", report.Unsent, 2)
 	check.Equal(t, "Waits of the report is empty", report.Waits == "", false)
 	room.Store(true)
-	s.eventually(func() bool { return s.busy() == "" })
+	wait.True(s.t, "the audience is up to date", func() bool { return s.busy() == "" })
 	check.Same(t, "messages", s.take(10), []string{"identify a", "identify b"})
 	p := s.Progress("shop", config().Audiences[0])
 	check.Equal(t, "Waits of the progress", p.Waits, "")
@@ -300,7 +301,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 			if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
 				t.Fatal(err)
 			}
-			s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Waits != "" })
+			wait.True(s.t, "the audience is up to date", func() bool { return s.Progress("shop", config().Audiences[0]).Waits != "" })
 			got := s.take(10)
 			c := config()
 			if to == "deleted" {
@@ -311,7 +312,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 				c.Destinations = []liveconfig.Destination{{Name: "crm", State: to, Sources: []string{"web"}}}
 			}
 			s.set(c)
-			s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Sent })
+			wait.True(s.t, "the audience is up to date", func() bool { return s.Progress("shop", config().Audiences[0]).Sent })
 			if to == "deleted" {
 				return
 			}
@@ -330,14 +331,14 @@ func TestAudienceDeletedDuringItsSync(t *testing.T) {
 		_, err := s.Sync(t.Context(), Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a"))
 		answer <- err
 	}()
-	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Unsent > 0 })
+	wait.True(s.t, "the audience is up to date", func() bool { return s.Progress("shop", config().Audiences[0]).Unsent > 0 })
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	s.set(c)
 	if err := <-answer; !errors.Is(err, errRemoved) {
 		t.Errorf("sync: got error %v, want %v", err, errRemoved)
 	}
-	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == adminapi.SyncProgress{} })
+	wait.True(s.t, "the audience is up to date", func() bool { return s.Progress("shop", config().Audiences[0]) == adminapi.SyncProgress{} })
 	check.Same(t, "messages", s.take(10), nil)
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // random syncs one audience repeatedly, with random faults in between, and compares the
@@ -100,7 +101,7 @@ func (x *random) sync() {
 		x.stop(q, lines.String())
 	}
 	x.note(fmt.Sprintf("full %t, resend %t, to %d members", q.Full, q.Resend, len(next)))
-	x.rig.eventually(func() bool {
+	wait.True(x.rig.t, "the audience is up to date", func() bool {
 		result, err := x.rig.Sync(x.t.Context(), q, strings.NewReader(lines.String()))
 		if refusal, ok := errors.AsType[*admission.Refusal](err); ok && refusal.Code == "sync_in_progress" {
 			return false

@@ -569,14 +569,14 @@ func TestInterruptedBody(t *testing.T) {
 			req.SetBasicAuth("web-key", "")
 			go func() {
 				_, _ = feed.Write([]byte("{\"userId\":\"a\"}\n"))
-				r.eventually(func() bool { return r.busy() == "receiving" })
+				wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "receiving" })
 				_ = feed.CloseWithError(errors.New("the sender failed"))
 			}()
 			if resp, err := http.DefaultClient.Do(req); err == nil {
 				_ = resp.Body.Close()
 				t.Errorf("interrupted request: got status %s, want an error", resp.Status)
 			}
-			r.eventually(func() bool { return r.busy() == "" })
+			wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 			report := r.Report(config())[0]
 			check.Equal(t, "LastRefused changed", report.LastRefused.After(last), true)
 			check.Equal(t, "Members", report.Members, 2)
@@ -609,7 +609,7 @@ func TestStalledBody(t *testing.T) {
 			r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding).want(t, encoding, http.StatusRequestTimeout, "body_too_slow")
 		}
 		r.IdleTimeout = DefaultIdleTimeout
-		owner.eventually(func() bool { return owner.busy() == "" })
+		wait.True(owner.t, "the audience is up to date", func() bool { return owner.busy() == "" })
 		r.sync(shoppers, "a", "b")
 		r.wantCalls()
 	}
@@ -625,15 +625,6 @@ func (r *rig) busy() string {
 	return ""
 }
 
-func (r *rig) eventually(ok func() bool) {
-	r.t.Helper()
-	for deadline := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			r.t.Fatalf("the condition was not true within %s", wait.Limit)
-		}
-	}
-}
-
 func TestConcurrentSyncsOfOneAudience(t *testing.T) {
 	r := newRig(t, memory(), newLog(), nil)
 	body, feed := io.Pipe()
@@ -642,7 +633,7 @@ func TestConcurrentSyncsOfOneAudience(t *testing.T) {
 	if _, err := feed.Write([]byte("{\"userId\":\"a\"}\n")); err != nil {
 		t.Fatal(err)
 	}
-	r.eventually(func() bool { return r.busy() != "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() != "" })
 	r.do(http.MethodPut, shoppers, "web-key", ids("b")).want(t, "second sync", http.StatusConflict, "sync_in_progress")
 	r.sync(spent, "a=1") // Another audience does not wait.
 	_ = feed.Close()
@@ -681,7 +672,7 @@ func TestRejectedBeforeTheBody(t *testing.T) {
 	body, feed := io.Pipe()
 	first := make(chan answer, 1)
 	go func() { first <- r.do(http.MethodPut, shoppers, "web-key", body) }()
-	r.eventually(func() bool { return r.busy() != "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() != "" })
 	for _, c := range []struct {
 		pod           *rig
 		key, encoding string
@@ -725,7 +716,7 @@ func TestSyncWaitsForAFullQueue(t *testing.T) {
 	check.Equal(t, "Unsent of the report", r.Report(config())[0].Unsent, 2)
 	check.Equal(t, "Members of the report", r.Report(config())[0].Members, 2)
 	l.onAppend(nil)
-	r.eventually(func() bool { return r.Report(config())[0].Unsent == 0 })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.Report(config())[0].Unsent == 0 })
 	r.wantCalls("a shoppers=true", "b shoppers=true")
 }
 
@@ -736,7 +727,7 @@ func TestDiskIsFullDuringASync(t *testing.T) {
 	l.full = func() bool { return fills != "" && d.count(fills) > before }
 	r := newRig(t, d, l, nil)
 	r.sync(shoppers, "a", "b")
-	r.eventually(func() bool { return r.busy() == "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 	r.log.drain(t)
 	for _, prefix := range []string{"run-000001", membersPrefix, changesPrefix} {
 		fills, before = "", d.count(prefix)
@@ -780,7 +771,7 @@ func TestKilledAtEveryAppend(t *testing.T) {
 			r.end()
 			l.onAppend(nil)
 			r = newRig(t, killed, l, nil)
-			r.eventually(func() bool {
+			wait.True(r.t, "the audience is up to date", func() bool {
 				p := r.Progress("shop", config().Audiences[0])
 				return p.Sent && p.Members == 700
 			})
@@ -823,7 +814,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 		for _, before := range syncs[:n] {
 			before(r)
 		}
-		r.eventually(func() bool { return r.busy() == "" })
+		wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 		l.drain(t)
 		type crash struct {
 			disk *disk
@@ -839,7 +830,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 		if a := syncs[n](r); a.status != http.StatusOK {
 			t.Fatalf("sync %d: got status %d, want 200; body: %s", n, a.status, a.body)
 		}
-		r.eventually(func() bool { return r.busy() == "" })
+		wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 		r.end()
 		d.step.Store(nil)
 		r.wantCalls(calls[n]...)
@@ -851,12 +842,12 @@ func TestKilledAtEveryStep(t *testing.T) {
 			// An accepted sync is completed after the restart; another one is sent again.
 			done := r.Progress("shop", config().Audiences[0])
 			var a answer
-			r.eventually(func() bool { a = syncs[n](r); return a.status != http.StatusConflict })
+			wait.True(r.t, "the audience is up to date", func() bool { a = syncs[n](r); return a.status != http.StatusConflict })
 			if a.status != http.StatusOK || a.Members != members[n] || a.Changes() != 0 && a.Changes() != int64(len(calls[n])) {
 				t.Errorf("sync %d after crash %d: got status %d, %d members and %d changes, want 200, %d members, and no changes or %d; progress after the restart: %+v", n, i, a.status, a.Members, a.Changes(), members[n], len(calls[n]), done)
 			}
 			r.wantCalls(calls[n]...)
-			r.eventually(func() bool { return r.busy() == "" })
+			wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 			check.Equal(t, fmt.Sprintf("files after crash %d of sync %d", i, n), len(c.disk.files()), 1)
 			r.end()
 		}
@@ -896,7 +887,7 @@ func TestRecoveryFromADamagedState(t *testing.T) {
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	r.set(c)
-	r.eventually(func() bool { return len(d.files()) == 0 })
+	wait.True(r.t, "the audience is up to date", func() bool { return len(d.files()) == 0 })
 	r.set(config())
 	r.sync(shoppers, "b", "c")
 	r.wantCalls("b shoppers=true", "c shoppers=true")
@@ -955,7 +946,7 @@ func TestStateIsNotStored(t *testing.T) {
 	d := memory()
 	r := newRig(t, d, newLog(), nil)
 	r.sync(shoppers, "a", "b")
-	r.eventually(func() bool { return r.busy() == "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 	r.log.drain(t)
 	refused := errors.New("refused")
 	d.refuse.Store(&refused)
@@ -964,7 +955,7 @@ func TestStateIsNotStored(t *testing.T) {
 	d.refuse.Store(nil)
 	r.sync(shoppers, "b", "c")
 	r.wantCalls("a shoppers=false", "c shoppers=true")
-	r.eventually(func() bool { return r.busy() == "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 	check.Equal(t, "files", len(d.files()), 1)
 }
 
@@ -989,7 +980,7 @@ func TestStateMayBeStored(t *testing.T) {
 			r := newRig(t, d, newLog(), nil)
 			if c.before != nil {
 				r.sync(shoppers, c.before...)
-				r.eventually(func() bool { return r.busy() == "" })
+				wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 			}
 			d.unclear.Store(&unclear)
 			r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "sync", http.StatusServiceUnavailable, "storage_failed")
@@ -997,7 +988,7 @@ func TestStateMayBeStored(t *testing.T) {
 			r.end()
 			d.refuse.Store(nil)
 			r = newRig(t, d, newLog(), nil)
-			r.eventually(func() bool { return r.Progress("shop", config().Audiences[0]).Sent })
+			wait.True(r.t, "the audience is up to date", func() bool { return r.Progress("shop", config().Audiences[0]).Sent })
 			r.wantCalls(c.calls...)
 			r.sync(shoppers, "b", "c")
 			r.wantCalls()
@@ -1026,7 +1017,7 @@ func TestStateIsNotStoredAfterTheDecision(t *testing.T) {
 	d := memory()
 	r := newRig(t, d, newLog(), nil)
 	r.sync(shoppers, "a", "b")
-	r.eventually(func() bool { return r.busy() == "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 	r.log.drain(t)
 	refused := errors.New("refused")
 	r.log.onAppend(func(int) error { d.refuse.Store(&refused); return nil })
@@ -1035,11 +1026,11 @@ func TestStateIsNotStoredAfterTheDecision(t *testing.T) {
 	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids("b", "c"))
 	check.NoError(t, "sync", err)
 	check.Equal(t, "Sent", result.Sent, false)
-	r.eventually(func() bool { return d.refuse.Load() != nil })
+	wait.True(r.t, "the audience is up to date", func() bool { return d.refuse.Load() != nil })
 	check.Equal(t, "Sent without the state", r.Progress("shop", config().Audiences[0]).Sent, false)
 	r.log.onAppend(nil)
 	d.refuse.Store(nil)
-	r.eventually(func() bool { return r.busy() == "" })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.busy() == "" })
 	r.wantCalls("a shoppers=false", "c shoppers=true")
 	r.sync(shoppers, "b", "c")
 	r.wantCalls()
@@ -1136,14 +1127,14 @@ func TestSourceDeletedDuringASync(t *testing.T) {
 	waits := func(a answer) bool {
 		return a.status == http.StatusConflict && strings.Contains(a.Error.Message, "source shop/web does not exist")
 	}
-	r.eventually(func() bool { return waits(r.do(http.MethodPut, shoppers, "ios-key", ids("b"))) })
-	r.eventually(func() bool {
+	wait.True(r.t, "the audience is up to date", func() bool { return waits(r.do(http.MethodPut, shoppers, "ios-key", ids("b"))) })
+	wait.True(r.t, "the audience is up to date", func() bool {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		return !r.audiences[name{"shop", "shoppers"}].gone.IsZero()
 	})
 	ahead.Store(int64(r.OrphanGrace))
-	r.eventually(func() bool {
+	wait.True(r.t, "the audience is up to date", func() bool {
 		a := r.do(http.MethodPut, shoppers, "ios-key", ids("b"))
 		return a.status == http.StatusOK && a.Before == 0 && a.Added == 1
 	})
@@ -1155,7 +1146,7 @@ func TestSourceDeletedDuringASync(t *testing.T) {
 	l.mu.Unlock()
 	c.Sources = config().Sources
 	r.set(c)
-	r.eventually(func() bool { return r.Report(c)[2].Unsent == 0 })
+	wait.True(r.t, "the audience is up to date", func() bool { return r.Report(c)[2].Unsent == 0 })
 	r.wantCalls("1 young=true", "a young=true")
 }
 
@@ -1168,7 +1159,7 @@ func TestStateOfADeletedAudienceIsRemoved(t *testing.T) {
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	r.set(c)
-	r.eventually(func() bool { return d.count(membersPrefix) == 1 })
+	wait.True(r.t, "the audience is up to date", func() bool { return d.count(membersPrefix) == 1 })
 	r.set(config())
 	r.sync(shoppers, "a")
 	r.wantCalls("a shoppers=true")

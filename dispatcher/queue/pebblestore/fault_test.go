@@ -51,15 +51,6 @@ func appendAll(t testing.TB, s *Store, n int, change ...func(*queue.Message)) {
 	}
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for limit := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(limit) {
-			t.Fatalf("timeout: %s", what)
-		}
-	}
-}
-
 // TestKill kills a process under load repeatedly; POSTHORN_KILL_ROUNDS sets the number of
 // rounds. Every acknowledged call must be stored afterwards, and no message that was
 // acknowledged well before the kill may be delivered again.
@@ -232,12 +223,12 @@ func TestAcksBecomeDurable(t *testing.T) {
 	for _, d := range got[:90] {
 		s.Ack(d)
 	}
-	eventually(t, "a power cut forgets no acknowledgement", func() bool {
+	wait.True(t, "a power cut forgets no acknowledgement", func() bool {
 		after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{})})
 		defer func() { _ = after.Close() }()
 		return after.LaneStats(lane1).Delivered == 90
 	})
-	eventually(t, "the flusher sleeps", func() bool {
+	wait.True(t, "the flusher sleeps", func() bool {
 		return !s.flusher.unsynced.Load() && len(s.flusher.wake) == 0
 	})
 	if err := s.Close(); err != nil {
@@ -508,7 +499,7 @@ func TestHighWater(t *testing.T) {
 	}
 	appendAll(t, s, 10)
 	usage(86)
-	eventually(t, "full", s.Full)
+	wait.True(t, "full", s.Full)
 	if _, err := s.Append(context.Background(), []queue.Message{message("x")}); !errors.Is(err, queue.ErrFull) {
 		t.Fatalf("above the mark: %v", err)
 	}
@@ -519,9 +510,9 @@ func TestHighWater(t *testing.T) {
 	for _, d := range got {
 		s.Ack(d)
 	}
-	eventually(t, "delivered messages are freed at once", func() bool { return s.SourceStats(web).LogBytes == 0 })
+	wait.True(t, "delivered messages are freed at once", func() bool { return s.SourceStats(web).LogBytes == 0 })
 	usage(84)
-	eventually(t, "room again", func() bool { return !s.Full() })
+	wait.True(t, "room again", func() bool { return !s.Full() })
 	appendAll(t, s, 1)
 }
 
@@ -603,17 +594,17 @@ func TestDiskFull(t *testing.T) {
 	}
 	for range 3 {
 		before := accepted.Load()
-		eventually(t, "messages are accepted", func() bool { return accepted.Load() > before+200 })
+		wait.True(t, "messages are accepted", func() bool { return accepted.Load() > before+200 })
 		met := disk.met.Load()
 		disk.full.Store(true)
-		eventually(t, "a write meets the full disk", func() bool { return disk.met.Load() > met })
+		wait.True(t, "a write meets the full disk", func() bool { return disk.met.Load() > met })
 		// All calls of the producers may wait for space.
-		eventually(t, "the store is full", s.Full)
+		wait.True(t, "the store is full", s.Full)
 		if _, err := s.Append(t.Context(), []queue.Message{message(fmt.Sprint("turned away ", met))}); !errors.Is(err, queue.ErrFull) {
 			t.Errorf("a new call on a full disk: %v", err)
 		}
 		disk.full.Store(false)
-		eventually(t, "room again", func() bool { return !s.Full() })
+		wait.True(t, "room again", func() bool { return !s.Full() })
 	}
 	stop()
 	producers.Wait()
@@ -654,7 +645,7 @@ func TestCloseOnFullDisk(t *testing.T) {
 					for s.PutMetaDurable("filler", make([]byte, 8<<10)) == nil {
 					}
 				}()
-				eventually(t, "writes wait for a flush", s.stalled.Load)
+				wait.True(t, "writes wait for a flush", s.stalled.Load)
 			}
 			closed := make(chan error, 1)
 			go func() { closed <- s.Close() }()
@@ -702,7 +693,7 @@ func TestCheckpointOnFullDisk(t *testing.T) {
 		t.Error("Checkpoint did not end")
 	}
 	disk.tables.Store(false)
-	eventually(t, "a checkpoint with free space", func() bool {
+	wait.True(t, "a checkpoint with free space", func() bool {
 		_, err := s.Checkpoint("copy")
 		return err == nil
 	})
@@ -785,7 +776,7 @@ func TestSmallDisk(t *testing.T) {
 	if n := <-settled; n != accepted {
 		t.Errorf("%d messages were delivered, %d accepted", n, accepted)
 	}
-	eventually(t, "room again, with no hand", func() bool { return !s.Full() })
+	wait.True(t, "room again, with no hand", func() bool { return !s.Full() })
 	fill()
 	if accepted < first+first/2 {
 		t.Errorf("the second time %d messages fit, the first time %d", accepted-first, first)

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // onDisk returns the disk space of a directory, as du prints it, in bytes.
@@ -118,11 +119,11 @@ func TestReclaimAfterABurst(t *testing.T) {
 		if n := acknowledgeAll(t, s, lane1); n != 3000 {
 			t.Fatalf("burst %d: delivered %d messages, want 3000", burst, n)
 		}
-		eventually(t, "the store is quiet", func() bool { return quiet.Load() > was })
-		eventually(t, "the disk is free again", func() bool { return onDisk(t, dir) <= 8<<20 })
+		wait.True(t, "the store is quiet", func() bool { return quiet.Load() > was })
+		wait.True(t, "the disk is free again", func() bool { return onDisk(t, dir) <= 8<<20 })
 	}
 	// On a busy machine a pause within a burst can count as its end.
-	eventually(t, "the last burst is reclaimed", func() bool {
+	wait.True(t, "the last burst is reclaimed", func() bool {
 		return !s.reclaimer.running.Load() && s.disk.activity()-s.reclaimer.done.Load() < reclaimBytes
 	})
 	// An idle store does not reclaim again.
@@ -182,7 +183,7 @@ func TestReclaimIsNotActivity(t *testing.T) {
 	for range quietPasses + 1 {
 		s.maintain(false)
 	}
-	eventually(t, "the store is quiet", func() bool { return quiet.Load() == 1 && !s.reclaimer.running.Load() })
+	wait.True(t, "the store is quiet", func() bool { return quiet.Load() == 1 && !s.reclaimer.running.Load() })
 	s.maintain(false)
 	if n := busy.Load(); n != 0 {
 		t.Errorf("a quiet store was reported busy %d times", n)
@@ -201,7 +202,7 @@ func TestRequestedReclaim(t *testing.T) {
 	pass := func(times int) {
 		for range times {
 			s.maintain(false)
-			eventually(t, "no reclaim runs", func() bool { return !s.reclaimer.running.Load() })
+			wait.True(t, "no reclaim runs", func() bool { return !s.reclaimer.running.Load() })
 		}
 	}
 	pass(2 * quietPasses)
