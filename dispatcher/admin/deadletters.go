@@ -164,7 +164,7 @@ func (l letters) attempts(w http.ResponseWriter, r *http.Request, destination st
 }
 
 func (l letters) tail(w http.ResponseWriter, r *http.Request) {
-	follow(w, l.Engine.Tail(r.Context(), r.FormValue("destination"), r.FormValue("endpoint")))
+	follow(w, l.Engine.Tail(r.Context(), r.FormValue("destination"), r.FormValue("endpoint"), false))
 }
 
 func (l letters) tailWithBodies(w http.ResponseWriter, r *http.Request) {
@@ -177,7 +177,7 @@ func (l letters) tailWithBodies(w http.ResponseWriter, r *http.Request) {
 	}
 	destination, endpoint := r.FormValue("destination"), r.FormValue("endpoint")
 	l.audit.log(r, "audit: reading of bodies started", "destination", destination, "endpoint", endpoint)
-	sent := follow(w, l.Engine.TailWithBodies(r.Context(), destination, endpoint))
+	sent := follow(w, l.Engine.Tail(r.Context(), destination, endpoint, true))
 	l.audit.log(r, "audit: reading of bodies ended", "destination", destination, "endpoint", endpoint, "bodies", sent)
 }
 

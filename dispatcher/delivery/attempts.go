@@ -1,7 +1,6 @@
 package delivery
 
 import (
-	"bytes"
 	"context"
 	"iter"
 	"maps"
@@ -13,9 +12,8 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
-// attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size
-// and then allocates nothing: message ids are copied into place, because a string from the queue
-// would keep the whole batch in memory.
+// attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size and then allocates
+// nothing: message ids are copied into place, because a string from the queue would keep the whole batch in memory.
 type attempts struct {
 	ring []record
 	next int
@@ -58,13 +56,15 @@ func (r *record) attempt() adminapi.Attempt {
 	return t
 }
 
-// list returns the attempts, oldest first.
-func (a *attempts) list() []adminapi.Attempt {
-	out := make([]adminapi.Attempt, 0, len(a.ring))
-	for i := range a.ring {
-		out = append(out, a.ring[(a.next+i)%len(a.ring)].attempt())
+// oldestFirst iterates over the attempts.
+func (a *attempts) oldestFirst() iter.Seq[*record] {
+	return func(yield func(*record) bool) {
+		for i := range a.ring {
+			if !yield(&a.ring[(a.next+i)%len(a.ring)]) {
+				return
+			}
+		}
 	}
-	return out
 }
 
 // lastFailed returns the last failed attempt for the next process; nil if the ring has none.
@@ -79,49 +79,39 @@ func (a *attempts) lastFailed() *adminapi.Attempt {
 	return nil
 }
 
-// Attempts lists the last attempts at an endpoint, oldest first, or at all endpoints of the
-// destination if endpoint is empty; nil if the endpoint is unknown. destination is
-// "namespace/name".
-func (e *Engine) Attempts(destination, endpoint string) (list []adminapi.Attempt) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	d := e.destinations[destination]
-	if d == nil {
-		return nil
-	}
-	for name, ep := range d.endpoints {
-		if endpoint == "" || endpoint == name {
-			list = append(list, ep.attempts.list()...)
-		}
-	}
-	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
+// Attempts lists the last attempts at an endpoint, oldest first, or at all endpoints of the destination if endpoint is
+// empty; nil if the endpoint is unknown. destination is "namespace/name".
+func (e *Engine) Attempts(destination, endpoint string) []adminapi.Attempt {
+	list := e.attempts(destination, func(name string, _ *record) bool { return endpoint == "" || endpoint == name })
+	slices.SortStableFunc(list, earlierAttempt)
 	return list
 }
 
 // AttemptsOf lists the remembered attempts of a message, oldest first.
 func (e *Engine) AttemptsOf(messageID string) (list []adminapi.Attempt) {
 	e.mu.Lock()
-	names := slices.Collect(maps.Keys(e.destinations))
+	names := slices.Collect(maps.Keys(e.registry.destinations))
 	e.mu.Unlock()
 	for _, name := range names {
-		list = append(list, e.attemptsOf(name, messageID)...)
+		list = append(list, e.attempts(name, func(_ string, r *record) bool { return string(r.id) == messageID })...)
 	}
-	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
+	slices.SortStableFunc(list, earlierAttempt)
 	return list
 }
 
-// attemptsOf locks the engine for one destination only, because there can be thousands.
-func (e *Engine) attemptsOf(destination, messageID string) (list []adminapi.Attempt) {
+func earlierAttempt(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) }
+
+// attempts lists the attempts of a destination that match. It locks the engine for one destination only, because there
+// can be thousands.
+func (e *Engine) attempts(destination string, match func(endpoint string, r *record) bool) (list []adminapi.Attempt) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	d := e.destinations[destination]
-	if d == nil {
-		return nil
-	}
-	for _, ep := range d.endpoints {
-		for i := range ep.attempts.ring {
-			if r := &ep.attempts.ring[i]; string(r.id) == messageID {
-				list = append(list, r.attempt())
+	if d := e.registry.destinations[destination]; d != nil {
+		for name, ep := range d.endpoints {
+			for r := range ep.attempts.oldestFirst() {
+				if match(name, r) {
+					list = append(list, r.attempt())
+				}
 			}
 		}
 	}
@@ -144,33 +134,23 @@ type Tail struct {
 	waiting atomic.Int64
 }
 
-// Tail subscribes to attempts until ctx is done. An empty destination ("namespace/name") or endpoint
-// matches all.
-func (e *Engine) Tail(ctx context.Context, destination, endpoint string) *Tail {
-	return e.subscribe(ctx, &Tail{destination: destination, endpoint: endpoint})
-}
-
-// TailWithBodies is Tail with the bodies of the requests.
-func (e *Engine) TailWithBodies(ctx context.Context, destination, endpoint string) *Tail {
-	return e.subscribe(ctx, &Tail{destination: destination, endpoint: endpoint, bodies: true})
-}
-
-func (e *Engine) subscribe(ctx context.Context, t *Tail) *Tail {
-	t.out = make(chan adminapi.AttemptWithBody, tailBuffer)
+// Tail subscribes to attempts until ctx is done, with the bodies of the requests if bodies is true. An empty destination
+// ("namespace/name") or endpoint matches all.
+func (e *Engine) Tail(ctx context.Context, destination, endpoint string, bodies bool) *Tail {
+	t := &Tail{destination: destination, endpoint: endpoint, bodies: bodies, out: make(chan adminapi.AttemptWithBody, tailBuffer)}
 	e.mu.Lock()
-	e.tails[t] = struct{}{}
+	e.recorder.tails[t] = struct{}{}
 	e.mu.Unlock()
 	context.AfterFunc(ctx, func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		delete(e.tails, t)
+		delete(e.recorder.tails, t)
 		close(t.out)
 	})
 	return t
 }
 
-// Attempts returns the attempts as they end. A slow reader misses attempts; the next one has their
-// number.
+// Attempts returns the attempts as they end. A slow reader misses attempts; the next one has their number.
 func (t *Tail) Attempts() iter.Seq[adminapi.AttemptWithBody] {
 	return func(yield func(adminapi.AttemptWithBody) bool) {
 		for a := range t.out {
@@ -179,31 +159,6 @@ func (t *Tail) Attempts() iter.Seq[adminapi.AttemptWithBody] {
 			if !yield(a) {
 				return
 			}
-		}
-	}
-}
-
-// publish sends an attempt to all subscribers. The engine's lock is held.
-func (e *Engine) publish(a *adminapi.Attempt, p *post) {
-	for t := range e.tails {
-		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {
-			continue
-		}
-		c := adminapi.AttemptWithBody{Attempt: *a}
-		c.MessageID = event.ID(append([]byte(nil), a.MessageID...))
-		if t.bodies {
-			body := p.set.body(&p.message)
-			if t.waiting.Load()+int64(len(body)) > maxTailBytes {
-				t.dropped.Add(1)
-				continue
-			}
-			c.Body = bytes.Clone(body)
-		}
-		select {
-		case t.out <- c:
-			t.waiting.Add(int64(len(c.Body)))
-		default:
-			t.dropped.Add(1)
 		}
 	}
 }

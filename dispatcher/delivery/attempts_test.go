@@ -31,7 +31,7 @@ func TestAttemptsKeepOneResponse(t *testing.T) {
 				a.add(size, &adminapi.Attempt{MessageID: event.ID(fmt.Sprint(i)), Response: response})
 			}
 			var got []string
-			for _, attempt := range a.list() {
+			for attempt := range a.oldestFirst() {
 				got = append(got, attempt.Response)
 			}
 			if diff := cmp.Diff(c.want, got); diff != "" {

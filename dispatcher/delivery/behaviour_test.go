@@ -102,7 +102,7 @@ func TestLongNumbers(t *testing.T) {
 		if len(dead) != 1 || string(dead[0].Body) != stored {
 			t.Errorf("dead letters %+v, want one with body %s", dead, stored)
 		}
-		if n := w.engine.destinations["ns/crm"].metrics.longNumbers; n != 3 {
+		if n := w.engine.registry.destinations["ns/crm"].metrics.longNumbers; n != 3 {
 			t.Errorf("%d requests with long numbers are counted, want 3", n)
 		}
 		w.end()
@@ -768,7 +768,7 @@ func TestOrphans(t *testing.T) {
 		if len(w.store.Lanes()) != 1 {
 			t.Errorf("remaining lanes: %v", w.store.Lanes())
 		}
-		if look(w, func(e *Engine) bool { return e.destinations["ns/a"] != nil }) || w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
+		if look(w, func(e *Engine) bool { return e.registry.destinations["ns/a"] != nil }) || w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
 			t.Error("the destination is still in memory")
 		}
 		w.end()
@@ -1256,7 +1256,7 @@ func TestRateLimit(t *testing.T) {
 			t.Errorf("%d requests of the other destination", n)
 		}
 		// The free endpoint's window, and at most one second of the other one's rate.
-		if n := look(w, func(e *Engine) int { return e.workers }); n > 64+50 {
+		if n := look(w, func(e *Engine) int { return e.workers.count }); n > 64+50 {
 			t.Errorf("workers: got %d, want at most %d", n, 64+50)
 		}
 		w.end()
@@ -1367,7 +1367,7 @@ func TestParkedLanesGiveWay(t *testing.T) {
 		w.apply(all...)
 		w.send("web", 1)
 		w.sleep(time.Second)
-		last := look(w, func(e *Engine) string { return e.blockedUnproven.tail.lanes.tail.destination.name })
+		last := look(w, func(e *Engine) string { return e.scheduler.blockedUnproven.tail.lanes.tail.destination.name })
 		for i := range all {
 			if all[i].Name != last {
 				all[i].State = liveconfig.Disabled

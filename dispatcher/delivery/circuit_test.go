@@ -356,7 +356,7 @@ func TestIdle(t *testing.T) {
 		w.apply(dest("crm", urlA))
 		w.send("web", 5000)
 		w.sleep(5 * time.Minute)
-		if n := look(w, func(e *Engine) int { return len(e.idle) }); n > 1 {
+		if n := look(w, func(e *Engine) int { return len(e.workers.idle) }); n > 1 {
 			t.Errorf("%d idle workers minutes after the work", n)
 		}
 		leases := w.leases()

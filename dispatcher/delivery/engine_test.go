@@ -291,8 +291,8 @@ func (w *world) sleep(d time.Duration) {
 func reports(e *Engine) []adminapi.DestinationReport {
 	c := liveconfig.Config{Namespace: "ns"}
 	e.mu.Lock()
-	for _, key := range slices.Sorted(maps.Keys(e.destinations)) {
-		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: e.destinations[key].name})
+	for _, key := range slices.Sorted(maps.Keys(e.registry.destinations)) {
+		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: e.registry.destinations[key].name})
 	}
 	e.mu.Unlock()
 	return e.Report(c)
@@ -375,8 +375,8 @@ func (w *world) end() {
 	for _, p := range w.store.problems() {
 		w.Error(p)
 	}
-	if w.engine.inFlight != 0 || w.engine.leased != 0 || w.engine.workers != 0 {
-		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.inFlight, w.engine.leased, w.engine.workers)
+	if w.engine.scheduler.inFlight != 0 || w.engine.scheduler.leased != 0 || w.engine.workers.count != 0 {
+		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.scheduler.inFlight, w.engine.scheduler.leased, w.engine.workers.count)
 	}
 }
 
@@ -429,7 +429,7 @@ func TestOtherDestinationsAreUnchanged(t *testing.T) {
 			}})))
 			return look(w, func(e *Engine) map[string]*destinationConfig {
 				all := map[string]*destinationConfig{}
-				for key, d := range e.destinations {
+				for key, d := range e.registry.destinations {
 					all[key] = d.set
 				}
 				return all
@@ -484,7 +484,7 @@ func TestOtherNamespacesAreUnchanged(t *testing.T) {
 		dropAt := func() map[string]time.Time {
 			return look(w, func(e *Engine) map[string]time.Time {
 				all := map[string]time.Time{}
-				for l := range e.orphans {
+				for l := range e.orphans.lanes {
 					all[l.id.Destination] = l.dropAt
 				}
 				return all
@@ -492,14 +492,14 @@ func TestOtherNamespacesAreUnchanged(t *testing.T) {
 		}
 		before := dropAt()
 		check.Equal(t, "orphans of namespace a", len(before), 1)
-		settings := look(w, func(e *Engine) *destinationConfig { return e.destinations["a/crm"].set })
+		settings := look(w, func(e *Engine) *destinationConfig { return e.registry.destinations["a/crm"].set })
 
 		w.sleep(time.Second)
 		apply(orphaned, config("b", "2", dest("crm", urlB)))
 		if diff := cmp.Diff(before, dropAt()); diff != "" {
 			t.Errorf("orphans after the edit of namespace b (-want +got):\n%s", diff)
 		}
-		if look(w, func(e *Engine) *destinationConfig { return e.destinations["a/crm"].set }) != settings {
+		if look(w, func(e *Engine) *destinationConfig { return e.registry.destinations["a/crm"].set }) != settings {
 			t.Error("settings in namespace a: got new ones, want the same ones after the edit of namespace b")
 		}
 		for _, source := range []string{"a/web", "b/web"} {

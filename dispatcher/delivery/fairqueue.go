@@ -146,8 +146,7 @@ func (q *blockedQueue) push(n *waitingLanes, l *lane) {
 	}
 }
 
-// pushFront makes the lane the next one of its namespace, and the namespace the next one unless it
-// waits already.
+// pushFront makes the lane the next one of its namespace, and the namespace the next one unless it waits already.
 func (q *blockedQueue) pushFront(n *waitingLanes, l *lane) {
 	n.lanes.pushFront(l)
 	q.len++

@@ -156,7 +156,7 @@ func TestNamespacesShareCapacity(t *testing.T) {
 			t.Fatal(err)
 		}
 		inFlight := func(namespace string) int {
-			return look(w, func(e *Engine) int { return e.perNamespace[namespace].inFlight })
+			return look(w, func(e *Engine) int { return e.registry.perNamespace[namespace].inFlight })
 		}
 		delivered := func() int64 { return w.store.DestinationStats("small/one").Ledger.Delivered }
 
@@ -179,7 +179,7 @@ func TestNamespacesShareCapacity(t *testing.T) {
 			t.Errorf("requests in flight of the large namespace beside the small one: got %d, want at least its part, %d", got, limit/2)
 		}
 		w.sleep(time.Minute)
-		if got := look(w, func(e *Engine) int { return e.active }); got != 1 {
+		if got := look(w, func(e *Engine) int { return e.scheduler.active }); got != 1 {
 			t.Errorf("active namespaces: got %d, want 1", got)
 		}
 		w.stop()
@@ -275,7 +275,7 @@ func TestLeasesOfANamespaceAreBounded(t *testing.T) {
 			t.Errorf("leases of a namespace in progress: got %d, want at most %d", got, most)
 		}
 		w.sleep(10 * time.Minute)
-		if got := look(w, func(e *Engine) int { return e.active + e.perNamespace["large"].leases }); got != 0 {
+		if got := look(w, func(e *Engine) int { return e.scheduler.active + e.registry.perNamespace["large"].leases }); got != 0 {
 			t.Errorf("active namespaces and leases at the end: got %d, want 0", got)
 		}
 		w.stop()
@@ -327,13 +327,13 @@ func TestLeasesOfANamespaceThatIsAlone(t *testing.T) {
 func TestLeasesRightAfterAnotherNamespace(t *testing.T) {
 	now, n := time.Now(), &namespace{load: 1}
 	e := New(Options{Store: emptyStore{}})
-	e.active = 1
+	e.scheduler.active = 1
 	for _, test := range []struct {
 		since time.Duration
 		want  int
 	}{{0, max(1, processors/2)}, {aloneAfter - 1, max(1, processors/2)}, {aloneAfter, processors}} {
-		e.sharedAt = now.Add(-test.since)
-		if got := e.maxLeases(n, now); got != test.want {
+		e.scheduler.sharedAt = now.Add(-test.since)
+		if got := e.scheduler.maxLeases(n, now); got != test.want {
 			t.Errorf("leases %v after another namespace was active: got %d, want %d", test.since, got, test.want)
 		}
 	}
@@ -388,9 +388,9 @@ func TestNewcomerOfABusyNamespace(t *testing.T) {
 		type state struct{ Unproven, MostOfASlowNamespace, Mixed int }
 		before := look(w, func(e *Engine) (s state) {
 			for i := range 8 {
-				s.MostOfASlowNamespace = max(s.MostOfASlowNamespace, e.perNamespace[fmt.Sprintf("slow%d", i)].inFlight)
+				s.MostOfASlowNamespace = max(s.MostOfASlowNamespace, e.registry.perNamespace[fmt.Sprintf("slow%d", i)].inFlight)
 			}
-			s.Unproven, s.Mixed = e.unproven, e.perNamespace["mixed"].inFlight
+			s.Unproven, s.Mixed = e.scheduler.unproven, e.registry.perNamespace["mixed"].inFlight
 			return s
 		})
 		if before.Unproven != limit/2 || before.Mixed <= before.MostOfASlowNamespace {
@@ -401,7 +401,7 @@ func TestNewcomerOfABusyNamespace(t *testing.T) {
 		if got := w.store.DestinationStats("mixed/new").Ledger.Delivered; got != 20 {
 			t.Errorf("deliveries of the new destination in a minute: got %d, want 20", got)
 		}
-		if got := look(w, func(e *Engine) int { return e.granted }); got != 0 {
+		if got := look(w, func(e *Engine) int { return e.scheduler.granted }); got != 0 {
 			t.Errorf("grants that no lane uses: got %d, want 0", got)
 		}
 		w.stop()
@@ -422,16 +422,16 @@ func TestGrantEnds(t *testing.T) {
 			e := New(Options{Store: emptyStore{}, MaxInFlight: 2})
 			l := namedLane(&namespace{}, "a")
 			l.more, l.targets = true, []target{{liveEndpoint: &liveEndpoint{machine: endpoint.New(1, time.Now())}}}
-			e.block(l)
-			e.unblock()
-			if got := e.granted; got != 1 {
+			e.scheduler.block(l)
+			e.scheduler.unblock()
+			if got := e.scheduler.granted; got != 1 {
 				t.Fatalf("grants after the lane's turn: got %d, want 1", got)
 			}
 			test.change(l)
 			if e.next(&post{}) {
 				t.Fatal("a request was started")
 			}
-			if got := e.granted; got != 0 {
+			if got := e.scheduler.granted; got != 0 {
 				t.Errorf("grants: got %d, want 0", got)
 			}
 		})
@@ -444,12 +444,12 @@ func TestUnblockKeepsTurns(t *testing.T) {
 	first := namedLane(&namespace{}, "a")
 	for _, l := range []*lane{first, namedLane(&namespace{}, "b"), namedLane(&namespace{}, "c")} {
 		l.more, l.targets = true, []target{{liveEndpoint: &liveEndpoint{machine: endpoint.New(1, time.Now())}}}
-		e.block(l)
+		e.scheduler.block(l)
 	}
-	e.unproven = 2
-	e.unblock()
-	e.unproven = 1
-	e.unblock()
+	e.scheduler.unproven = 2
+	e.scheduler.unblock()
+	e.scheduler.unproven = 1
+	e.scheduler.unblock()
 	if !first.granted {
 		t.Error("the lane that waited first has no grant")
 	}

@@ -3,13 +3,12 @@ package delivery
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"maps"
-	"math"
 	"slices"
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -37,7 +36,7 @@ func (e *Engine) maintain(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 		case <-rest.C:
-		case <-e.tidy:
+		case <-e.early:
 		}
 		pause.Stop()
 		rest.Stop()
@@ -47,37 +46,41 @@ func (e *Engine) maintain(ctx context.Context) {
 	}
 }
 
-// wakeMaintenance makes the maintenance run soon.
-func (e *Engine) wakeMaintenance() {
+// signal wakes a goroutine that waits for it, or that will wait.
+type signal chan struct{}
+
+func (s signal) set() {
 	select {
-	case e.tidy <- struct{}{}:
+	case s <- struct{}{}:
 	default:
 	}
 }
 
 // maintainOnce returns the time until the next work is due.
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
-	e.tidyWorkers()
+	e.mu.Lock()
+	e.workers.tidy()
+	e.mu.Unlock()
 	e.storeHistory(historyInterval)
 	e.endEditedWaits(ctx)
-	switch {
-	case !e.maySend():
-		return min(pausedInterval, e.logStates())
-	case !e.mayExpire(): // The bounds of the dead letters' sizes do not depend on the clock.
-		e.trimDeadLetters(ctx, false)
-		return min(pausedInterval, e.logStates())
+	wait := pausedInterval
+	if e.maySend() {
+		expire := e.settler.mayExpire()
+		if expire {
+			wait = min(e.buryExpired(ctx), e.dropLanes(ctx))
+		}
+		e.trimDeadLetters(ctx, expire) // The bounds of their sizes do not depend on the clock.
 	}
-	wait := e.buryExpired(ctx)
-	wait = min(wait, e.dropLanes(ctx), e.logStates())
-	e.trimDeadLetters(ctx, true)
-	return wait
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return min(wait, e.registry.logStates(e.o.Logger))
 }
 
 // endEditedWaits ends the waits that receivers requested before their destinations were edited.
 func (e *Engine) endEditedWaits(ctx context.Context) {
 	var edited []*lane
 	e.mu.Lock()
-	for _, l := range e.lanes {
+	for _, l := range e.registry.lanes {
 		if !l.waitsEnded.IsZero() && l.opened {
 			edited = append(edited, l)
 		}
@@ -98,7 +101,7 @@ func (e *Engine) endEditedWaits(ctx context.Context) {
 func (e *Engine) endWaits(l *lane, until time.Time) (more bool) {
 	ended, left, err := e.o.Store.EndWaits(l.id, until)
 	if err != nil && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-		e.log.With(l.id.LogArgs()...).Error("ending the requested waits of a lane failed; its messages are retried later", "error", err)
+		e.o.Logger.With(l.id.LogArgs()...).Error("ending the requested waits of a lane failed; its messages are retried later", "error", err)
 	}
 	if left {
 		e.mu.Lock()
@@ -111,31 +114,17 @@ func (e *Engine) endWaits(l *lane, until time.Time) (more bool) {
 	return err == nil && ended > 0
 }
 
-// logStates logs the endpoint states that were suppressed.
-func (e *Engine) logStates() time.Duration {
-	e.mu.Lock()
-	defer e.mu.Unlock()
+// logStates logs the endpoint states that were suppressed. It returns how long to wait with the others.
+func (r *registry) logStates(log *slog.Logger) time.Duration {
 	next := maintenanceInterval
-	for _, d := range e.destinations {
+	for _, d := range r.destinations {
 		for _, ep := range d.endpoints {
-			if wait := e.logSuppressed(ep, time.Now()); wait > 0 {
+			if wait := ep.logSuppressed(log, time.Now()); wait > 0 {
 				next = min(next, wait)
 			}
 		}
 	}
 	return next
-}
-
-// tidyWorkers ends the workers that were idle since the last call.
-func (e *Engine) tidyWorkers() {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	n := min(e.spare, len(e.idle))
-	for _, w := range e.idle[:n] {
-		w.wake <- false
-	}
-	e.idle = append(e.idle[:0], e.idle[n:]...)
-	e.spare = len(e.idle)
 }
 
 // buryExpired applies the retry window to pending messages, also in parked lanes. Messages in
@@ -147,7 +136,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	}
 	var candidates []candidate
 	e.mu.Lock()
-	for _, l := range e.lanes {
+	for _, l := range e.registry.lanes {
 		if l.set != nil && l.dropAt.IsZero() {
 			candidates = append(candidates, candidate{l, l.set})
 		}
@@ -159,7 +148,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 		// A message that is accepted right after this pass is due one window later.
 		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
-			due = e.windowStart(oldest).Add(window).Sub(now)
+			due = e.settler.windowStart(oldest).Add(window).Sub(now)
 		}
 		if due <= 0 {
 			e.mu.Lock()
@@ -171,14 +160,14 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 			e.mu.Unlock()
 			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-window).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-				e.log.With(c.lane.id.LogArgs()...).Error("expiring messages failed; retrying", "error", err)
+				e.o.Logger.With(c.lane.id.LogArgs()...).Error("expiring messages failed; retrying", "error", err)
 			}
 			if n > 0 {
 				e.mu.Lock()
 				c.lane.destination.changed.Numbers()
 				c.lane.destination.countDead(f.Reason, int64(n))
 				e.mu.Unlock()
-				e.log.With(c.lane.id.LogArgs()...).Warn("retry window over; messages are now dead letters", "count", n)
+				e.o.Logger.With(c.lane.id.LogArgs()...).Warn("retry window over; messages are now dead letters", "count", n)
 			}
 			due = minMaintenance
 		}
@@ -190,20 +179,18 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 // dropLanes drops orphans after their grace period and lanes that have drained.
 func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	next := maintenanceInterval
-	select {
-	case e.applying <- struct{}{}:
-	case <-ctx.Done():
+	if e.applying.Acquire(ctx, 1) != nil {
 		return next
 	}
-	defer func() { <-e.applying }()
+	defer e.applying.Release(1)
 	e.mu.Lock()
-	namespaces := slices.Collect(maps.Keys(e.perNamespace))
+	namespaces := slices.Collect(maps.Keys(e.registry.perNamespace))
 	e.mu.Unlock()
 	e.endLanes(namespaces)
 	now := time.Now()
 	var drop, draining []*lane
 	e.mu.Lock()
-	for _, l := range e.lanes {
+	for _, l := range e.registry.lanes {
 		switch {
 		case !l.dropAt.IsZero() && now.Before(l.dropAt):
 			next = min(next, l.dropAt.Sub(now))
@@ -224,15 +211,18 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 			next = minMaintenance
 			continue
 		} else if err != nil {
-			e.log.With(l.id.LogArgs()...).Error("making dead letters of a removed endpoint's messages failed; retrying", "error", err)
+			e.o.Logger.With(l.id.LogArgs()...).Error("making dead letters of a removed endpoint's messages failed; retrying", "error", err)
 			continue
 		}
 		if err := e.o.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
-			e.log.With(l.id.LogArgs()...).Error("dropping a lane failed; retrying", "error", err)
+			e.o.Logger.With(l.id.LogArgs()...).Error("dropping a lane failed; retrying", "error", err)
 			continue
 		}
-		e.log.With(l.id.LogArgs()...).Info("lane dropped")
-		e.forgetLane(l)
+		e.o.Logger.With(l.id.LogArgs()...).Info("lane dropped")
+		e.mu.Lock()
+		e.registry.forget(l)
+		delete(e.orphans.lanes, l)
+		e.mu.Unlock()
 		// The ledger of the Source counts the messages as discarded now.
 		namespace, source, _ := strings.Cut(l.id.Source, "/")
 		e.o.Changes.Object(changes.Sources, namespace, source).Numbers()
@@ -247,10 +237,9 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 // destination still receives the calls of their Source.
 const EndpointRemoved = "EndpointRemoved"
 
-// buryRemoved makes dead letters of the messages that were pending in the lane of a removed
-// endpoint at its removal. Later messages were for the other endpoints. If a Source was
-// disconnected or a destination deleted, dead letters would have no reader, so its messages are
-// discarded with the lane.
+// buryRemoved makes dead letters of the messages that were pending in the lane of a removed endpoint at its removal.
+// Later messages were for the other endpoints. If a Source was disconnected or a destination deleted, dead letters
+// would have no reader, so its messages are discarded with the lane.
 func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error {
 	e.mu.Lock()
 	d := l.destination
@@ -273,117 +262,10 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 		d.changed.Numbers()
 		d.countDead(EndpointRemoved, int64(n))
 		e.mu.Unlock()
-		e.log.With(l.id.LogArgs()...).Warn("endpoint removed; its messages are now dead letters", "count", n)
+		e.o.Logger.With(l.id.LogArgs()...).Warn("endpoint removed; its messages are now dead letters", "count", n)
 	}
 	if errors.Is(err, queue.ErrNoLane) {
 		return nil
 	}
 	return err
-}
-
-// forgetLane removes a dropped lane.
-func (e *Engine) forgetLane(l *lane) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	delete(e.lanes, l.id)
-	delete(e.orphans, l)
-	same := func(other *lane) bool { return other == l }
-	for _, t := range l.targets {
-		t.liveEndpoint.lanes = slices.DeleteFunc(slices.Clone(t.liveEndpoint.lanes), same)
-		t.liveEndpoint.turn = 0
-	}
-	l.targets = nil
-	if rest := slices.DeleteFunc(slices.Clone(e.bySource[l.id.Source]), same); len(rest) > 0 {
-		e.bySource[l.id.Source] = rest
-	} else {
-		delete(e.bySource, l.id.Source)
-	}
-	d := l.destination
-	d.changed.Numbers()
-	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), same)
-}
-
-// fairShare returns the largest limit with which all of the sizes (ascending) fit into total:
-// smaller sizes are not cut.
-func fairShare(sizes []int64, total int64) int64 {
-	for i, size := range sizes {
-		level := max(total, 0) / int64(len(sizes)-i)
-		if size > level {
-			return level
-		}
-		total -= size
-	}
-	return math.MaxInt64
-}
-
-// trimDeadLetters limits the size and, if expire is true, the age of every destination's dead letters. A removed
-// destination is deleted with its last dead letter. A parked destination keeps all of its dead
-// letters: it gets no new ones.
-func (e *Engine) trimDeadLetters(ctx context.Context, expire bool) {
-	now := time.Now()
-	if now.Sub(e.createdAt) < deadLetterGrace {
-		return
-	}
-	limits := map[string]liveconfig.DeadLetters{}
-	e.mu.Lock()
-	for key, d := range e.destinations {
-		if d.trim != nil && !d.parked {
-			limits[key] = *d.trim
-		}
-	}
-	e.mu.Unlock()
-	sizes := map[string]int64{}
-	for key := range limits {
-		if s := e.o.Store.DestinationStats(key); s.DeadLetters > 0 {
-			sizes[key] = s.DeadLetterBytes
-		}
-	}
-	share := int64(math.MaxInt64)
-	if e.o.DeadLetterBytes != nil {
-		share = fairShare(slices.Sorted(maps.Values(sizes)), e.o.DeadLetterBytes())
-	}
-	for key, size := range sizes {
-		limit := limits[key]
-		if size > share && share < limit.MaxBytes {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead-letter quota reached; removing this destination's oldest dead letters", "bytes", size, "allowed", share)
-		}
-		var before time.Time
-		if expire {
-			before = now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
-		}
-		n, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share))
-		if n > 0 {
-			e.markChanged(key)
-		}
-		if err != nil && ctx.Err() == nil {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; retrying", "error", err)
-		}
-	}
-	select {
-	case e.applying <- struct{}{}:
-	case <-ctx.Done():
-		return
-	}
-	defer func() { <-e.applying }()
-	var removed []string
-	e.mu.Lock()
-	for key, d := range e.destinations {
-		if _, limited := limits[key]; limited && !d.parked && d.set == nil && len(d.lanes) == 0 {
-			removed = append(removed, key)
-		}
-	}
-	e.mu.Unlock()
-	for _, key := range removed {
-		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
-			continue
-		}
-		if err := e.o.Store.ForgetDestination(key); err != nil {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("deleting a removed destination failed; retrying", "error", err)
-			continue
-		}
-		e.storeBounds(key, nil)
-		e.mu.Lock()
-		e.deleteDestination(e.destinations[key])
-		e.mu.Unlock()
-	}
 }

@@ -8,14 +8,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
-	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Metrics are plain numbers in the objects that they describe, guarded by the engine's lock, and
-// are converted to series on a scrape. So they cost almost nothing per message, and the series of a
-// deleted object disappear with it. The totals of this file are collected through a registry;
-// series.go writes the series of each destination.
+// Metrics are plain numbers in the objects that they describe, guarded by the engine's lock, and are converted to
+// series on a scrape. So they cost almost nothing per message, and the series of a deleted object disappear with it.
+// The totals of this file are collected through a registry; series.go writes the series of each destination.
 var (
 	attemptBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
 	latencyBuckets = []float64{.001, .005, .025, .1, .5, 1, 5, 30, 60, 300, 1800, 7200, 14400}
@@ -120,42 +118,11 @@ type destinationMetrics struct {
 	latency     histogram
 }
 
-// countAttempt counts a request. The lock is held.
-func (e *Engine) countAttempt(ep *liveEndpoint, r *ended) {
-	i := bucket(attemptBuckets, r.duration)
-	e.duration.observe(attemptBuckets, i, r.duration)
-	ep.metrics.duration.observe(attemptBuckets, i, r.duration)
-	ep.metrics.add(r)
-	ep.destination.owner.attempts.add(r)
-}
-
-// countOutcome counts a message whose age is the time since its acceptance. The lock is held.
-func (e *Engine) countOutcome(d *destination, o outcome, age time.Duration) {
-	switch o {
-	case delivered:
-		i := bucket(latencyBuckets, age)
-		e.latency.observe(latencyBuckets, i, age)
-		d.metrics.latency.observe(latencyBuckets, i, age)
-	case rejected:
-		d.countDead(string(egress.Rejected), 1)
-	case redirected:
-		d.countDead(string(egress.Redirected), 1)
-	case timedOut:
-		d.countDead(string(retry.Expired), 1)
-	}
-}
-
-// countDead counts n dead letters. The lock is held.
-func (d *destination) countDead(reason string, n int64) {
-	d.metrics.dead.add(reason, n)
-	d.owner.dead.add(reason, n)
-}
-
 // CountDead counts a dead letter of a destination ("namespace/name") that another part of the dispatcher made.
 func (e *Engine) CountDead(destination, reason string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if d := e.destinations[destination]; d != nil {
+	if d := e.registry.destinations[destination]; d != nil {
 		d.countDead(reason, 1)
 	}
 }
@@ -193,9 +160,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e := c.e
 	namespaces := map[string]namespace{}
 	e.mu.Lock()
-	inFlight, workers, idle := e.inFlight, e.workers, len(e.idle)
-	duration, latency := e.duration.clone(), e.latency.clone()
-	for _, d := range e.destinations {
+	inFlight, workers, idle := e.scheduler.inFlight, e.workers.count, len(e.workers.idle)
+	duration, latency := e.recorder.duration.clone(), e.recorder.latency.clone()
+	for _, d := range e.registry.destinations {
 		if _, ok := namespaces[d.namespace]; d.set != nil && !ok {
 			namespaces[d.namespace] = namespace{attempts: d.owner.attempts.clone(), dead: maps.Clone(d.owner.dead)}
 		}
@@ -203,7 +170,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.mu.Unlock()
 	add(descInFlight, prometheus.GaugeValue, float64(inFlight))
 	add(descLimit, prometheus.GaugeValue, float64(e.o.MaxInFlight))
-	add(descWaiting, prometheus.GaugeValue, e.firstAttemptAge(time.Now()).Seconds())
+	add(descWaiting, prometheus.GaugeValue, c.firstAttemptAge(time.Now()).Seconds())
 	add(descWorkers, prometheus.GaugeValue, float64(workers-idle), "busy")
 	add(descWorkers, prometheus.GaugeValue, float64(idle), "idle")
 	ch <- duration.metric(descDuration, attemptBuckets)
@@ -221,11 +188,12 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 
 // firstAttemptAge is the age of the oldest message whose first attempt waits for the engine only. It
 // grows with too few dispatchers, and not with a receiver that fails or is slow.
-func (e *Engine) firstAttemptAge(now time.Time) time.Duration {
+func (c collector) firstAttemptAge(now time.Time) time.Duration {
+	e := c.e
 	var oldest time.Time
 	var unread []queue.LaneID
 	e.mu.Lock()
-	for _, l := range e.lanes {
+	for _, l := range e.registry.lanes {
 		if l.parked() || !l.hasWork() {
 			continue
 		}

@@ -263,9 +263,9 @@ func TestTail(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 409}}))
 		w.apply(dest("a", urlA), dest("b", urlB))
 		ctx, cancel := context.WithCancel(context.Background())
-		all := w.engine.Tail(ctx, "", "")
-		b := w.engine.Tail(ctx, "ns/b", "e0")
-		none := w.engine.Tail(ctx, "ns/b", "e1")
+		all := w.engine.Tail(ctx, "", "", false)
+		b := w.engine.Tail(ctx, "ns/b", "e0", false)
+		none := w.engine.Tail(ctx, "ns/b", "e1", false)
 		w.send("web", 10)
 		w.sleep(time.Second)
 		if len(all.out) != 20 || len(b.out) != 10 || len(none.out) != 0 {
@@ -290,7 +290,7 @@ func TestTail(t *testing.T) {
 				t.Errorf("body without permission: got %s, want none", a.Body)
 			}
 		}
-		if look(w, func(e *Engine) int { return len(e.tails) }) != 0 {
+		if look(w, func(e *Engine) int { return len(e.recorder.tails) }) != 0 {
 			t.Error("the subscription is still there")
 		}
 		w.end()
@@ -304,7 +304,7 @@ func TestTailWithBodies(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 409}}))
 		w.apply(dest("a", urlA), dest("b", urlB))
 		ctx, cancel := context.WithCancel(context.Background())
-		tail := w.engine.TailWithBodies(ctx, "ns/b", "")
+		tail := w.engine.Tail(ctx, "ns/b", "", true)
 		w.send("web", 1)
 		w.sleep(time.Second)
 		next, stop := iter.Pull(tail.Attempts())
@@ -376,11 +376,11 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 		w.restart()
 		w.apply()
 		count(0)
-		if look(w, func(e *Engine) int { return len(e.lanes) }) != 1 {
+		if look(w, func(e *Engine) int { return len(e.registry.lanes) }) != 1 {
 			t.Error("its lane was dropped before the end of the grace period")
 		}
 		w.sleep(10 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta(t)) != 0 {
+		if look(w, func(e *Engine) int { return len(e.registry.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta(t)) != 0 {
 			t.Error("the destination is still known")
 		}
 		w.end()
@@ -411,7 +411,7 @@ func TestDeadLettersAreTrimmed(t *testing.T) {
 			t.Errorf("%d dead letters after their retention", n)
 		}
 		w.sleep(2 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 {
+		if look(w, func(e *Engine) int { return len(e.registry.destinations) }) != 0 {
 			t.Error("the destination is still in memory")
 		}
 		w.end()
@@ -557,7 +557,7 @@ func BenchmarkWriteMetrics(b *testing.B) {
 	e := New(Options{Store: emptyStore{}, Client: newFakeClient(nil), Logger: slog.New(slog.DiscardHandler)})
 	for i := range 10_000 {
 		in := fmt.Sprintf("namespace-%d", i%50)
-		d := e.destination(fmt.Sprintf("%s/destination-%d", in, i))
+		d := e.registry.destination(fmt.Sprintf("%s/destination-%d", in, i))
 		d.set = &destinationConfig{targets: []target{{liveEndpoint: &liveEndpoint{destination: d, name: "primary"}}}}
 		d.lanes = []*lane{{id: queue.LaneID{Source: in + "/web", Destination: d.key, Any: true, Endpoint: "primary"}}}
 	}
@@ -655,7 +655,7 @@ func TestFirstAttemptAge(t *testing.T) {
 				w.apply(all...)
 				w.send("web", 100)
 				w.sleep(30 * time.Second)
-				if age := w.engine.firstAttemptAge(time.Now()); !c.want(age) {
+				if age := (collector{w.engine}).firstAttemptAge(time.Now()); !c.want(age) {
 					t.Errorf("got %v", age)
 				}
 			})

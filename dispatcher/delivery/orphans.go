@@ -2,7 +2,7 @@ package delivery
 
 import (
 	"encoding/json"
-	"errors"
+	"log/slog"
 	"strconv"
 	"strings"
 	"time"
@@ -36,16 +36,46 @@ func orphanName(id queue.LaneID) string {
 	return orphanPrefix + strings.Join([]string{id.Source, id.Destination, id.Endpoint, strconv.FormatBool(id.Any)}, " ")
 }
 
-// storeOrphans stores the records of new orphans, and deletes the records of lanes that are dropped or in the
-// config of the view again. Only Apply and the maintenance call it, which exclude each other.
-func (e *Engine) storeOrphans(v *liveconfig.View) {
-	var added []*lane
-	var removed []string
-	e.mu.Lock()
+// orphans are the lanes with a dropAt, and their records.
+type orphans struct {
+	// grace is Options.OrphanGrace.
+	grace time.Duration
+	log   *slog.Logger
+	// lanes is guarded by the engine's lock.
+	lanes map[*lane]bool
+	// stored are the records that the store has, by name. It is guarded by Engine.applying.
+	stored map[string]orphanRecord
+}
+
+// add sets the time at which a lane without a place in the config is dropped. Only Apply calls it.
+func (o *orphans) add(l *lane, v *liveconfig.View, now time.Time) {
+	o.lanes[l] = true
+	_, source := split(l.id.Source)
+	lostAt := v.LostSince(l.id.Destination, source, l.id.Endpoint)
+	if lost := !lostAt.IsZero(); l.dropAt.IsZero() || l.lost && !lost {
+		l.lost, l.removedAt = lost, now
+		if r, stored := o.stored[orphanName(l.id)]; stored && !lost && l.dropAt.IsZero() {
+			l.removedAt, l.pendingAtRemoval = r.RemovedAt, r.Pending
+		}
+		l.dropAt = l.removedAt.Add(o.grace)
+		if lost {
+			l.dropAt = now.Add(o.grace)
+			l.removedAt = lostAt
+			if parked := lostAt.Add(liveconfig.ParkingTime); parked.After(l.dropAt) {
+				l.dropAt = parked
+			}
+		}
+		o.log.With(l.id.LogArgs()...).Warn("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt, "certain", !lost)
+	}
+}
+
+// differing returns the lanes whose records the store does not have, and the names of the records of lanes that are
+// dropped or in the config of the view again.
+func (o *orphans) differing(lanes map[queue.LaneID]*lane, v *liveconfig.View) (added []*lane, removed []string) {
 	kept := map[string]bool{}
-	for _, l := range e.lanes {
+	for _, l := range lanes {
 		name := orphanName(l.id)
-		_, stored := e.orphanRecords[name]
+		_, stored := o.stored[name]
 		switch {
 		case l.dropAt.IsZero():
 			kept[name] = parkedLane(v, l.id)
@@ -55,11 +85,20 @@ func (e *Engine) storeOrphans(v *liveconfig.View) {
 			}
 		}
 	}
-	for name := range e.orphanRecords {
+	for name := range o.stored {
 		if !kept[name] {
 			removed = append(removed, name)
 		}
 	}
+	return added, removed
+}
+
+// storeOrphans brings the stored records of the orphans up to date. Only Apply and the maintenance call it, which
+// exclude each other.
+func (e *Engine) storeOrphans(v *liveconfig.View) {
+	const failure = "storing the time of a removal failed; after a restart the grace period begins again"
+	e.mu.Lock()
+	added, removed := e.orphans.differing(e.registry.lanes, v)
 	e.mu.Unlock()
 	for _, l := range added {
 		name, record := orphanName(l.id), orphanRecord{Pending: e.o.Store.LaneStats(discardUnit(l.id)).Pending}
@@ -67,21 +106,13 @@ func (e *Engine) storeOrphans(v *liveconfig.View) {
 		record.RemovedAt, l.pendingAtRemoval = l.removedAt, record.Pending
 		e.mu.Unlock()
 		value, _ := json.Marshal(record) // No field can fail to marshal.
-		if e.putOrphan(name, value) {
-			e.orphanRecords[name] = record
+		if e.putMeta(name, value, failure) {
+			e.orphans.stored[name] = record
 		}
 	}
 	for _, name := range removed {
-		if e.putOrphan(name, nil) {
-			delete(e.orphanRecords, name)
+		if e.putMeta(name, nil, failure) {
+			delete(e.orphans.stored, name)
 		}
 	}
-}
-
-func (e *Engine) putOrphan(name string, value []byte) bool {
-	err := e.o.Store.PutMeta(name, value)
-	if err != nil && !errors.Is(err, queue.ErrClosed) {
-		e.log.Warn("storing the time of a removal failed; after a restart the grace period begins again", "record", name, "error", err)
-	}
-	return err == nil
 }

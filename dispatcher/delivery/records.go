@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
@@ -32,10 +33,50 @@ func (ep *liveEndpoint) recordName() string {
 	return recordPrefix + ep.destination.key + "/" + ep.name
 }
 
+// healthRecords are the records of the endpoints' health.
+type healthRecords struct {
+	// writing serializes the writes to the store. It is acquired before the engine's lock.
+	writing sync.Mutex
+	// stored are the records that the store has, by namespace and name; nil until they are read. The engine's lock
+	// guards it.
+	stored map[string]map[string]health
+}
+
+// set notes that a record is stored.
+func (h *healthRecords) set(name string, r health) {
+	namespace := namespaceOfRecord(name)
+	if h.stored[namespace] == nil {
+		h.stored[namespace] = map[string]health{}
+	}
+	h.stored[namespace][name] = r
+}
+
+// delete notes that a record is deleted.
+func (h *healthRecords) delete(name string) {
+	namespace := namespaceOfRecord(name)
+	if delete(h.stored[namespace], name); len(h.stored[namespace]) == 0 {
+		delete(h.stored, namespace)
+	}
+}
+
+// restore gives a new endpoint its health and its last failed attempt of the earlier run. It reports
+// whether the destination was edited since. attempts is Options.Attempts.
+func (h *healthRecords) restore(ep *liveEndpoint, revision string, attempts int, now time.Time) (edited bool) {
+	r, ok := h.stored[ep.destination.namespace][ep.recordName()]
+	if ok {
+		ep.machine.Restore(r.Record, revision, now)
+		if r.FailedAttempt != nil {
+			ep.attempts.add(attempts, r.FailedAttempt)
+		}
+	}
+	ep.stored, ep.storedAt = ep.machine.Status(), now
+	return ok && r.Revision != revision
+}
+
 // storeHealth stores the endpoint's health. The lock is not held.
 func (e *Engine) storeHealth(ep *liveEndpoint) {
-	e.recordsMu.Lock()
-	defer e.recordsMu.Unlock()
+	e.records.writing.Lock()
+	defer e.records.writing.Unlock()
 	e.mu.Lock()
 	name := ep.recordName()
 	known := ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
@@ -43,21 +84,24 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	if known {
 		r := health{ep.machine.Record(ep.destination.set.revision), ep.attempts.lastFailed()}
 		value, _ = json.Marshal(r) // No field can fail to marshal.
-		e.setRecord(name, r)
+		e.records.set(name, r)
 		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
 	} else {
-		e.deleteRecord(name)
+		e.records.delete(name)
 	}
 	e.mu.Unlock()
-	e.putRecord(name, value)
+	e.putMeta(name, value, healthLost)
 }
+
+// healthLost is logged when a record of an endpoint's health is not stored.
+const healthLost = "storing an endpoint's health failed; it is lost on restart"
 
 // storeHistory stores the health of the endpoints that has changed and was not stored for a time.
 func (e *Engine) storeHistory(age time.Duration) {
 	var changed []*liveEndpoint
 	now := time.Now()
 	e.mu.Lock()
-	for _, d := range e.destinations {
+	for _, d := range e.registry.destinations {
 		for _, ep := range d.endpoints {
 			if ep.machine.Status() != ep.stored && now.Sub(ep.storedAt) >= age {
 				changed = append(changed, ep)
@@ -70,24 +114,13 @@ func (e *Engine) storeHistory(age time.Duration) {
 	}
 }
 
-func (e *Engine) putRecord(name string, value []byte) {
-	if err := e.o.Store.PutMeta(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
-		e.log.Warn("storing an endpoint's health failed; it is lost on restart", "record", name, "error", err)
+// putMeta stores a record, or deletes it (nil). It logs a failure, and returns false then.
+func (e *Engine) putMeta(name string, value []byte, failure string, args ...any) bool {
+	err := e.o.Store.PutMeta(name, value)
+	if err != nil && !errors.Is(err, queue.ErrClosed) {
+		e.o.Logger.With(args...).Warn(failure, "record", name, "error", err)
 	}
-}
-
-// restoreHealth gives a new endpoint its health and its last failed attempt of the earlier run. It reports
-// whether the destination was edited since. The lock is held.
-func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) (edited bool) {
-	r, ok := e.records[ep.destination.namespace][ep.recordName()]
-	if ok {
-		ep.machine.Restore(r.Record, revision, now)
-		if r.FailedAttempt != nil {
-			ep.attempts.add(e.o.Attempts, r.FailedAttempt)
-		}
-	}
-	ep.stored, ep.storedAt = ep.machine.Status(), now
-	return ok && r.Revision != revision
+	return err == nil
 }
 
 // loadRecords reads the records of the earlier run: the health of the endpoints, the bounds of
@@ -96,7 +129,7 @@ func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLet
 	endpoints, bounds, orphans := map[string]health{}, map[string]liveconfig.DeadLetters{}, map[string]orphanRecord{}
 	all, err := e.o.Store.AllMeta()
 	if err != nil {
-		e.log.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention, and grace periods begin again", "error", err)
+		e.o.Logger.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention, and grace periods begin again", "error", err)
 	}
 	for name, value := range all {
 		var r health
@@ -113,69 +146,37 @@ func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLet
 	return endpoints, bounds, orphans
 }
 
-// boundsPrefix is the prefix of the names under which the store keeps the bounds of the dead
-// letters of removed destinations.
-const boundsPrefix = "deadletters/"
-
-// storeBounds stores the bounds of a deleted destination's dead letters, or deletes them (nil).
-func (e *Engine) storeBounds(key string, bounds *liveconfig.DeadLetters) {
-	var value []byte
-	if bounds != nil {
-		value, _ = json.Marshal(bounds) // No field can fail to marshal.
-	}
-	if err := e.o.Store.PutMeta(boundsPrefix+key, value); err != nil {
-		e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("storing the retention of a deleted destination's dead letters failed; after a restart the default applies", "error", err)
-	}
-}
-
 // deleteRecords deletes the stored health of endpoints that are missing in the config of their
 // namespace, which is one of namespaces.
 func (e *Engine) deleteRecords(v *liveconfig.View, namespaces []string) {
-	e.recordsMu.Lock()
-	defer e.recordsMu.Unlock()
+	e.records.writing.Lock()
+	defer e.records.writing.Unlock()
 	var missing []string
 	e.mu.Lock()
 	for _, namespace := range namespaces {
-		for name := range e.records[namespace] {
-			if !e.usesRecord(v, name) {
+		for name := range e.records.stored[namespace] {
+			if !e.registry.usesRecord(v, name) {
 				missing = append(missing, name)
-				e.deleteRecord(name)
+				e.records.delete(name)
 			}
 		}
 	}
 	e.mu.Unlock()
 	for _, name := range missing {
-		e.putRecord(name, nil)
+		e.putMeta(name, nil, healthLost)
 	}
 }
 
-// usesRecord reports whether an endpoint with this record exists or is parked. The lock is held.
-func (e *Engine) usesRecord(v *liveconfig.View, name string) bool {
+// usesRecord reports whether an endpoint with this record exists or is parked.
+func (r *registry) usesRecord(v *liveconfig.View, name string) bool {
 	_, rest, _ := strings.Cut(name, "/")
 	end := strings.LastIndexByte(rest, '/')
 	key, endpoint := rest[:end], rest[end+1:]
 	if parkedDestination(v, key) {
 		return true
 	}
-	d := e.destinations[key]
+	d := r.destinations[key]
 	return d != nil && d.set != nil && d.endpoints[endpoint] != nil
-}
-
-// setRecord notes a stored record. The lock is held.
-func (e *Engine) setRecord(name string, r health) {
-	namespace := namespaceOfRecord(name)
-	if e.records[namespace] == nil {
-		e.records[namespace] = map[string]health{}
-	}
-	e.records[namespace][name] = r
-}
-
-// deleteRecord notes the deletion of a record. The lock is held.
-func (e *Engine) deleteRecord(name string) {
-	namespace := namespaceOfRecord(name)
-	if delete(e.records[namespace], name); len(e.records[namespace]) == 0 {
-		delete(e.records, namespace)
-	}
 }
 
 // namespaceOfRecord returns the namespace of the endpoint to which a record belongs.

@@ -14,6 +14,28 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
+// Lanes returns the state of every lane, sorted.
+func (e *Engine) Lanes() []adminapi.LaneState {
+	e.mu.Lock()
+	lanes := make([]adminapi.LaneState, 0, len(e.registry.lanes))
+	at := make([]*lane, 0, len(e.registry.lanes))
+	for _, l := range e.registry.lanes {
+		lanes = append(lanes, l.snapshot())
+		at = append(at, l)
+	}
+	e.mu.Unlock()
+	for i := range lanes {
+		s, stats := &lanes[i], e.o.Store.LaneStats(at[i].id)
+		s.Position, s.LogEnd = e.o.Store.Position(at[i].id)
+		s.FirstAttempts, s.Skipped = stats.FirstAttempts, stats.Skipped
+		s.Pending, s.Retrying, s.OldestPending, s.NextRetry = stats.Pending, stats.Retrying, stats.OldestPending, stats.NextRetry
+	}
+	slices.SortFunc(lanes, func(a, b adminapi.LaneState) int {
+		return cmp.Or(cmp.Compare(a.Destination, b.Destination), cmp.Compare(a.Source, b.Source), cmp.Compare(a.Endpoint, b.Endpoint))
+	})
+	return lanes
+}
+
 // Report returns the destinations of a config that are in effect: their ledgers, including lanes of
 // an earlier config and dropped ones, and the health of their endpoints.
 func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
@@ -23,7 +45,7 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 	active := make([]bool, 0, len(config.Destinations))
 	e.mu.Lock()
 	for i := range config.Destinations {
-		d := e.destinations[config.Namespace+"/"+config.Destinations[i].Name]
+		d := e.registry.destinations[config.Namespace+"/"+config.Destinations[i].Name]
 		if d == nil || d.set == nil {
 			continue
 		}
@@ -32,8 +54,8 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 			Endpoints: make([]adminapi.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
-			if t.machine.Refresh(now) {
-				e.logState(t.liveEndpoint, now)
+			if t.machine.Refresh(now) && t.logState(e.o.Logger, now) {
+				e.early.set()
 			}
 			if at := t.machine.RefreshAt(now); !at.IsZero() {
 				d.changed.TransitionAt(at)
@@ -59,7 +81,6 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 		var nextRetry time.Time
 		stats := e.o.Store.DestinationStats(config.Namespace + "/" + r.Name)
 		r.Ledger, r.DeadLettersStored = adminapi.Ledger(stats.Ledger), stats.DeadLetters
-		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
 			for j := range r.Endpoints {
@@ -68,13 +89,8 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 					ep.FirstAttemptsSkipped += s.Skipped
 				}
 			}
-			if id.Any {
-				if groups[id.Group()] {
-					continue
-				}
-				groups[id.Group()] = true
-				s = e.o.Store.LaneStats(id.Group())
-			}
+		}
+		for _, s := range ledgers(e.o.Store, lanes[i]) {
 			r.Retrying += s.Retrying
 			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
 			nextRetry = earlier(nextRetry, s.NextRetry)
@@ -95,8 +111,8 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 // after it are no loss that somebody did not intend. A message counts once for a group of lanes, as in the ledger.
 func (e *Engine) Discards() map[string][]adminapi.Discard {
 	e.mu.Lock()
-	orphans, most := make(map[queue.LaneID]time.Time, len(e.orphans)), make(map[queue.LaneID]int64, len(e.orphans))
-	for l := range e.orphans {
+	orphans, most := make(map[queue.LaneID]time.Time, len(e.orphans.lanes)), make(map[queue.LaneID]int64, len(e.orphans.lanes))
+	for l := range e.orphans.lanes {
 		orphans[l.id], most[l.id] = l.dropAt, math.MaxInt64
 		if !l.lost {
 			most[l.id] = l.pendingAtRemoval
@@ -147,7 +163,7 @@ func (e *Engine) DeadLettersStored(destination string) int64 {
 func (e *Engine) markChanged(destination string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if d := e.destinations[destination]; d != nil {
+	if d := e.registry.destinations[destination]; d != nil {
 		d.changed.Numbers()
 	}
 }
@@ -156,7 +172,7 @@ func (e *Engine) markChanged(destination string) {
 func (e *Engine) DestinationsOf(source string) []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	lanes := e.bySource[source]
+	lanes := e.registry.bySource[source]
 	keys := make([]string, 0, len(lanes))
 	for _, l := range lanes {
 		keys = append(keys, l.id.Destination)
@@ -168,7 +184,7 @@ func (e *Engine) DestinationsOf(source string) []string {
 func (e *Engine) SourcesOf(destination string) []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	d := e.destinations[destination]
+	d := e.registry.destinations[destination]
 	if d == nil {
 		return nil
 	}
@@ -179,12 +195,11 @@ func (e *Engine) SourcesOf(destination string) []string {
 	return keys
 }
 
-// Takes reports whether a lane is part of the present config, so that a message appended to it is
-// delivered eventually.
+// Takes reports whether a lane is part of the present config, so that a message appended to it is delivered eventually.
 func (e *Engine) Takes(id queue.LaneID) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	l := e.lanes[id]
+	l := e.registry.lanes[id]
 	return l != nil && l.destination.set != nil && l.dropAt.IsZero() && !l.draining
 }
 

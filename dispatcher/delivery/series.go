@@ -159,7 +159,7 @@ func (e *Engine) WriteMetrics(w *promtext.Writer) {
 func (e *Engine) series(now time.Time) []destinationSeries {
 	var destinations []*destination
 	e.mu.Lock()
-	for _, d := range e.destinations {
+	for _, d := range e.registry.destinations {
 		if d.set != nil {
 			destinations = append(destinations, d)
 		}
@@ -167,21 +167,21 @@ func (e *Engine) series(now time.Time) []destinationSeries {
 	e.mu.Unlock()
 	all := make([]destinationSeries, 0, len(destinations))
 	for _, d := range destinations {
-		s, lanes := e.snapshot(d)
+		e.mu.Lock()
+		s, lanes := d.series(e.o.DetailedMetrics)
+		e.mu.Unlock()
 		s.stats = e.o.Store.DestinationStats(d.key)
 		s.ended = s.stats.Ledger.Minus(d.atStart)
-		e.addLanes(&s, lanes, now)
+		s.addLanes(e.o.Store, lanes, e.o.DetailedMetrics, now)
 		all = append(all, s)
 	}
 	return all
 }
 
-// snapshot copies the numbers of a destination, and lists its lanes.
-func (e *Engine) snapshot(d *destination) (s destinationSeries, lanes []queue.LaneID) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
+// series copies the numbers of a destination, and lists its lanes.
+func (d *destination) series(detailed bool) (s destinationSeries, lanes []queue.LaneID) {
 	s.labels = promtext.NewLabels("namespace", d.namespace, "destination", d.name)
-	if e.o.DetailedMetrics {
+	if detailed {
 		s.metrics = d.metrics
 		s.metrics.dead, s.metrics.latency = maps.Clone(d.metrics.dead), d.metrics.latency.clone()
 	}
@@ -191,7 +191,7 @@ func (e *Engine) snapshot(d *destination) (s destinationSeries, lanes []queue.La
 			ep := endpointSeries{name: t.name, open: t.machine.Open(), window: t.machine.Window(), inFlight: t.inFlight}
 			ep.labels = s.labels + "," + promtext.NewLabels("endpoint", t.name)
 			ep.metrics.attemptCounts = t.metrics.attemptCounts
-			if e.o.DetailedMetrics {
+			if detailed {
 				ep.metrics.attemptCounts, ep.metrics.duration = t.metrics.clone(), t.metrics.duration.clone()
 			}
 			s.endpoints = append(s.endpoints, ep)
@@ -205,12 +205,12 @@ func (e *Engine) snapshot(d *destination) (s destinationSeries, lanes []queue.La
 }
 
 // addLanes adds the numbers of a destination's lanes.
-func (e *Engine) addLanes(s *destinationSeries, lanes []queue.LaneID, now time.Time) {
+func (s *destinationSeries) addLanes(store queue.Stats, lanes []queue.LaneID, detailed bool, now time.Time) {
 	var oldest time.Time
-	for id, stats := range e.ledgers(lanes) {
+	for id, stats := range ledgers(store, lanes) {
 		s.retrying += stats.Retrying
 		oldest = earlier(oldest, stats.OldestPending)
-		if !e.o.DetailedMetrics {
+		if !detailed {
 			continue
 		}
 		if s.lanes == nil {
@@ -225,11 +225,11 @@ func (e *Engine) addLanes(s *destinationSeries, lanes []queue.LaneID, now time.T
 	if !oldest.IsZero() {
 		s.oldestAge = max(0, now.Sub(oldest))
 	}
-	if !e.o.DetailedMetrics {
+	if !detailed {
 		return
 	}
 	for _, id := range lanes {
-		stats := e.o.Store.LaneStats(id)
+		stats := store.LaneStats(id)
 		for i := range s.endpoints {
 			if ep := &s.endpoints[i]; ep.name == id.Endpoint {
 				ep.first, ep.skipped = ep.first+stats.FirstAttempts, ep.skipped+stats.Skipped
@@ -239,7 +239,7 @@ func (e *Engine) addLanes(s *destinationSeries, lanes []queue.LaneID, now time.T
 }
 
 // ledgers yields the ledger of each lane of a destination, or of its group, once.
-func (e *Engine) ledgers(lanes []queue.LaneID) iter.Seq2[queue.LaneID, queue.LaneStats] {
+func ledgers(store queue.Stats, lanes []queue.LaneID) iter.Seq2[queue.LaneID, queue.LaneStats] {
 	return func(yield func(queue.LaneID, queue.LaneStats) bool) {
 		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes {
@@ -249,7 +249,7 @@ func (e *Engine) ledgers(lanes []queue.LaneID) iter.Seq2[queue.LaneID, queue.Lan
 				}
 				groups[id] = true
 			}
-			if !yield(id, e.o.Store.LaneStats(id)) {
+			if !yield(id, store.LaneStats(id)) {
 				return
 			}
 		}

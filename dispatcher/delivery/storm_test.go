@@ -276,8 +276,8 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		l.redelivering.Wait()
 		cancel()
 		<-done
-		if e := l.engine; e.inFlight != 0 || e.unproven != 0 || e.leased != 0 || e.workers != 0 {
-			s.Errorf("at the end of a process: %d in flight, %d unproven, %d leased, %d workers", e.inFlight, e.unproven, e.leased, e.workers)
+		if e := l.engine; e.scheduler.inFlight != 0 || e.scheduler.unproven != 0 || e.scheduler.leased != 0 || e.workers.count != 0 {
+			s.Errorf("at the end of a process: %d in flight, %d unproven, %d leased, %d workers", e.scheduler.inFlight, e.scheduler.unproven, e.scheduler.leased, e.workers.count)
 		}
 		if most := l.most["http://dead-0.test"]; most > 1 {
 			s.Errorf("%d concurrent requests to the endpoint that never responds", most)

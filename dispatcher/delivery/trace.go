@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"context"
 	"strings"
 	"time"
 
@@ -12,11 +13,11 @@ import (
 	"github.com/posthorn/posthorn/internal/tracing"
 )
 
-// trace starts an attempt's span, as a child of the span of the message's acceptance, and sends its
+// startTrace starts an attempt's span, as a child of the span of the message's acceptance, and sends its
 // context to the receiver. A message without a span starts a new trace.
-func (e *Engine) trace(w *worker, started time.Time) trace.Span {
+func startTrace(ctx context.Context, tracer trace.Tracer, w *worker, started time.Time) trace.Span {
 	p := &w.post
-	_, span := e.o.Tracer.Start(tracing.From(e.hard, p.message.TraceParent), "POST "+p.target.destination.key,
+	_, span := tracer.Start(tracing.From(ctx, p.message.TraceParent), "POST "+p.target.destination.key,
 		trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(started))
 	if parent := tracing.Parent(span); parent != "" {
 		w.headers = append(w.headers, egress.Header{Name: tracing.Header, Value: parent})

@@ -10,6 +10,21 @@
 // The main types are Store, sourceLog (the messages of one Source), lane (a cursor in a log
 // with its retries), group (the shared state of the lanes of one destination) and destination
 // (the dead letters).
+//
+// Locks, each acquired before those below it:
+//
+//   - Store.gate, for reading: the database remains open
+//   - disk.maintaining: one pass frees space at a time
+//   - Store.registry: lanes are opened and dropped, and numbers assigned
+//   - flusher.writing: the states of changed lanes are written
+//   - lane.leasing: one lease of a lane at a time
+//   - lane.mu, which is group.mu for the lanes of a group: the lane's state, also while it is written. Only flushSome
+//     has more than one
+//   - destination.mu: the dead letters
+//   - Store.mu: the maps, the holders of ledgers and the ledgers of dropped lanes
+//   - replicatedLog.mu: the order of batches
+//
+// The other mutexes are acquired last. The store calls notify without a lock, and its caller holds none.
 package pebblestore
 
 import (

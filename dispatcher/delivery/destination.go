@@ -1,0 +1,135 @@
+package delivery
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/changes"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// destination is a destination of the config, or a removed one whose lanes are kept during the grace period.
+type destination struct {
+	key, namespace, name string
+	// set is nil after the destination is removed from the config.
+	set       *destinationConfig
+	endpoints map[string]*liveEndpoint
+	lanes     []*lane
+	// parked is true while the destination is missing in the config although it was not deleted. Its
+	// dead letters and its ledger are kept.
+	parked bool
+	// trim limits the dead letters, also after the removal; nil if the removal was before this run.
+	trim    *liveconfig.DeadLetters
+	metrics destinationMetrics
+	// owner is shared by the destinations of the namespace.
+	owner *namespace
+	// atStart is the ledger at the start of the process. Counters begin at 0: after a crash the ledger may be a few
+	// messages lower than the last scrape, which Prometheus would read as a reset.
+	atStart queue.Ledger
+	// changed is marked when the report changes; nil before the destination was in a config.
+	changed *changes.Object
+	// filterFailure is the last failure of the filter for a message that was accepted after changedAt, the time of the
+	// last edit; nil if there was none.
+	filterFailure *adminapi.Failure
+	changedAt     time.Time
+}
+
+// destinationConfig is the compiled config of a destination. It is replaced, never changed, so requests in
+// flight end with the settings of their start.
+type destinationConfig struct {
+	generation int64
+	revision   string
+	// active is false if the destination is disabled or paused.
+	active bool
+	policy retry.Policy
+	signer sign.Signer
+	// targets are the endpoints in the order of the config; configs has the same order, for comparison.
+	targets      []target
+	configs      []liveconfig.Endpoint
+	maxInFlight  int
+	perSecond    int
+	deadLetters  liveconfig.DeadLetters
+	exactNumbers bool
+}
+
+// newDestinationConfig compiles a config. It returns the settings without what has an error. old, which may be nil, has
+// prepared requests to use again.
+func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, client Poster) (*destinationConfig, error) {
+	s := &destinationConfig{
+		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
+		active:      c.State == liveconfig.Active,
+		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
+		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
+		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
+	}
+	var errs []error
+	if s.active {
+		var err error
+		s.signer, err = sign.New(c.Signing)
+		errs = append(errs, err)
+	}
+	for _, config := range c.Endpoints {
+		t := target{to: old.prepared(config)}
+		if t.to == nil && s.active {
+			var err error
+			if t.to, err = client.Prepare(config); err != nil {
+				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
+			}
+		}
+		s.targets = append(s.targets, t)
+	}
+	return s, errors.Join(errs...)
+}
+
+// prepared returns the prepared request of an endpoint with unchanged config, or nil.
+func (s *destinationConfig) prepared(config liveconfig.Endpoint) *egress.Endpoint {
+	if s == nil {
+		return nil
+	}
+	for i, old := range s.configs {
+		if reflect.DeepEqual(old, config) {
+			return s.targets[i].to
+		}
+	}
+	return nil
+}
+
+// countDead counts n dead letters.
+func (d *destination) countDead(reason string, n int64) {
+	d.metrics.dead.add(reason, n)
+	d.owner.dead.add(reason, n)
+}
+
+// filterFailureFor is how long the report has a failure of a filter.
+const filterFailureFor = 10 * time.Minute
+
+// failFilter records that the filter failed for a message.
+func (d *destination) failFilter(m *queue.Delivery, now time.Time) {
+	if m.AcceptedAt.Before(d.changedAt) {
+		return // An earlier filter failed.
+	}
+	if before := d.filterFailure; before == nil || before.Message != m.FilterError || now.Sub(before.Time) >= filterFailureFor {
+		d.changed.Transition()
+	}
+	d.filterFailure = &adminapi.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: m.FilterError}
+}
+
+// body returns the bytes to sign and to send. Only messages that are marked for long numbers need a conversion.
+func (s *destinationConfig) body(d *queue.Delivery) []byte {
+	if !d.LongNumbers || s.exactNumbers {
+		return d.Body
+	}
+	fixed, err := event.FixedPoint(d.Body)
+	if err != nil {
+		return d.Body // cannot happen: accepted messages are JSON
+	}
+	return fixed
+}

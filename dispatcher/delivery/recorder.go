@@ -1,0 +1,91 @@
+package delivery
+
+import (
+	"bytes"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+)
+
+// recorder counts the attempts and outcomes of all destinations, keeps the last attempts of each endpoint, and publishes
+// them. The engine's lock guards it.
+type recorder struct {
+	// perEndpoint is Options.Attempts.
+	perEndpoint int
+	// duration of all requests, latency of all deliveries.
+	duration, latency histogram
+	tails             map[*Tail]struct{}
+}
+
+// record keeps and publishes the attempt.
+func (c *recorder) record(p *post, r *ended) {
+	ep := p.target.liveEndpoint
+	c.countAttempt(ep, r)
+	a := adminapi.Attempt{
+		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
+		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
+		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Number: p.message.Attempt + 1,
+		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr, CertificateExpires: r.CertificateExpires, Probe: p.probe,
+	}
+	if r.Reason != "" {
+		a.Response = strings.ToValidUTF8(string(r.Response[:min(len(r.Response), maxKeptResponse)]), "\uFFFD")
+	}
+	ep.attempts.add(c.perEndpoint, &a)
+	if len(c.tails) > 0 {
+		c.publish(&a, p)
+	}
+}
+
+// countAttempt counts a request.
+func (c *recorder) countAttempt(ep *liveEndpoint, r *ended) {
+	i := bucket(attemptBuckets, r.duration)
+	c.duration.observe(attemptBuckets, i, r.duration)
+	ep.metrics.duration.observe(attemptBuckets, i, r.duration)
+	ep.metrics.add(r)
+	ep.destination.owner.attempts.add(r)
+}
+
+// countOutcome counts a message whose age is the time since its acceptance.
+func (c *recorder) countOutcome(d *destination, o outcome, age time.Duration) {
+	switch o {
+	case delivered:
+		i := bucket(latencyBuckets, age)
+		c.latency.observe(latencyBuckets, i, age)
+		d.metrics.latency.observe(latencyBuckets, i, age)
+	case rejected:
+		d.countDead(string(egress.Rejected), 1)
+	case redirected:
+		d.countDead(string(egress.Redirected), 1)
+	case timedOut:
+		d.countDead(string(retry.Expired), 1)
+	}
+}
+
+// publish sends an attempt to all subscribers.
+func (c *recorder) publish(a *adminapi.Attempt, p *post) {
+	for t := range c.tails {
+		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {
+			continue
+		}
+		sent := adminapi.AttemptWithBody{Attempt: *a}
+		sent.MessageID = event.ID(append([]byte(nil), a.MessageID...))
+		if t.bodies {
+			body := p.set.body(&p.message)
+			if t.waiting.Load()+int64(len(body)) > maxTailBytes {
+				t.dropped.Add(1)
+				continue
+			}
+			sent.Body = bytes.Clone(body)
+		}
+		select {
+		case t.out <- sent:
+			t.waiting.Add(int64(len(sent.Body)))
+		default:
+			t.dropped.Add(1)
+		}
+	}
+}

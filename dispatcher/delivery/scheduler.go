@@ -1,0 +1,317 @@
+package delivery
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// maxLease is the largest number of messages per lease; minLease is the number that a lane may
+// always lease, because each lease costs a search in the log.
+const (
+	minLease = 16
+	maxLease = 64
+)
+
+// scheduler decides which lane gets the next request, and how many it may have: it has the queues of lanes, and the
+// counts of which they and their namespaces have shares. The engine's lock guards it.
+type scheduler struct {
+	// maxInFlight is the limit of inFlight.
+	maxInFlight int
+	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
+	// share of maxInFlight.
+	ready                    readyQueue
+	blocked, blockedUnproven blockedQueue
+	// active counts the namespaces with waiting lanes, leases in progress or requests in flight; sharedAt is when it
+	// was last more than one.
+	active   int
+	sharedAt time.Time
+	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
+	// granted the lanes with a grant, leased the messages that are leased and not settled.
+	inFlight, unproven, granted, leased int
+}
+
+// enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
+// in progress queues itself afterwards.
+func (s *scheduler) enqueue(l *lane) bool {
+	if l.queued || l.parked() || !l.hasWork() || l.leasing && l.buffered() == 0 {
+		return false
+	}
+	s.pushReady(l)
+	return true
+}
+
+// processors is the number of leases that a namespace may have in progress while it is alone.
+var processors = runtime.GOMAXPROCS(0)
+
+// aloneAfter is how long no other namespace must have been active until one counts as alone. A namespace with short
+// requests is active for moments only.
+const aloneAfter = time.Second
+
+// maxLeases is the number of leases that a namespace may have in progress. A lease reads the messages that filters
+// exclude, so the lanes of one namespace could keep all processors busy: it gets half of them, unless it is alone.
+func (s *scheduler) maxLeases(n *namespace, now time.Time) int {
+	if s.active > min(n.load, 1) || now.Sub(s.sharedAt) < aloneAfter {
+		return max(1, processors/2)
+	}
+	return processors
+}
+
+// resumeLease puts a lane that waits for a lease into the ready queue if its namespace may have one more.
+func (s *scheduler) resumeLease(n *namespace, now time.Time) {
+	if n.toLease.len > 0 && n.leases < s.maxLeases(n, now) {
+		s.ready.push(n.toLease.pop())
+	}
+}
+
+// awaitLease makes a lane wait for the end of a lease of its namespace.
+func (s *scheduler) awaitLease(l *lane) {
+	l.owner.toLease.push(l)
+	s.load(l.owner, 1)
+}
+
+// beginLease counts a lease in progress of a lane, whose buffered messages can be sent meanwhile.
+func (s *scheduler) beginLease(l *lane) {
+	l.leasing, l.notified = true, false
+	l.owner.leases++
+	s.load(l.owner, 1)
+	s.enqueue(l)
+}
+
+// endLease ends what beginLease began.
+func (s *scheduler) endLease(l *lane) {
+	l.leasing = false
+	l.owner.leases--
+	s.resumeLease(l.owner, time.Now())
+	s.load(l.owner, -1)
+}
+
+// share is the present limit of the requests in flight of a lane: no more than are still free, for all or of its
+// namespace's part. So a few lanes may use most of the total, many lanes get equal shares, some capacity is always free
+// for the next lane, and a namespace gets its part however many lanes another one has. Lanes whose endpoints fail, are
+// slow, or are not proven yet share one half at most, so that failing endpoints cannot use up the capacity.
+func (s *scheduler) share(l *lane, proven bool) int {
+	free := max(s.maxInFlight-s.inFlight, s.maxInFlight/max(1, s.active)-l.owner.inFlight)
+	if proven {
+		return free
+	}
+	half := s.freeForUnproven()
+	if l.granted {
+		half++
+	}
+	return min(free, half)
+}
+
+// freeForUnproven is the number of requests that lanes without a grant may start in the half of the unproven ones.
+func (s *scheduler) freeForUnproven() int { return s.maxInFlight/2 - s.unproven - s.granted }
+
+// grant reserves one request in the half of the unproven lanes for a lane that waited. Without it
+// the lanes of namespaces with fewer requests in flight, which are earlier in the ready queue, could
+// take every free request before the lane has its turn.
+func (s *scheduler) grant(l *lane) {
+	l.granted = true
+	s.granted++
+}
+
+// endGrant ends the grant of a lane, if it has one: the lane starts its request, or cannot.
+func (s *scheduler) endGrant(l *lane) {
+	if l.granted {
+		l.granted = false
+		s.granted--
+	}
+}
+
+// blockedLike returns the queue in which a lane waits for its share, and the place of its namespace.
+func (s *scheduler) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
+	if l.proven() {
+		return &s.blocked, &l.owner.blocked
+	}
+	return &s.blockedUnproven, &l.owner.blockedUnproven
+}
+
+// mustWait reports whether a lane has used its share, or another lane of its namespace is already
+// waiting that has no more requests in flight than this one.
+func (s *scheduler) mustWait(l *lane) bool {
+	if l.inFlight >= s.share(l, l.proven()) {
+		return true
+	}
+	_, waiting := s.blockedLike(l)
+	first := waiting.lanes.head
+	return first != nil && !l.waited && first.inFlight <= l.inFlight
+}
+
+// block makes a lane wait for its share. A lane that had its turn and found the share used up again keeps its place.
+func (s *scheduler) block(l *lane) {
+	s.endGrant(l)
+	q, waiting := s.blockedLike(l)
+	if l.waited {
+		q.pushFront(waiting, l)
+	} else {
+		q.push(waiting, l)
+	}
+	l.waited = true
+	s.load(l.owner, 1)
+}
+
+// unblock gives the turn to a waiting lane whose share is free now. It is called whenever a request
+// ends, and when a lane did not use its turn.
+func (s *scheduler) unblock() {
+	for _, q := range []*blockedQueue{&s.blocked, &s.blockedUnproven} {
+		proven := q == &s.blocked
+		for tries := 8; tries > 0 && q.len > 0; {
+			if !proven && s.freeForUnproven() <= 0 {
+				break // The limit is the same for all namespaces, so none loses its turn.
+			}
+			share := s.share(q.head.lanes.head, proven)
+			if share <= 0 {
+				q.skip()
+				tries--
+				continue
+			}
+			l := q.pop()
+			s.load(l.owner, -1)
+			if l.parked() || !l.hasWork() {
+				continue // This lane does not use up a try, because the lanes behind it may get no other turn.
+			}
+			tries--
+			if l.inFlight < share {
+				if !proven {
+					s.grant(l)
+				}
+				s.pushReady(l)
+				break
+			}
+			s.load(l.owner, 1)
+			if proven {
+				q.push(&l.owner.blocked, l)
+			} else {
+				q.push(&l.owner.blockedUnproven, l)
+			}
+		}
+	}
+}
+
+// pushReady appends a lane to the ready queue.
+func (s *scheduler) pushReady(l *lane) {
+	s.ready.push(l)
+	s.load(l.owner, 1)
+}
+
+// pushFront makes a lane the next one of its namespace in the ready queue.
+func (s *scheduler) pushFront(l *lane) {
+	s.ready.pushFront(l)
+	s.load(l.owner, 1)
+}
+
+// popReady removes the next lane of the ready queue; nil if there is none.
+func (s *scheduler) popReady() *lane {
+	l := s.ready.pop()
+	if l != nil {
+		s.load(l.owner, -1)
+	}
+	return l
+}
+
+// load adds n to the waiting lanes, leases in progress and requests in flight of a namespace. A namespace is active
+// while it has any.
+func (s *scheduler) load(owner *namespace, n int) {
+	before := owner.load
+	owner.load += n
+	switch {
+	case before == 0:
+		s.active++
+	case owner.load == 0:
+		if s.active--; s.active == 1 {
+			s.sharedAt = time.Now()
+		}
+	}
+}
+
+// quantum is the number of messages that a lane leases at once: at most its endpoints' windows or minLease, and fewer
+// the more lanes there are, so that the leased messages of all lanes are bounded.
+func (s *scheduler) quantum(l *lane) int {
+	window := minLease
+	for _, t := range l.targets {
+		window = max(window, t.machine.Window())
+	}
+	return max(1, min(window, maxLease, (4*s.maxInFlight-s.leased)/(s.ready.len+1)))
+}
+
+// wakeNextLane gives an endpoint's free capacity to the next lane that has work for it. It returns the time at which
+// capacity becomes free by time alone, if lanes wait for it; otherwise zero.
+func (s *scheduler) wakeNextLane(ep *liveEndpoint, now time.Time) (at time.Time) {
+	switch m := &ep.machine; {
+	case m.Probing() || !m.Open() && ep.room() <= 0:
+		return time.Time{} // The end of a request in flight calls wakeNextLane again.
+	case m.Open():
+		at = m.ProbeAt()
+	default:
+		at = now.Add(ep.rateWait(now))
+	}
+	for range ep.lanes {
+		ep.turn = (ep.turn + 1) % len(ep.lanes)
+		l := ep.lanes[ep.turn]
+		if l.queued || l.parked() || !l.hasWork() {
+			continue
+		}
+		if at.After(now) {
+			ep.turn = (ep.turn + len(ep.lanes) - 1) % len(ep.lanes)
+			return at
+		}
+		if closed, probe := l.sendable(now); (closed || probe) && s.enqueue(l) {
+			break
+		}
+	}
+	return time.Time{}
+}
+
+// addLeased adds n to the messages of a lane that are leased and not settled.
+func (s *scheduler) addLeased(l *lane, n int) {
+	l.leased += n
+	s.leased += n
+}
+
+// fill puts leased messages into the lane's buffer.
+func (s *scheduler) fill(l *lane, got []queue.Delivery) {
+	rest := copy(l.buffer, l.buffer[l.head:])
+	clear(l.buffer[rest:])
+	l.buffer, l.head = append(l.buffer[:rest], got...), 0
+	s.addLeased(l, len(got))
+	clear(got)
+}
+
+// takeBuffer removes all buffered messages; the caller releases them.
+func (s *scheduler) takeBuffer(l *lane) []queue.Delivery {
+	back := append([]queue.Delivery(nil), l.buffer[l.head:]...)
+	clear(l.buffer)
+	l.buffer, l.head = l.buffer[:0], 0
+	s.addLeased(l, -len(back))
+	l.more = l.more || len(back) > 0
+	return back
+}
+
+// account counts a request that starts.
+func (s *scheduler) account(p *post, now time.Time) {
+	p.lane.waited = false
+	p.lane.inFlight++
+	p.target.inFlight++
+	p.unproven = !p.lane.proven()
+	p.waitsRequested = p.target.waitsRequested
+	s.endGrant(p.lane)
+	s.addInFlight(p.lane.owner, 1, p.unproven)
+	if p.target.rate != nil {
+		p.target.rate.ReserveN(now, 1)
+	}
+}
+
+// addInFlight adds n to the requests in flight of a namespace; a negative n subtracts.
+func (s *scheduler) addInFlight(owner *namespace, n int, unproven bool) {
+	owner.inFlight += n
+	s.load(owner, n)
+	s.ready.changed(owner)
+	s.inFlight += n
+	if unproven {
+		s.unproven += n
+	}
+}

@@ -1,0 +1,115 @@
+package delivery
+
+import (
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// settler records in the store what happens to a message. It has no state, and is called without a lock.
+type settler struct {
+	store Store
+	log   *slog.Logger
+	// windowsSince is Options.WindowsSince.
+	windowsSince time.Time
+	// mayExpire is Options.MayExpire; never nil.
+	mayExpire func() bool
+}
+
+// expires reports whether the retry window of a message that was accepted at a time has ended, and may end now.
+func (s *settler) expires(accepted time.Time, window time.Duration, now time.Time) bool {
+	return now.Sub(s.windowStart(accepted)) >= window && s.mayExpire()
+}
+
+// windowStart returns the start of a message's retry window.
+func (s *settler) windowStart(accepted time.Time) time.Time {
+	if accepted.Before(s.windowsSince) {
+		return s.windowsSince
+	}
+	return accepted
+}
+
+// expired returns the failure Expired, with the text of the message's last failure.
+func expired(last queue.Failure, window time.Duration) queue.Failure {
+	text := fmt.Sprintf("not delivered within %v after it was accepted", window)
+	if last.Reason != "" {
+		text += "; last failure: " + last.Reason
+	}
+	if last.Message != "" {
+		text += ": " + last.Message
+	}
+	last.Reason, last.Message = string(retry.Expired), text
+	return last
+}
+
+// outcome is the result of an attempt for its message.
+type outcome int
+
+const (
+	delivered      outcome = iota
+	deliveredAgain         // delivered again, after another endpoint accepted it
+	retried
+	released
+	rejected
+	redirected
+	timedOut   // its retry window ended
+	handedOver // another endpoint accepted it or still has it
+)
+
+func (s outcome) String() string {
+	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
+}
+
+// settle stores the outcome o of the message, and logs a failed attempt.
+func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
+	if !r.cut && r.outcome().Failed() {
+		args := append(p.target.logArgs(), failureArgs(r.failure())...)
+		s.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
+	}
+	if r.cut {
+		s.store.Release(p.message)
+		return released
+	}
+	decision := retry.Decide(o, p.set.policy, p.message.Attempt, s.windowStart(p.message.AcceptedAt), r.at, rand.Float64)
+	if decision.Reason == retry.Expired && !s.mayExpire() {
+		decision = retry.Decide(o, p.set.policy, p.message.Attempt, r.at, r.at, rand.Float64)
+	}
+	if decision.Action == retry.Ack {
+		if !s.store.Ack(p.message) {
+			return deliveredAgain
+		}
+		return delivered
+	}
+	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response, Wait: decision.Wait}
+	if decision.Action == retry.Retry {
+		s.store.Retry(p.message, decision.At, f)
+		return retried
+	}
+	end := rejected
+	switch decision.Reason {
+	case retry.Expired:
+		end, f = timedOut, expired(f, p.set.policy.Window)
+	case egress.Redirected:
+		end = redirected
+	}
+	if !s.bury(p.message, f, r.at) {
+		end = handedOver
+	}
+	return end
+}
+
+// bury makes a dead letter, unless another endpoint accepted the message or still has it. If that
+// fails, the message is kept and retried later.
+func (s *settler) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried bool) {
+	buried, err := s.store.Bury(d, f)
+	if err != nil {
+		s.log.With(d.Lane.LogArgs()...).Error("writing a dead letter failed; keeping the message", "error", err)
+		s.store.Retry(d, now.Add(time.Minute), f)
+	}
+	return buried
+}
