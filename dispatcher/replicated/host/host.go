@@ -79,6 +79,9 @@ const (
 	// copyLimit is the time without another complete copy after which a process that starts is ready without the
 	// rest. A slot of 4 GiB, the default, restores in it with 15 MB/s, a quarter of what was measured.
 	copyLimit = 5 * time.Minute
+	// unwantedTime is the time after which a copy that is not wanted is removed: by then all processes know the same
+	// slots and copies, so that two of them do not remove their copies for each other's.
+	unwantedTime = 5 * time.Second
 	// directoryRetry is the wait after the directory could not be opened.
 	directoryRetry = 2 * time.Second
 	// deafAfter is the time without a heartbeat of its own after which a process does not know the others.
@@ -130,9 +133,11 @@ type host struct {
 	// heardAt is when the process received a heartbeat of its own, and namesakeAt when it received one of
 	// the first process with its name, in nanoseconds since started; 0 before.
 	heardAt, namesakeAt atomic.Int64
-	stopping            atomic.Bool
-	start               startGate
-	running             sync.WaitGroup
+	// steadyAt is when the process last received no heartbeat of its own, in nanoseconds since started.
+	steadyAt atomic.Int64
+	stopping atomic.Bool
+	start    startGate
+	running  sync.WaitGroup
 	// memory is the plan of the process; shared and uploads bound what all slots use together.
 	memory  memory.Plan
 	shared  *pebblestore.Shared
@@ -424,7 +429,7 @@ func (h *host) place(ctx context.Context) error {
 		case h.isRecent(&h.namesakeAt):
 			h.park()
 		// The directory exists before the first slot, so that a log of one slot is recognized.
-		case time.Since(h.started) >= settleTime && h.fault.Load() == nil && h.isRecent(&h.heardAt):
+		case h.age() >= settleTime && h.fault.Load() == nil && h.isRecent(&h.heardAt):
 			h.move(ctx)
 		}
 		h.checkStart()
@@ -453,6 +458,9 @@ func (h *host) compareConfigs() {
 func (h *host) beat() {
 	if h.fault.Load() != nil || h.isRecent(&h.namesakeAt) {
 		return
+	}
+	if !h.isRecent(&h.heardAt) {
+		h.steadyAt.Store(int64(time.Since(h.started)))
 	}
 	own := h.heartbeat()
 	h.members.Hear(own)
@@ -492,7 +500,7 @@ func (h *host) hear(text []byte) {
 		if h.heardAt.Swap(now) == 0 {
 			h.signal()
 		}
-	case !heartbeat.Precedes(slots.Heartbeat{Milliseconds: time.Since(h.started).Milliseconds(), Announcement: h.o.identity.Announce()}):
+	case !heartbeat.Precedes(slots.Heartbeat{Milliseconds: h.age().Milliseconds(), Announcement: h.o.identity.Announce()}):
 		// It is the second, and takes no slots.
 	default:
 		if !h.isRecent(&h.namesakeAt) {
@@ -502,6 +510,10 @@ func (h *host) hear(text []byte) {
 		h.members.Hear(heartbeat)
 	}
 }
+
+// age is the time since the process began to receive its heartbeats without a gap. Like a new process, one that was
+// stopped, or lost its connection, gets no slots at first.
+func (h *host) age() time.Duration { return time.Since(h.started) - time.Duration(h.steadyAt.Load()) }
 
 // isRecent reports whether a time since the start of the process is at most deafAfter ago; 0 is none.
 func (h *host) isRecent(at *atomic.Int64) bool {
@@ -513,16 +525,14 @@ func (h *host) isRecent(at *atomic.Int64) bool {
 // it takes none.
 func (h *host) heartbeat() slots.Heartbeat {
 	skew, clock := h.o.clock.milliseconds()
+	owned, silent := h.claimed()
 	own := slots.Heartbeat{
-		Member: h.name, Milliseconds: time.Since(h.started).Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
-		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Owned: h.owned(),
+		Member: h.name, Milliseconds: h.age().Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
+		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Owned: owned, Silent: silent,
 		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {
-		if s.ownership.Load() != nil {
-			continue
-		}
-		if b := s.standby.Load(); b != nil {
+		if b := s.standby.Load(); b != nil && s.ownership.Load() == nil && !s.isRemoving() {
 			own.Copies = append(own.Copies, b.copied(s.slot))
 		}
 	}
@@ -530,17 +540,28 @@ func (h *host) heartbeat() slots.Heartbeat {
 }
 
 // owned returns the slots that this process owns.
-func (h *host) owned() (list []slots.OwnedSlot) {
+func (h *host) owned() []slots.OwnedSlot {
+	owned, _ := h.claimed()
+	return owned
+}
+
+// claimed returns the slots that this process owns, and those whose log is silent.
+func (h *host) claimed() (owned, silent []slots.OwnedSlot) {
 	for _, s := range h.slots {
-		if t := s.ownership.Load(); t != nil && !t.Ended() && t.writer.MaySend() {
-			owned := slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()}
+		t := s.ownership.Load()
+		switch {
+		case t == nil, t.Ended():
+		case !t.writer.MaySend():
+			silent = append(silent, slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch()})
+		default:
+			o := slots.OwnedSlot{Slot: s.slot, Epoch: t.writer.Epoch(), Unlisted: s.hasUnlistedKeys()}
 			if c := s.compared.Load(); c != nil {
-				owned.Directory, owned.Assignments = c.directory, c.assignments
+				o.Directory, o.Assignments = c.directory, c.assignments
 			}
-			list = append(list, owned)
+			owned = append(owned, o)
 		}
 	}
-	return list
+	return owned, silent
 }
 
 // announceOwners makes the forwarders and the front use the present owners.
@@ -568,7 +589,7 @@ func (h *host) followLocalCopies(ctx context.Context) {
 // move makes the moves of this process.
 func (h *host) move(ctx context.Context) {
 	members, placed := h.members.View(len(h.slots))
-	take := map[int]bool{}
+	take, unwanted := map[int]bool{}, map[int]bool{}
 	for _, m := range slots.Place(members, placed, h.s.Standbys) {
 		if m.Member != h.name {
 			continue
@@ -581,13 +602,16 @@ func (h *host) move(ctx context.Context) {
 		case slots.StartFollowing:
 			s.start(ctx)
 		case slots.StopFollowing:
-			s.remove()
+			unwanted[m.Slot] = true
 		case slots.HandOver:
 			s.handOver()
 		}
 	}
 	for _, s := range h.slots {
 		s.mayClaim.Store(take[s.slot])
+		if s.unwanted.lasts(unwanted[s.slot], time.Now(), unwantedTime) {
+			s.remove()
+		}
 	}
 }
 

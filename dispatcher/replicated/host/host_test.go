@@ -39,15 +39,17 @@ type bus struct {
 	mu  sync.Mutex
 	fns map[int]func([]byte)
 	n   int
-	// published counts the heartbeats. denied is true while none arrives.
+	// published counts the heartbeats. denied is true while none arrives, and cutOff is a process whose heartbeats
+	// do not arrive.
 	published int
 	denied    bool
+	cutOff    string
 }
 
 func (b *bus) Publish(text []byte) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.published++; b.denied {
+	if b.published++; b.denied || b.cutOff != "" && bytes.Contains(text, []byte(`"member":"`+b.cutOff+`"`)) {
 		return nil
 	}
 	for _, fn := range b.fns {
@@ -544,6 +546,59 @@ func TestHeartbeatsAreRequired(t *testing.T) {
 	in.bus.denied = false
 	in.bus.mu.Unlock()
 	waitSlots(t, l, 2)
+}
+
+// A process whose heartbeats were lost has the age of a new one when they arrive again, and the slots that it owned.
+func TestProcessThatWasCutOff(t *testing.T) {
+	in := newInstallation(t, 4, "a")
+	first, _ := in.start(t, "first")
+	second, _ := in.start(t, "second")
+	waitSlots(t, first, 2)
+	waitSlots(t, second, 2)
+	var mu sync.Mutex
+	ages := map[string]int64{}
+	stop, err := in.bus.Subscribe(func(text []byte) {
+		var h slots.Heartbeat
+		if err := json.Unmarshal(text, &h); err != nil {
+			t.Error(err)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		ages[h.Member] = h.Milliseconds
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	cutOff := func(name string) {
+		in.bus.mu.Lock()
+		defer in.bus.mu.Unlock()
+		in.bus.cutOff = name
+	}
+	cutOff("second")
+	time.Sleep(deafAfter + 2*slots.HeartbeatInterval)
+	mu.Lock()
+	delete(ages, "second")
+	mu.Unlock()
+	begin := time.Now()
+	cutOff("")
+	if err := wait.Until(func() error {
+		mu.Lock()
+		defer mu.Unlock()
+		if _, ok := ages["second"]; !ok {
+			return errors.New("no heartbeat")
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	mu.Lock()
+	if most := time.Since(begin).Milliseconds(); ages["second"] > most || ages["first"] <= ages["second"]+deafAfter.Milliseconds() {
+		t.Errorf("ages %v ms: want at most %d ms of the second process, and the time since the start of the first one", ages, most)
+	}
+	mu.Unlock()
+	waitSlots(t, second, 2)
+	waitSlots(t, first, 2)
 }
 
 // A config that its owner refuses, or parks Sources for, changes nothing for the calls of another process:

@@ -40,6 +40,8 @@ type replica struct {
 	// compared is nil while this process does not own the slot, and until its store is compared with the
 	// directory.
 	compared atomic.Pointer[compared]
+	// unwanted is the time for which placement has not wanted the copy.
+	unwanted lasting
 
 	mu sync.Mutex
 	// end ends the following of the slot; nil while the process does not follow it. removing is true from its
@@ -163,6 +165,27 @@ func (s *replica) remove() {
 	s.log.Info("another process keeps the copy of this slot; removing this one")
 	s.removing = true
 	s.end()
+	s.host.signal() // The others must not count the copy while its files are removed.
+}
+
+// isRemoving reports whether the copy is being removed.
+func (s *replica) isRemoving() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.removing
+}
+
+// lasting measures the time for which a condition has held.
+type lasting struct{ since time.Time }
+
+// lasts takes whether the condition holds now, and reports whether it has held for a time.
+func (l *lasting) lasts(holds bool, now time.Time, d time.Duration) bool {
+	if !holds {
+		l.since = time.Time{}
+	} else if l.since.IsZero() {
+		l.since = now
+	}
+	return holds && now.Sub(l.since) >= d
 }
 
 // handOver ends the ownership of the slot in order.

@@ -34,9 +34,11 @@ type Heartbeat struct {
 	// Configs are the newest live configs that the process has.
 	Configs []ConfigNumber `json:"configs,omitempty"`
 	// Announcement is how other processes reach this one. It is another one for each start of a process.
-	Announcement []byte       `json:"announcement,omitempty"`
-	Owned        []OwnedSlot  `json:"owned,omitempty"`
-	Copies       []SlotCopied `json:"copies,omitempty"`
+	Announcement []byte      `json:"announcement,omitempty"`
+	Owned        []OwnedSlot `json:"owned,omitempty"`
+	// Silent are the slots that the process has claimed, and whose log has acknowledged no record of it lately.
+	Silent []OwnedSlot  `json:"silent,omitempty"`
+	Copies []SlotCopied `json:"copies,omitempty"`
 }
 
 // ConfigNumber is the number of a namespace's live config, which grows with each change.
@@ -90,7 +92,8 @@ type heard struct {
 // seen is the state of a slot at the last call of View.
 type seen struct {
 	owner string
-	// unowned is when the owner was lost; zero while there is one.
+	epoch uint64
+	// unowned is when the owner was lost or became silent; zero while there is one that is not.
 	unowned time.Time
 }
 
@@ -126,7 +129,7 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 		}
 	}
 	m.heard[h.Member] = heard{h, now}
-	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || before.OldConfig != h.OldConfig || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Copies, h.Copies)
+	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || before.OldConfig != h.OldConfig || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Silent, h.Silent) || !slices.Equal(before.Copies, h.Copies)
 }
 
 // member returns what Place uses of a heartbeat.
@@ -195,10 +198,13 @@ func (m *Members) View(slots int) (members []Member, placed []Placed) {
 	for i := range placed {
 		before := m.slots[i]
 		placed[i].Owner, placed[i].Previous = "", before.owner
-		if owner, _, ok := m.owner(i, now); ok {
+		if owner, owned, ok := m.owner(i, now); ok {
 			placed[i].Owner, placed[i].Previous = owner.Member, ""
-			m.slots[i] = seen{owner: owner.Member}
+			m.slots[i] = seen{owner: owner.Member, epoch: owned.Epoch}
 			continue
+		}
+		if silent, owned, ok := m.silent(i, now); ok && owned.Epoch >= before.epoch {
+			placed[i].Owner, placed[i].Previous, placed[i].Silent = silent.Member, "", true
 		}
 		if before.unowned.IsZero() {
 			before.unowned = now
@@ -229,11 +235,19 @@ func (m *Members) alive(now time.Time) (list []heard) {
 	return list
 }
 
-// owner returns the member that owns a slot: of several the one with the highest epoch. The mutex is
-// held.
+// owner returns the member that owns a slot, and silent the one whose log is silent. The mutex is held.
 func (m *Members) owner(slot int, now time.Time) (owner Heartbeat, owned OwnedSlot, ok bool) {
+	return m.newest(slot, now, func(h Heartbeat) []OwnedSlot { return h.Owned })
+}
+
+func (m *Members) silent(slot int, now time.Time) (owner Heartbeat, owned OwnedSlot, ok bool) {
+	return m.newest(slot, now, func(h Heartbeat) []OwnedSlot { return h.Silent })
+}
+
+// newest returns the member with the highest epoch of a slot. The mutex is held.
+func (m *Members) newest(slot int, now time.Time, of func(Heartbeat) []OwnedSlot) (owner Heartbeat, owned OwnedSlot, ok bool) {
 	for _, h := range m.alive(now) {
-		for _, o := range h.Owned {
+		for _, o := range of(h.Heartbeat) {
 			if o.Slot == slot && o.Epoch > owned.Epoch {
 				owner, owned, ok = h.Heartbeat, o, true
 			}

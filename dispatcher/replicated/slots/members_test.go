@@ -50,6 +50,36 @@ func TestMembers(t *testing.T) {
 	}
 }
 
+// The owner of a silent slot counts as its owner until another one has claimed the slot.
+func TestSilentOwner(t *testing.T) {
+	now := time.Unix(1000, 0)
+	m := NewMembers(func() time.Time { return now })
+	silent := func(member string, epoch uint64) {
+		m.Hear(Heartbeat{Member: member, Silent: []OwnedSlot{{Epoch: epoch}}})
+	}
+	view := func(what string, want Placed) {
+		t.Helper()
+		_, placed := m.View(1)
+		wantEqual(t, what, placed, []Placed{want})
+		if _, _, ok := m.Owner(0); ok != (want.Owner != "" && !want.Silent) {
+			t.Errorf("%s: got an owner for requests %v, want %v", what, ok, !ok)
+		}
+	}
+	m.Hear(Heartbeat{Member: "a", Owned: []OwnedSlot{{Epoch: 3}}})
+	view("owned", Placed{Owner: "a"})
+	silent("a", 3)
+	view("silent", Placed{Owner: "a", Silent: true})
+	now = now.Add(2 * time.Second)
+	silent("a", 3)
+	view("silent for 2 s", Placed{Owner: "a", Silent: true, Unowned: 2 * time.Second})
+	m.Hear(Heartbeat{Member: "b", Owned: []OwnedSlot{{Epoch: 4}}})
+	view("claimed", Placed{Owner: "b"})
+	m.Hear(Heartbeat{Member: "b"})
+	view("released, while the former owner does not know it", Placed{Previous: "b"})
+	silent("b", 4)
+	view("silent again", Placed{Owner: "b", Silent: true})
+}
+
 // The successor of an owner has a complete copy and a right clock, and does not leave.
 func TestSuccessor(t *testing.T) {
 	m := NewMembers(func() time.Time { return time.Unix(1000, 0) })

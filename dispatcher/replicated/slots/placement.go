@@ -46,7 +46,10 @@ type Placed struct {
 	// Owner is empty for a slot without owner. Previous is then the last owner, and Unowned the time
 	// since the slot has none.
 	Owner, Previous string
-	Unowned         time.Duration
+	// Silent is true if the log has acknowledged no record of the owner lately, as in an election of the servers;
+	// Unowned is then the time since. Another member may claim the slot, but no slot is moved because of it.
+	Silent  bool
+	Unowned time.Duration
 	// Followers have a copy of the slot.
 	Followers []Follower
 }
@@ -98,13 +101,15 @@ const (
 //     is ready. As few slots as possible are moved.
 //   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
 //     slots. A member with its full share takes it only when the others have not for TakeTurn.
+//   - The owner of a silent slot counts as its owner. Until TakeTurn, only a ready follower takes such a slot.
 //   - A member that failed to open the store of a slot takes it after all others, gets no hand-over of it,
 //     and is not counted as a standby. It keeps its copy.
 //   - Each slot has a number of standbys. Those of one owner are spread so that the members that
 //     take its slots after its loss do not exceed their shares.
 //   - A member restores one copy at a time for the standbys and hand-overs.
-//   - A member with a wrong clock takes no slots. It hands over those that it has, and keeps its copies.
-//     The same applies to a member with an old config, unless there is no other one.
+//   - A member with a wrong clock takes no slots, and hands over those that it has. The same applies to a member
+//     with an old config, unless there is no other one.
+//   - A member that takes no slots keeps its copies.
 func Place(members []Member, slots []Placed, standbys int) []Move {
 	p := newPlacement(members, slots, standbys)
 	if len(p.names) == 0 {
@@ -134,7 +139,7 @@ type Progress struct {
 // ProgressOf returns the progress of a member. Slots that no member took for TakeTurn, and copies with which
 // the store could not be opened, do not delay it.
 func ProgressOf(member string, members []Member, slots []Placed, standbys int) (p Progress) {
-	_, p.Complete = slices.BinarySearch(newPlacement(members, slots, standbys).names, member)
+	p.Complete = newPlacement(members, slots, standbys).counts(member)
 	for _, m := range Place(members, slots, standbys) {
 		if m.Action == HandOver || m.Member == member && m.Action == StartFollowing {
 			p.Complete = false
@@ -147,7 +152,7 @@ func ProgressOf(member string, members []Member, slots []Placed, standbys int) (
 		case ready == 1:
 			p.Complete = false
 		}
-		if s.Owner == "" && s.Unowned < TakeTurn {
+		if s.isFree() && s.Unowned < TakeTurn {
 			p.Complete = false
 		}
 	}
@@ -167,24 +172,20 @@ type placement struct {
 	moves                     []Move
 	// targets are the members to which slots are to be handed over.
 	targets map[int]string
-	// leaving are the members that hand over their slots: they end, or are unfit.
+	// leaving are the members that hand over their slots: they end, or have a wrong clock or an old config.
 	leaving map[string]bool
-	// unfit are those with a wrong clock or an old config.
-	unfit map[string]bool
 }
 
 func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 	p := &placement{
 		slots: slots, standbys: standbys,
 		owned: map[string]int{}, follows: map[string]int{}, restoring: map[string]int{},
-		targets: map[int]string{}, leaving: map[string]bool{}, unfit: map[string]bool{},
+		targets: map[int]string{}, leaving: map[string]bool{},
 	}
 	var young, outdated []string
 	for _, m := range members {
 		switch {
-		case !m.HasRightClock(members):
-			p.leaving[m.Name], p.unfit[m.Name] = true, true
-		case m.Leaving:
+		case m.Leaving, !m.HasRightClock(members):
 			p.leaving[m.Name] = true
 		case m.OldConfig:
 			outdated = append(outdated, m.Name)
@@ -201,7 +202,7 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		p.names, outdated = outdated, nil
 	}
 	for _, name := range outdated {
-		p.leaving[name], p.unfit[name] = true, true
+		p.leaving[name] = true
 	}
 	slices.Sort(p.names)
 	p.share, p.least = ceilDiv(len(slots), max(len(p.names), 1)), len(slots)/max(len(p.names), 1)
@@ -217,10 +218,24 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 	return p
 }
 
+// counts reports whether a member takes slots.
+func (p *placement) counts(member string) bool {
+	_, ok := slices.BinarySearch(p.names, member)
+	return ok
+}
+
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 func (p *placement) add(member string, a Action, slot int) {
 	p.moves = append(p.moves, Move{member, a, slot})
+}
+
+// isFree reports whether members may take the slot.
+func (s *Placed) isFree() bool { return s.Owner == "" || s.Silent }
+
+// mayTake reports whether a member may take the slot, which is free.
+func (s *Placed) mayTake(member string) bool {
+	return !s.Silent || member != s.Owner && (s.ready(member) == 0 || s.Unowned >= TakeTurn)
 }
 
 // ready returns 0 for a ready follower, 1 for one that restores its copy, 2 for other members, and failed for
@@ -247,14 +262,14 @@ func (p *placement) byOwned(a, b string) int {
 	return cmp.Or(cmp.Compare(p.owned[a], p.owned[b]), cmp.Compare(p.follows[a], p.follows[b]), cmp.Compare(a, b))
 }
 
-// take selects the members that take the slots without owner.
+// take selects the members that take the free slots.
 func (p *placement) take() {
 	for i := range p.slots {
 		s := &p.slots[i]
-		if s.Owner != "" {
+		if !s.isFree() {
 			continue
 		}
-		ranked := slices.Clone(p.names)
+		ranked := slices.DeleteFunc(slices.Clone(p.names), func(name string) bool { return !s.mayTake(name) })
 		slices.SortFunc(ranked, func(a, b string) int {
 			return cmp.Or(
 				cmp.Compare(p.fullShare(a), p.fullShare(b)),
@@ -266,7 +281,9 @@ func (p *placement) take() {
 		for _, name := range ranked[:turns] {
 			p.add(name, Take, i)
 		}
-		p.owned[ranked[0]]++
+		if !s.Silent {
+			p.owned[ranked[0]]++
+		}
 	}
 }
 
@@ -283,8 +300,8 @@ func (p *placement) handOver() {
 	busy := map[string]bool{"": true} // Members whose last hand-over is not complete.
 	slotsOf := map[string][]int{}
 	for i, s := range p.slots {
-		if s.Owner == "" {
-			busy[s.Previous] = true
+		if s.isFree() {
+			busy[cmp.Or(s.Owner, s.Previous)] = true
 		}
 		slotsOf[s.Owner] = append(slotsOf[s.Owner], i)
 	}
@@ -334,8 +351,7 @@ func (p *placement) allowed(owner string) (n int, ok bool) {
 	if p.leaving[owner] {
 		return 0, true
 	}
-	_, ok = slices.BinarySearch(p.names, owner)
-	return p.share, ok
+	return p.share, p.counts(owner)
 }
 
 // nextHandOver returns the slot of an owner that can be handed over first, and the member that gets
@@ -371,7 +387,7 @@ func (p *placement) follow() {
 	follows, common := map[string]int{}, map[[2]string]int{}
 	most := ceilDiv(len(p.slots)*p.standbys, members) + 1
 	others := func(owner string) int {
-		if _, ok := slices.BinarySearch(p.names, owner); ok && members > 1 {
+		if p.counts(owner) && members > 1 {
 			return members - 1
 		}
 		return members
@@ -418,7 +434,7 @@ func (p *placement) follow() {
 			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
 		})
 		for _, f := range kept {
-			if _, ok := slices.BinarySearch(p.names, f.Name); ok && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && room(s.Owner, f.Name) > 0 {
+			if p.counts(f.Name) && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && room(s.Owner, f.Name) > 0 {
 				want(i, f.Name)
 			}
 		}
@@ -461,7 +477,7 @@ func (p *placement) stopFollowing(slot int, wanted []string) {
 		return
 	}
 	for _, f := range s.Followers {
-		if f.Name != p.targets[slot] && !f.Failed && !slices.Contains(wanted, f.Name) && !p.unfit[f.Name] {
+		if f.Name != p.targets[slot] && !f.Failed && !slices.Contains(wanted, f.Name) && p.counts(f.Name) {
 			p.add(f.Name, StopFollowing, slot)
 		}
 	}
