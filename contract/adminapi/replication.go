@@ -50,6 +50,8 @@ type ReplicationState struct {
 	// Weak are the settings of the servers with which a loss of servers can lose calls, and the namespaces
 	// that the directory assigns to another slot than the one with their messages, with their fixes.
 	Weak []string `json:"weak,omitempty"`
+	// Disabled are the servers that have disabled JetStream, with the fix.
+	Disabled []string `json:"disabled,omitempty"`
 	// Gaps are the records and objects that the log, or the copy of one of its servers, lacks.
 	Gaps []string `json:"gaps,omitempty"`
 }

@@ -185,7 +185,7 @@ func slotsProblem(w io.Writer, states []adminapi.ReplicationState, number, asked
 			if !s.MaySend {
 				problems = append(problems, fmt.Sprintf("%s owns %s and cannot deliver: the log does not answer", name, slot))
 			}
-			problems = append(problems, s.Weak...)
+			problems = append(append(problems, s.Weak...), s.Disabled...)
 			for _, gap := range s.Gaps {
 				if number > 1 {
 					gap = slot + ": " + gap

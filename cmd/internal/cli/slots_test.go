@@ -56,6 +56,9 @@ func TestSlots(t *testing.T) {
 		"weak settings": {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) {
 			s.Weak = []string{"stream PH_x_W0 has num_replicas 1; set it to 3"}
 		})}, 1, 1, true, "stream PH_x_W0 has num_replicas 1; set it to 3."},
+		"a disabled server": {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) {
+			s.Disabled = []string{"JetStream is disabled in n0: check its disk, restart it"}
+		})}, 1, 1, true, "JetStream is disabled in n0: check its disk, restart it."},
 		"a lost server":       {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Replicas, s.CurrentReplicas = 3, 2 })}, 1, 1, true, "2 of 3 servers of the log have all records; start the others, or wait until they have caught up."},
 		"a gap":               {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Gaps = []string{"server n1 lacks 458 records: stop it"} })}, 1, 1, true, "server n1 lacks 458 records: stop it."},
 		"unknown sync":        {[]adminapi.ReplicationState{with(owner, func(s *adminapi.ReplicationState) { s.Sync = "Unknown" })}, 1, 1, false, "It is not known whether the servers sync each record (sync_interval: always): set --replication-monitoring, in the chart replication.jetStream.monitoringURL."},

@@ -56,6 +56,11 @@ func (w *durability) note(d slots.Durability, logger *slog.Logger) {
 	if len(d.Weak) == 0 && len(before.Weak) > 0 {
 		logger.Info("the settings of the log are safe again")
 	}
+	for _, problem := range d.Disabled {
+		if !slices.Contains(before.Disabled, problem) {
+			logger.Error("a server of the log stores no records", "problem", problem)
+		}
+	}
 	if len(d.Gaps) > 0 {
 		w.gaps.Add(1)
 	}
@@ -83,5 +88,5 @@ func (w *durability) known() slots.Durability {
 // describe adds the settings to the state of an owner.
 func (w *durability) describe(s *adminapi.ReplicationState) {
 	d := w.known()
-	s.Sync, s.Replicas, s.CurrentReplicas, s.Weak = string(d.Sync), d.Replicas, d.Current, d.Weak
+	s.Sync, s.Replicas, s.CurrentReplicas, s.Weak, s.Disabled = string(d.Sync), d.Replicas, d.Current, d.Weak, d.Disabled
 }

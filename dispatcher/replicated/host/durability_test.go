@@ -40,6 +40,7 @@ func TestServersThatLackRecordsAreRepaired(t *testing.T) {
 			{read{d: gap, err: errors.New("no answer"), isOpen: true}, 2, 3},
 			{read{isOpen: true}, 2, 3},
 			{read{d: slots.Durability{Gaps: []string{"an object store was deleted"}}, isOpen: true}, 2, 4},
+			{read{d: slots.Durability{Disabled: []string{"JetStream is disabled in n1"}}, isOpen: true}, 2, 4},
 			{read{d: gap, isOpen: true}, 3, 5},
 		} {
 			next.Store(&step.read)

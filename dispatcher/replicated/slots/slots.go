@@ -108,6 +108,8 @@ type Durability struct {
 	// Weak are the settings with which a loss of servers can lose calls, and the namespaces that the
 	// directory assigns to another slot than that of their messages, each with its fix.
 	Weak []string
+	// Disabled are the servers that have disabled JetStream, with the fix. They do not count in Current.
+	Disabled []string
 	// Gaps are the object stores that were deleted, and the servers that lack records or objects, with the fix.
 	Gaps []string
 	// LacksRecords is true if a server lacks records of the stream: a snapshot makes them unnecessary.

@@ -485,8 +485,8 @@ func (c *Client) durability(ctx context.Context, streams ...*kept) (slots.Durabi
 	if c.c.Monitoring != "" {
 		servers, _ = c.readServers(ctx) // Without an answer of the monitoring ports, the values are not known.
 	}
-	d.Sync = syncOf(servers)
-	if d.Weak = append(d.Weak, disabledIn(ctx, servers)...); d.Sync == slots.SyncPeriodic {
+	d.Sync, d.Disabled = syncOf(servers), disabledIn(ctx, servers)
+	if d.Sync == slots.SyncPeriodic {
 		d.Weak = append(d.Weak, weakSync)
 	}
 	for i, s := range streams {

@@ -558,6 +558,46 @@ func TestDeletedStream(t *testing.T) {
 	}
 }
 
+// A server that disables JetStream, because its disk is full, is named. It has no weak setting, and no copy.
+func TestServerDisablesJetStream(t *testing.T) {
+	servers := startServers(t)
+	var monitoring []string
+	for _, s := range servers {
+		monitoring = append(monitoring, "http://"+s.MonitorAddr().String())
+	}
+	c := config(servers[0].ClientURL())
+	c.Replicas, c.AllowWeak, c.Monitoring = MinReplicas, false, strings.Join(monitoring, ",")
+	var remote slots.Remote
+	if err := wait.Until(func() (err error) {
+		remote, err = openSlot(t, c)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	read := func(current int) (d slots.Durability) {
+		t.Helper()
+		if err := wait.Until(func() (err error) {
+			if d, err = remote.Durability(t.Context()); err == nil && d.Current != current {
+				err = fmt.Errorf("got %d current copies, want %d", d.Current, current)
+			}
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	if d := read(MinReplicas); len(d.Disabled) > 0 {
+		t.Errorf("three servers: got %q, want no disabled one", d.Disabled)
+	}
+	if err := servers[2].DisableJetStream(); err != nil {
+		t.Fatal(err)
+	}
+	d := read(MinReplicas - 1)
+	if want := []string{"JetStream is disabled in n2: check its disk, restart it"}; !slices.Equal(d.Disabled, want) || len(d.Weak)+len(d.Gaps) > 0 || d.Sync != slots.SyncAlways {
+		t.Errorf("got %+v, want the disabled server %q and no other problem", d, want)
+	}
+}
+
 // Settings that become weak while a slot is in use are reported with their fixes.
 func TestDurability(t *testing.T) {
 	url := startCluster(t).ClientURL()

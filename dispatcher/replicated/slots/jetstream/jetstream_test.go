@@ -46,7 +46,10 @@ func startServer(t *testing.T, o server.Options) *server.Server {
 }
 
 // startCluster starts three servers and returns one of them.
-func startCluster(t *testing.T) (s *server.Server) {
+func startCluster(t *testing.T) *server.Server { return startServers(t)[2] }
+
+// startServers starts three servers, n0 to n2, with monitoring ports.
+func startServers(t *testing.T) (all []*server.Server) {
 	t.Helper()
 	ports := freePorts(t, 3)
 	var routes []string
@@ -54,13 +57,13 @@ func startCluster(t *testing.T) (s *server.Server) {
 		routes = append(routes, fmt.Sprintf("nats://127.0.0.1:%d", port))
 	}
 	for i, port := range ports {
-		s = startServer(t, server.Options{
-			ServerName: fmt.Sprint("n", i), Port: server.RANDOM_PORT,
+		all = append(all, startServer(t, server.Options{
+			ServerName: fmt.Sprint("n", i), Port: server.RANDOM_PORT, HTTPHost: "127.0.0.1", HTTPPort: server.RANDOM_PORT,
 			Cluster: server.ClusterOpts{Name: "posthorn", Host: "127.0.0.1", Port: port},
 			Routes:  server.RoutesFromStr(strings.Join(routes, ",")),
-		})
+		}))
 	}
-	return s
+	return all
 }
 
 // freePorts returns unused ports.
