@@ -9,12 +9,10 @@ import (
 	"time"
 )
 
-// ReplicationState is the part of a process in a replicated log, on GET /replication.
+// ReplicationState is the part of a process in a slot of a replicated log, on GET /slots.
 type ReplicationState struct {
 	// Pod is the name of the process.
 	Pod string `json:"pod"`
-	// Address is where other processes reach the process; empty if they do not, or if it has several slots.
-	Address string `json:"address,omitempty"`
 	// Slot is the number of the slot.
 	Slot int `json:"slot"`
 	// Owner is true for the process that accepts and delivers the messages.
@@ -56,13 +54,8 @@ type ReplicationState struct {
 	Gaps []string `json:"gaps,omitempty"`
 }
 
-// Replication returns the part of the process in a replicated log; nil if it has none.
-func (c *Client) Replication(ctx context.Context) (*ReplicationState, error) {
-	return orNone(read[*ReplicationState](ctx, c, http.MethodGet, "/replication"))
-}
-
-// Slots returns the parts of a process with several slots in the log, sorted by slot; nil for a process
-// with one or none.
+// Slots returns the parts of a process in the log, sorted by slot, or the part of a slot's owner with Slot; nil without
+// a replicated log.
 func (c *Client) Slots(ctx context.Context) ([]ReplicationState, error) {
 	return orNone(read[[]ReplicationState](ctx, c, http.MethodGet, "/slots"))
 }
@@ -75,7 +68,7 @@ func orNone[T any](value T, err error) (T, error) {
 	return value, err
 }
 
-// SlotPath is the path of the admin API of a slot, on a process with several slots and on a standby. A process that
+// SlotPath is the path of the admin API of a slot, on each process with the log. A process that
 // does not own the slot forwards the requests to the owner.
 func SlotPath(slot int) string { return "/slots/" + strconv.Itoa(slot) }
 

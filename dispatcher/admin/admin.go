@@ -66,7 +66,7 @@ func NewHandler(o Options) http.Handler {
 		writeLines(w, o.Gate.UnknownKeys.List(o.Gate.Now()))
 	})
 	letters{o, audit{cmp.Or(o.Audit, slog.Default())}, make(chan struct{}, maxBodyTails)}.mount(mux)
-	MountReplication(mux, o.Replication)
+	mountSlots(mux, o.Replication)
 	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
 	if o.View != nil {
@@ -89,9 +89,9 @@ func NewHandler(o Options) http.Handler {
 	return root
 }
 
-// MountReplication adds GET /replication.
-func MountReplication(mux *http.ServeMux, state func() *adminapi.ReplicationState) {
-	mux.HandleFunc("GET /replication", func(w http.ResponseWriter, _ *http.Request) {
+// mountSlots adds GET /slots.
+func mountSlots(mux *http.ServeMux, state func() *adminapi.ReplicationState) {
+	mux.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) {
 		s := (*adminapi.ReplicationState)(nil)
 		if state != nil {
 			s = state()
@@ -100,7 +100,7 @@ func MountReplication(mux *http.ServeMux, state func() *adminapi.ReplicationStat
 			http.Error(w, "the log of this process is in its data directory", http.StatusNotFound)
 			return
 		}
-		writeJSON(w, s)
+		writeJSON(w, []*adminapi.ReplicationState{s})
 	})
 }
 

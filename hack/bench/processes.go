@@ -422,22 +422,22 @@ func dispatcherRole(args []string) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	serve := func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
+	configure := func(d *dispatcher.Dispatcher, at *dispatcher.Listeners) {
 		for namespace, data := range configs {
 			d.Set(namespace, liveconfig.Stored{Config: data})
 		}
 		d.Synced()
 		hello(at.Addr().String(), at.AdminAddr().String())
-		return d.Run(ctx)
 	}
 	if args[4] != "" {
-		return runReplicated(ctx, o, args[4], args[5] == "standby", serve)
+		return runReplicated(ctx, o, args[4], args[5] == "standby", configure)
 	}
 	d, err := dispatcher.New(o)
 	if err != nil {
 		return err
 	}
-	return serve(ctx, d, d.Listeners())
+	configure(d, d.Listeners())
+	return d.Run(ctx)
 }
 
 // readConfigs reads the files of a pattern, and returns them by their namespace.

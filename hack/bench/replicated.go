@@ -17,7 +17,6 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/host"
-	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
@@ -89,15 +88,16 @@ func (l *replicatedLog) cpu() (total time.Duration) {
 	return total
 }
 
-// runReplicated runs a dispatcher whose log is "URL NAME". serve is called when the process owns the
+// runReplicated runs a dispatcher whose log is "URL NAME". configure is called when the process owns the
 // slot. A standby prints its addresses before.
-func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, serve func(context.Context, *dispatcher.Dispatcher, *dispatcher.Listeners) error) error {
+func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, configure func(*dispatcher.Dispatcher, *dispatcher.Listeners)) error {
 	url, name, _ := strings.Cut(log, " ")
 	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
 	if err != nil {
 		return err
 	}
 	defer client.Close()
+	o.Pod = "" // Each process has another name.
 	member := host.Options{Options: o, PeerListen: "127.0.0.1:0"}
 	if member.Listeners, err = host.Listen(member); err != nil {
 		return err
@@ -105,8 +105,13 @@ func runReplicated(ctx context.Context, o dispatcher.Options, log string, standb
 	if standby {
 		hello(member.Listeners.Addr().String(), member.Listeners.AdminAddr().String())
 	}
-	return host.RunSlot(ctx, member, func(ctx context.Context) (slots.Remote, error) { return client.OpenSlot(ctx, 0) }, func(ctx context.Context, d *dispatcher.Dispatcher) error {
-		return serve(ctx, d, member.Listeners.Listeners)
+	return host.Run(ctx, member, host.Slots{
+		Number: 1, Standbys: 1, Bus: client, Open: client.OpenSlot, OpenDirectory: client.OpenDirectory,
+		Control: func(ctx context.Context, d *dispatcher.Dispatcher) error {
+			configure(d, member.Listeners.Listeners)
+			<-ctx.Done()
+			return nil
+		},
 	})
 }
 

@@ -337,12 +337,12 @@ func (p *pair) stop() {
 func (p *pair) waitFor(d *dispatcherProcess, owner bool) error {
 	api := &adminapi.Client{URL: "http://" + d.Admin}
 	for deadline := time.Now().Add(recoverWithin()); ; time.Sleep(50 * time.Millisecond) {
-		state, err := api.Replication(context.Background())
-		if err == nil && state != nil && state.Owner == owner && state.Ready {
+		states, err := api.Slots(context.Background())
+		if err == nil && len(states) == 1 && states[0].Owner == owner && states[0].Ready {
 			return nil
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("a process is not ready after %s: %+v, %w", recoverWithin(), state, err)
+			return fmt.Errorf("a process is not ready after %s: %+v, %w", recoverWithin(), states, err)
 		}
 	}
 }
@@ -487,7 +487,7 @@ func slotsRole(args []string) error {
 	hello(o.Listeners.Addr().String(), o.Listeners.AdminAddr().String())
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	return host.RunSlots(ctx, o, host.Slots{
+	return host.Run(ctx, o, host.Slots{
 		Number: number, Standbys: 1, Bus: client, Open: client.OpenSlot, OpenDirectory: client.OpenDirectory,
 		Watch: func(ctx context.Context, to liveconfig.Sink) error {
 			to.Set("bench", liveconfig.Stored{Config: data})

@@ -7,7 +7,6 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -15,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
+	"github.com/posthorn/posthorn/internal/plural"
 	"github.com/posthorn/posthorn/internal/promtext"
 )
 
@@ -22,49 +22,73 @@ import (
 func (h *host) serve(ctx context.Context) error {
 	calls := http.NewServeMux()
 	admin.MountHealth(calls, h.ready)
-	calls.Handle("/", h.front())
+	calls.Handle("/", h.calls())
 	peers := peer.Handlers{
 		Calls:     h.fromPeer(func(a *openGate, w http.ResponseWriter, r *http.Request) { a.calls.ServeHTTP(w, r) }),
 		Admin:     h.fromPeer((*openGate).serveAdmin),
-		Namespace: h.namespaces.index.OfHash,
+		Namespace: h.namespaceOf,
 	}
-	return h.o.Listeners.serve(ctx, h.o, dispatcher.Handlers{Calls: calls, Admin: h.admin(), Ready: h.ready}, peers, func() time.Duration { return handOverTimeout })
+	return h.o.Listeners.serve(ctx, h.o, dispatcher.Handlers{Calls: calls, Admin: h.admin(), Ready: h.ready}, peers)
 }
 
 // admin is the handler of the admin listener. The admin API of slot N is below /slots/N/: requests are
-// forwarded to the owner of the slot.
+// forwarded to the owner of the slot. With one slot, it is also at the root.
 func (h *host) admin() http.Handler {
-	registry := dispatcher.NewRegistry()
-	registry.MustRegister(h.o.clock.metric())
-	for _, s := range h.slots {
-		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(replicationMetrics{s.ownership.Load, s.forwarder, s.sequence})
-	}
 	guarded := http.NewServeMux()
+	registry := h.registry()
 	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(w, r, registry) })
 	guarded.HandleFunc("GET /report", h.report)
-	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) {
-		states := []*adminapi.ReplicationState{}
-		for _, s := range h.slots {
-			if state := s.state(); state != nil {
-				states = append(states, state)
-			}
-		}
-		writeJSON(w, http.StatusOK, states)
+	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, h.states()) })
+	unknown := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, fmt.Sprintf("this log has %s; send the request to /slots/N/", plural.Count(len(h.slots), "slot")), http.StatusNotFound)
 	})
-	unknown := func(w http.ResponseWriter, _ *http.Request) {
-		http.Error(w, fmt.Sprintf("this log has %d slots; send the request to /slots/N/", len(h.slots)), http.StatusNotFound)
-	}
-	guarded.HandleFunc("/", unknown)
 	root := http.NewServeMux()
-	root.HandleFunc("/slots/{slot}/", unknown)
 	admin.MountHealth(root, h.ready)
-	root.Handle("/", protect(h.o, guarded))
-	for _, s := range h.slots {
-		path, forward := adminapi.SlotPath(s.slot), protect(h.o, forwardAdmin(s.forwarder))
-		// The permission to read /report includes those of all slots: both guards get the path without the slot.
-		root.Handle(path+"/", http.StripPrefix(path, s.gate.or((*openGate).serveAdmin, forward.ServeHTTP)))
+	for _, path := range []string{"/metrics", "/report", "/slots"} {
+		root.Handle(path, protect(h.o, guarded))
 	}
+	root.Handle("/slots/", unknown)
+	for _, s := range h.slots {
+		path := adminapi.SlotPath(s.slot)
+		// The permission to read /report includes those of all slots: both guards get the path without the slot.
+		root.Handle(path+"/", http.StripPrefix(path, s.admin(forwardAdmin(s.forwarder))))
+	}
+	rest := protect(h.o, unknown)
+	if len(h.slots) == 1 {
+		rest = h.slots[0].admin(forwardAdmin(h.slots[0].forwarder))
+		root.Handle("/debug/", h.slots[0].admin(unknown)) // It is about a process.
+	}
+	root.Handle("/", rest)
 	return root
+}
+
+// admin is the handler of the slot's admin API in its owner; otherwise serves the authorized requests in others.
+func (s *replica) admin(otherwise http.Handler) http.Handler {
+	return s.gate.or((*openGate).serveAdmin, protect(s.o, otherwise).ServeHTTP)
+}
+
+// registry has the metrics of the process.
+func (h *host) registry() *prometheus.Registry {
+	registry := dispatcher.NewRegistry()
+	registry.MustRegister(h.o.clock.metric())
+	if h.lacking != nil {
+		registry.MustRegister(h.lacking.metric())
+	}
+	for _, s := range h.slots {
+		prometheus.WrapRegistererWith(s.labels(), registry).MustRegister(replicationMetrics{s})
+	}
+	return registry
+}
+
+// states are the parts of the process in the log.
+func (h *host) states() []*adminapi.ReplicationState {
+	states := []*adminapi.ReplicationState{}
+	for _, s := range h.slots {
+		if state := s.state(); state != nil {
+			states = append(states, state)
+		}
+	}
+	return states
 }
 
 // protect returns a handler of admin requests for authorized callers.
@@ -104,7 +128,7 @@ func (s *replica) state() *adminapi.ReplicationState {
 		return inside.dispatcher.ReplicationState()
 	}
 	if b := s.standby.Load(); b != nil {
-		return b.state(s.o)
+		return b.state()
 	}
 	return nil
 }

@@ -89,7 +89,7 @@ func (t *ownership) readDurability(d *dispatcher.Dispatcher) func(context.Contex
 	return func(ctx context.Context) (slots.Durability, error) {
 		result, err := t.remote.Durability(ctx)
 		result.Gaps = append(result.Gaps, d.LostMembers()...)
-		if err == nil && t.replica != nil {
+		if err == nil {
 			result.Weak = append(result.Weak, t.replica.misplaced(d)...)
 		}
 		return result, err

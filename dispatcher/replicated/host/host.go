@@ -21,6 +21,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/writekey"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/limits"
@@ -31,7 +32,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
-// Slots describe an installation with several slots, for RunSlots.
+// Slots describe the slots of an installation.
 type Slots struct {
 	// Number is the number of slots. It can be raised later.
 	Number int
@@ -39,7 +40,8 @@ type Slots struct {
 	Standbys int
 	// Pins are the slots of namespaces that have none yet.
 	Pins map[string]int
-	// Open opens a slot, and OpenDirectory the directory of an installation with a number of slots.
+	// Open opens a slot, and OpenDirectory the directory of an installation with a number of slots: both create what
+	// is missing.
 	Open          func(ctx context.Context, slot int) (slots.Remote, error)
 	OpenDirectory func(ctx context.Context, slots int) (slots.Assignments, error)
 	// Bus carries the heartbeats of the processes.
@@ -47,25 +49,21 @@ type Slots struct {
 	// ConfigDelay is how long this process may lack a live config that another one has, before it hands over
 	// its slots; 30 s if it is zero.
 	ConfigDelay time.Duration
-	// Watch sends the live configs of all namespaces to a sink until ctx is done.
+	// Watch sends the live configs of all namespaces to a sink until ctx is done; nil with Control.
 	Watch func(ctx context.Context, to liveconfig.Sink) error
+	// Control, in a log with one slot, gives the Dispatcher of the owner its live configs until ctx is done; nil with
+	// Watch.
+	Control func(ctx context.Context, d *dispatcher.Dispatcher) error
 }
 
-// slotsFolder is the folder, in the data directory, of the stores of several slots.
-const slotsFolder = "slots"
-
-// QueueFolder returns the folder of a slot's files in the data directory of a process with a number of
-// slots.
-func QueueFolder(dataDir string, number, slot int) string {
-	if number > 1 {
-		dataDir = slotFolder(dataDir, slot)
-	}
-	return filepath.Join(dataDir, backup.QueueFolder)
+// QueueFolder returns the folder of a slot's files in the data directory of a process.
+func QueueFolder(dataDir string, slot int) string {
+	return filepath.Join(slotFolder(dataDir, slot), backup.QueueFolder)
 }
 
-// slotFolder is the data directory of one of several slots.
+// slotFolder is the data directory of a slot.
 func slotFolder(dataDir string, slot int) string {
-	return filepath.Join(dataDir, slotsFolder, strconv.Itoa(slot))
+	return filepath.Join(dataDir, "slots", strconv.Itoa(slot))
 }
 
 const (
@@ -88,31 +86,41 @@ const (
 	deafAfter = 3 * slots.HeartbeatInterval
 )
 
-// RunSlots runs one dispatcher for each slot of a replicated log that this process owns, and keeps
-// copies of slots of other processes, until ctx is done. slots.Place selects the slots. Requests for
-// the namespaces of other slots are forwarded to the owners.
+// Run runs one Dispatcher for each slot of a replicated log that this process owns, and keeps copies of slots of other
+// processes, until ctx is done. slots.Place selects the slots. Requests for the namespaces of other slots are forwarded
+// to the owners.
 //
-// RunSlots requires o.Listeners with a listener for other processes, and closes them at its end. Errors
-// of the log are handled as in RunSlot. An error is returned when a listener fails, or when the directory of
-// the namespaces was replaced.
-func RunSlots(ctx context.Context, o Options, s Slots) error {
+// Run requires o.Listeners, and closes them at its end. An error of the log does not end Run: it is logged, is the
+// reason of /readyz, and the attempt is repeated. An error is returned when a listener fails, when the directory of the
+// namespaces was replaced, or when the data directory has a store of its own.
+func Run(ctx context.Context, o Options, s Slots) error {
+	defer o.Listeners.Close()
+	if err := checkNoStore(o.DataDir); err != nil {
+		return err
+	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	if o.Listeners.peers == nil {
-		return errors.New("dispatcher: several slots need an address for the other processes; set --peer-listen")
-	}
-	identity, err := peer.NewIdentity(o.Pod, o.Listeners.peers.Addr().String())
-	if err != nil {
+	address := o.Listeners.peers.Addr().String()
+	o.Pod = cmp.Or(o.Pod, address)
+	var err error
+	if o.identity, err = peer.NewIdentity(o.Pod, address); err != nil {
 		return err
 	}
-	o.identity = identity
-	h := newHost(o, s)
-	defer o.Listeners.Close()
-	return h.run(ctx)
+	return newHost(o, s).run(ctx)
 }
 
-// host is a process with several slots.
+// checkNoStore returns an error if a data directory has a store outside of the folders of slots, whose messages would
+// not be delivered.
+func checkNoStore(dataDir string) error {
+	store := filepath.Join(dataDir, backup.QueueFolder)
+	if _, err := os.Stat(store); err == nil {
+		return fmt.Errorf("%s is the store of a process without a replicated log, or of an earlier release with one slot: move it with posthorn log adopt --data %s, and use an empty --data; remove it if that was done, or if the slot has another owner", store, dataDir)
+	}
+	return nil
+}
+
+// host is a process with its slots.
 type host struct {
 	o          Options
 	s          Slots
@@ -122,6 +130,7 @@ type host struct {
 	namespaces *namespaces
 	members    *slots.Members
 	slots      []*replica
+	lacking    *lacking
 	// connections are those to the other processes.
 	connections peer.Connections
 	// wake has a value when a heartbeat is due before its time.
@@ -149,8 +158,11 @@ func newHost(o Options, s Slots) *host {
 	members := slots.NewMembers(nil)
 	o.clock = newClockCheck(o.WallClock, members)
 	h := &host{
-		o: o, s: s, log: o.Logger, name: cmp.Or(o.Pod, o.Listeners.peers.Addr().String()), started: time.Now(),
-		namespaces: newNamespaces(o.Logger), members: members, wake: make(chan struct{}, 1),
+		o: o, s: s, log: o.Logger, name: o.Pod, started: time.Now(),
+		namespaces: newNamespaces(o.Logger), members: members, lacking: newLacking(o, members), wake: make(chan struct{}, 1),
+	}
+	if s.Watch == nil {
+		h.namespaces.Synced() // Control has the live configs.
 	}
 	h.memory = memory.PlanFor(o.Memory)
 	h.connections.Memory = &limits.Pool{Max: h.memory.Requests}
@@ -182,7 +194,15 @@ func (h *host) run(ctx context.Context) error {
 	defer stop()
 	group, serving := errgroup.WithContext(serving)
 	group.Go(func() error { return h.serve(serving) })
-	group.Go(func() error { return h.s.Watch(serving, h.namespaces) })
+	if h.s.Watch != nil {
+		group.Go(func() error { return h.s.Watch(serving, h.namespaces) })
+	}
+	if h.lacking != nil {
+		group.Go(func() error {
+			h.lacking.run(serving)
+			return nil
+		})
+	}
 	group.Go(func() error { return h.followDirectory(serving) })
 	group.Go(func() error { return h.place(serving) })
 	group.Go(func() error {
@@ -290,6 +310,9 @@ func (h *host) ready() error {
 	if err := h.canServe(); err != nil {
 		return err
 	}
+	if h.s.Control != nil { // Each process follows the slot, and no config is known before it is owned.
+		return h.slots[0].ready()
+	}
 	if !h.start.open.Load() {
 		return errStarting
 	}
@@ -353,6 +376,9 @@ func (h *host) canServe() error {
 	if err := h.canRoute(); err != nil {
 		return err
 	}
+	if !h.namespaces.isSynced() {
+		return errNotSynced
+	}
 	if !h.namespaces.isUsable() {
 		return dispatcher.ErrNoUsableConfig
 	}
@@ -386,10 +412,19 @@ func (h *host) canRoute() error {
 	if h.heardAt.Load() == 0 {
 		return errNotHeard
 	}
-	if !h.namespaces.isSynced() {
-		return errors.New("waiting for the first full config")
+	if !h.isOnly() && !h.namespaces.isSynced() {
+		return errNotSynced
 	}
 	return nil
+}
+
+var errNotSynced = errors.New("waiting for the first full config")
+
+// isOnly reports whether the log has one slot: nothing needs to be looked up to route a call. A process that has added
+// slots can have assigned namespaces to them.
+func (h *host) isOnly() bool {
+	directory := h.namespaces.directory.Load()
+	return directory != nil && len(h.slots) == 1 && directory.Slots() == 1
 }
 
 // isFirst reports whether this process is the first one by name. It gives slots to new namespaces.
@@ -473,7 +508,7 @@ func (h *host) beat() {
 // park releases the slots of a process with the name of another one, and takes none.
 func (h *host) park() {
 	for _, s := range h.slots {
-		s.mayClaim.Store(false)
+		s.takes.Store(false)
 		s.handOver()
 	}
 }
@@ -533,7 +568,8 @@ func (h *host) heartbeat() slots.Heartbeat {
 	}
 	for _, s := range h.slots {
 		if b := s.standby.Load(); b != nil && s.ownership.Load() == nil && !s.isRemoving() {
-			own.Copies = append(own.Copies, b.copied(s.slot))
+			own.Copies = append(own.Copies, b.copied())
+			own.OldConfig = own.OldConfig || b.following.Load() && !h.lacking.isComplete()
 		}
 	}
 	return own
@@ -608,7 +644,7 @@ func (h *host) move(ctx context.Context) {
 		}
 	}
 	for _, s := range h.slots {
-		s.mayClaim.Store(take[s.slot])
+		s.takes.Store(take[s.slot])
 		if s.unwanted.lasts(unwanted[s.slot], time.Now(), unwantedTime) {
 			s.remove()
 		}
@@ -630,15 +666,35 @@ func (h *host) any() http.Handler {
 	return h.slots[0]
 }
 
-// front routes the calls of clients.
-func (h *host) front() *front.Front {
-	return &front.Front{
+// calls routes the calls of clients.
+func (h *host) calls() http.Handler {
+	several := &front.Front{
 		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.listDoubtful,
 		Slot: h.handlerOf, Any: h.any,
 		Memory: h.connections.Memory, Unreadable: func(w http.ResponseWriter, err error) {
 			refuseForwarded(w, &peer.BodyError{Err: err})
 		},
 	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if h.isOnly() {
+			h.slots[0].ServeHTTP(w, r)
+			return
+		}
+		several.ServeHTTP(w, r)
+	})
+}
+
+// namespaceOf returns the namespace of a write key, by which forwarded requests are bounded.
+func (h *host) namespaceOf(key writekey.Hash) (namespace string, ok bool) {
+	if h.s.Control == nil {
+		return h.namespaces.index.OfHash(key)
+	}
+	inside := h.slots[0].enter()
+	if inside == nil {
+		return "", false
+	}
+	defer inside.requests.Done()
+	return inside.dispatcher.NamespaceOf(key)
 }
 
 // listDoubtful returns the slots of which an unknown write key can be, sorted.

@@ -199,7 +199,7 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 	ended := make(chan error, 1)
 	refusal := in.refusal
 	go func() {
-		ended <- RunSlots(ctx, o, Slots{
+		ended <- Run(ctx, o, Slots{
 			Number: in.number, Standbys: 1, Bus: &in.bus, ConfigDelay: in.configDelay,
 			Open: func(ctx context.Context, slot int) (slots.Remote, error) {
 				if held := in.held[name][slot]; held != nil {
@@ -363,11 +363,11 @@ func TestSeveralSlots(t *testing.T) {
 	for slot := range 4 {
 		var owners []string
 		for _, l := range []*Listeners{first, second} {
-			state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Slot(slot).Replication(t.Context())
-			if err != nil || state == nil || !state.Owner || state.Slot != slot {
-				t.Fatalf("slot %d: got %+v and error %v, want the state of the owner", slot, state, err)
+			states, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Slot(slot).Slots(t.Context())
+			if err != nil || len(states) != 1 || !states[0].Owner || states[0].Slot != slot {
+				t.Fatalf("slot %d: got %+v and error %v, want the state of the owner", slot, states, err)
 			}
-			owners = append(owners, state.Pod)
+			owners = append(owners, states[0].Pod)
 		}
 		if owners[0] != owners[1] {
 			t.Errorf("slot %d: got the answers of %q, want those of one owner", slot, owners)
@@ -805,8 +805,8 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 	}); err != nil {
 		t.Errorf("report of slot 0: %v", err)
 	}
-	if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/1/replication"); !strings.Contains(text, `"slot":1`) {
-		t.Errorf("log of slot 1: got %s", text)
+	if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/1/slots"); !strings.Contains(text, `"slot":1`) {
+		t.Errorf("state of slot 1: got %s", text)
 	}
 	for _, slot := range []string{"2", "-1", "x"} {
 		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots/"+slot+"/report"); status != http.StatusNotFound || !strings.Contains(text, "this log has 2 slots") {
@@ -975,7 +975,7 @@ func TestRemovedCopies(t *testing.T) {
 	folders := map[*Listeners]string{}
 	start := func(name string) (l *Listeners, stop func()) {
 		var dir string
-		l, stop = in.start(t, name, func(o *Options) { dir = filepath.Join(o.DataDir, slotsFolder) })
+		l, stop = in.start(t, name, func(o *Options) { dir = filepath.Join(o.DataDir, "slots") })
 		folders[l] = dir
 		return l, stop
 	}

@@ -55,8 +55,8 @@ func (l lackedSince) problem(now time.Time) string {
 	return fmt.Sprintf("the manifests of this standby lack what the log has, or have an older version: %s%s; copy the manifests of the owner. If this process becomes the owner, it parks these objects", strings.Join(names, ", "), more)
 }
 
-// lacking compares the objects of the log with the objects of this process while it is a standby. One that lacks an
-// object, or has not compared them yet, leaves the slot to a standby that has all. A nil lacking finds nothing.
+// lacking compares the objects of the only slot with the objects of this process while it is a standby. One that lacks
+// an object, or has not compared them yet, leaves the slot to a standby that has all. A nil lacking finds nothing.
 type lacking struct {
 	find    func(values map[string][]byte) []string
 	members *slots.Members
@@ -98,7 +98,7 @@ func (l *lacking) offer(values map[string][]byte) {
 	}
 }
 
-// restart forgets the result: an ownership has ended, in which the objects may have changed.
+// restart forgets the result: an ownership has begun or ended, in which the objects may change.
 func (l *lacking) restart() {
 	if l == nil {
 		return

@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -18,18 +19,21 @@ import (
 // Listeners are the open listeners of a process.
 type Listeners struct {
 	*dispatcher.Listeners
-	peers net.Listener // nil: standbys do not forward
+	peers net.Listener
 }
 
 // Listen opens the listeners that the options name.
 func Listen(o Options) (*Listeners, error) {
+	if o.PeerListen == "" {
+		return nil, errors.New("a replicated log needs an address for the other processes; set --peer-listen")
+	}
 	l := &Listeners{}
 	var err error
-	if l.Listeners, err = dispatcher.Listen(o.Options); err != nil || o.PeerListen == "" {
-		return l, err
+	if l.Listeners, err = dispatcher.Listen(o.Options); err != nil {
+		return nil, err
 	}
 	if l.peers, err = net.Listen("tcp", o.PeerListen); err != nil {
-		l.Close()
+		l.Listeners.Close()
 		return nil, fmt.Errorf("listen for other processes: %w", err)
 	}
 	return l, nil
@@ -38,29 +42,24 @@ func Listen(o Options) (*Listeners, error) {
 // Close closes the listeners.
 func (l *Listeners) Close() {
 	l.Listeners.Close()
-	if l.peers != nil {
-		_ = l.peers.Close()
-	}
+	_ = l.peers.Close()
 }
 
 // serve serves the listeners as dispatcher.Listeners does, and that for the other processes until the calls have ended.
-func (l *Listeners) serve(ctx context.Context, o Options, h dispatcher.Handlers, peers peer.Handlers, leave func() time.Duration) error {
+func (l *Listeners) serve(ctx context.Context, o Options, h dispatcher.Handlers, peers peer.Handlers) error {
 	group, ctx := errgroup.WithContext(ctx)
 	server := newPeerServer(o.identity, peers, o.Logger)
-	if o.identity != nil {
-		group.Go(func() error {
-			return dispatcher.ServeListener(l.peers, func(on net.Listener) error { return server.ServeTLS(on, o.identity.Config()) })
-		})
-	}
+	group.Go(func() error {
+		return dispatcher.ServeListener(l.peers, func(on net.Listener) error { return server.ServeTLS(on, o.identity.Config()) })
+	})
 	group.Go(func() error {
 		defer server.Close()
-		return l.Listeners.Serve(ctx, o.Options, h, leave)
+		return l.Listeners.Serve(ctx, o.Options, h, func() time.Duration { return handOverTimeout })
 	})
 	return group.Wait()
 }
 
-// newPeerServer makes the server for the requests that standbys forward. identity may be nil if it does
-// not serve.
+// newPeerServer makes the server for the requests that other processes forward.
 func newPeerServer(identity *peer.Identity, to peer.Handlers, log *slog.Logger) *listen.Server {
 	h := identity.Handler(to, log)
 	s := ingest.NewServer(h)

@@ -3,21 +3,12 @@ package host
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 // replicationMetrics are the metrics of a slot of the replicated log.
-type replicationMetrics struct {
-	// ownership returns the one of this process; nil in a standby.
-	ownership func() *ownership
-	// forwarder is nil in a process that does not forward calls.
-	forwarder *peer.Forwarder
-	// sequence returns the sequence of the last known record; ok is false in a process without the messages
-	// of the slot.
-	sequence func() (n uint64, ok bool)
-}
+type replicationMetrics struct{ *replica }
 
 var _ prometheus.Collector = replicationMetrics{}
 
@@ -88,7 +79,7 @@ func (m replicationMetrics) Collect(to chan<- prometheus.Metric) {
 	}
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Answered()), "answered")
 	add(logForwarded, prometheus.CounterValue, float64(m.forwarder.Failed()), "failed")
-	t := m.ownership()
+	t := m.ownership.Load()
 	add(logOwner, prometheus.GaugeValue, promtext.Bool(t != nil))
 	if n, ok := m.sequence(); ok {
 		add(logSequence, prometheus.GaugeValue, float64(n))

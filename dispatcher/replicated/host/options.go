@@ -1,7 +1,5 @@
 // Package host runs the Dispatchers of a process whose stores are slots of a replicated log: this process owns some
-// slots, and is the standby of others.
-//
-// RunSlots runs a process of an installation with several slots, and RunSlot one of an installation with one.
+// slots, and is the standby of others. Run is the entry.
 package host
 
 import (
@@ -9,34 +7,27 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
-	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
 // Options configure the Dispatchers of a process, and its part in the log.
 type Options struct {
-	// Options configure each Dispatcher.
+	// Options configure each Dispatcher. Pod is another one for each process; without it, the address of PeerListen
+	// is the name of the process.
 	dispatcher.Options
 	// Listeners of the process. Required.
 	Listeners *Listeners
-	// PeerListen, when set, is the address of a listener for the calls that standbys forward to the
-	// owner of a slot; host:port, where the host is the one at which the other processes reach this
-	// one.
+	// PeerListen is the address of a listener for the requests that other processes forward to the owner of a slot;
+	// host:port, where the host is the one at which the other processes reach this one. Required.
 	PeerListen string
 	// WallClock is the clock of this process that is compared with the log's servers, replaced by
 	// tests. Default time.Now.
 	WallClock func() time.Time
-	// Bus carries the heartbeats of RunSlot. Without it an owner with a wrong clock keeps its slot.
-	Bus slots.Bus
 	// Lacks, when set, returns the objects that the log has, by the values of Store.AllMeta, and that this process
-	// lacks or has in an older version: as the owner it would park them. Only one goroutine of RunSlot calls it.
+	// lacks or has in an older version: as the owner it would park them. Only one goroutine calls it. It is for a log
+	// with one slot.
 	Lacks func(values map[string][]byte) []string
 
-	// clock is set by RunSlot and RunSlots, and lacking by RunSlot.
-	clock   *clockCheck
-	lacking *lacking
-	// identity and forwarder are set if standbys forward calls.
-	identity  *peer.Identity
-	forwarder *peer.Forwarder
-	// replica is set by RunSlots: the slot of the store.
-	replica *replica
+	// clock and identity are set by Run.
+	clock    *clockCheck
+	identity *peer.Identity
 }

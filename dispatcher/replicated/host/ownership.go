@@ -11,8 +11,6 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
-	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher"
@@ -23,10 +21,6 @@ import (
 
 // ownership is the time for which this process owns a slot.
 type ownership struct {
-	// slot is the number of the slot, in the process pod, which others reach at an address.
-	slot         int
-	pod, address string
-	// replica is nil in a process with one slot.
 	replica *replica
 	// stopping is closed when dispatcher.New need not continue.
 	stopping <-chan struct{}
@@ -35,8 +29,6 @@ type ownership struct {
 	dir      string
 	logger   *slog.Logger
 	clock    *clockCheck
-	// uploads limits the process; nil for one with one slot.
-	uploads *rate.Limiter
 	// snapshots is set when the store is open.
 	snapshots  atomic.Pointer[slots.Snapshotter]
 	durability durability
@@ -55,7 +47,7 @@ func (t *ownership) run(ctx context.Context, d *dispatcher.Dispatcher, run func(
 		}
 	}()
 	go t.durability.watch(running, t.readDurability(d), t.repair, t.logger)
-	go t.clock.Watch(running, t.slot, t.remote.Clocks)
+	go t.clock.Watch(running, t.replica.slot, t.remote.Clocks)
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)
@@ -88,28 +80,26 @@ func (t *ownership) release(ctx context.Context) error {
 }
 
 // options returns the options of the Dispatcher of this ownership.
-func (t *ownership) options(o Options) dispatcher.Options {
-	made := o.Options
-	made.Lease, made.Listeners, made.HandOver = t, &dispatcher.Listeners{}, cmp.Or(o.HandOver, handOverTimeout)
-	if t.replica != nil {
-		return made
-	}
-	made.Collectors = []prometheus.Collector{replicationMetrics{func() *ownership { return t }, o.forwarder, func() (uint64, bool) { return t.writer.Status().Sequence, true }}, o.clock.metric()}
-	return made
+func (t *ownership) options() dispatcher.Options {
+	o := t.replica.o.Options
+	o.Lease, o.Listeners, o.HandOver = t, &dispatcher.Listeners{}, cmp.Or(o.HandOver, handOverTimeout)
+	return o
 }
 
 // Log implements dispatcher.Lease.
 func (t *ownership) Log() pebblestore.Log { return t.writer }
 
 // MaySend implements dispatcher.Lease.
-func (t *ownership) MaySend() bool { return t.writer.MaySend() && !t.clock.mustHandOver(t.slot) }
+func (t *ownership) MaySend() bool {
+	return t.writer.MaySend() && !t.clock.mustHandOver(t.replica.slot)
+}
 
 // MayExpire implements dispatcher.Lease.
 func (t *ownership) MayExpire() bool { return t.clock.isTrusted() }
 
 // Report implements dispatcher.Lease.
 func (t *ownership) Report() *adminapi.ReplicationReport {
-	return &adminapi.ReplicationReport{Epoch: t.writer.Epoch(), Slot: t.slot}
+	return &adminapi.ReplicationReport{Epoch: t.writer.Epoch(), Slot: t.replica.slot}
 }
 
 // abandonAfter is the time without an acknowledgement of the log after which the end of an ownership does not wait for it.
@@ -189,7 +179,7 @@ func (r untilClosed) Close() error {
 func (t *ownership) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 	s := &slots.Snapshotter{
 		Log: t.remote.Log, Objects: t.remote.Snapshots, Writer: t.writer, Store: store,
-		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.uploads,
+		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.replica.host.uploads,
 	}
 	t.snapshots.Store(s)
 	s.Run(ctx)
@@ -199,7 +189,7 @@ func (t *ownership) takeSnapshots(ctx context.Context, store *pebblestore.Store)
 func (t *ownership) State(ready error) *adminapi.ReplicationState {
 	status := t.writer.Status()
 	state := &adminapi.ReplicationState{
-		Pod: t.pod, Address: t.address, Slot: t.slot, Owner: true, Ready: ready == nil, Sequence: status.Sequence,
+		Pod: t.replica.o.Pod, Slot: t.replica.slot, Owner: true, Ready: ready == nil, Sequence: status.Sequence,
 		Epoch: t.writer.Epoch(), MaySend: t.writer.MaySend(), Bytes: status.Bytes, MaxBytes: status.MaxBytes,
 		Snapshot: t.snapshotTaken(), Clock: t.clock.problem(),
 	}

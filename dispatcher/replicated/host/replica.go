@@ -3,6 +3,7 @@ package host
 import (
 	"cmp"
 	"context"
+	"errors"
 	"log/slog"
 	"net/http"
 	"os"
@@ -12,14 +13,13 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/time/rate"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
-	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
-// replica is a slot, as a process with several slots has it.
+// replica is a slot, as a process has it.
 type replica struct {
 	host *host
 	slot int
@@ -29,8 +29,8 @@ type replica struct {
 	// forwarder sends requests to the owner, if it is another process. calls serves them here or there.
 	forwarder *peer.Forwarder
 	calls     http.Handler
-	// mayClaim is true while this process should take the slot.
-	mayClaim atomic.Bool
+	// takes is true while slots.Place selects this process to take the slot.
+	takes atomic.Bool
 	// listed is true while the owner knows no other write keys than those in the live configs.
 	listed atomic.Bool
 	// standby is the copy while the process follows the slot, and ownership is set while it owns it.
@@ -57,7 +57,6 @@ func newReplica(h *host, slot int) *replica {
 	o := h.o
 	o.Logger, o.DataDir = s.log, slotFolder(h.o.DataDir, slot)
 	o.ShutdownDelay = 0
-	o.identity, o.forwarder, o.replica = nil, s.forwarder, s
 	o.Entrance = &s.gate
 	o.Share = &dispatcher.Share{
 		Stores: s.share(), Labels: s.labels(), Listed: h.namespaces.index.Knows, Decoder: &h.namespaces.decoder,
@@ -81,42 +80,22 @@ func (s *replica) hasUnlistedKeys() bool {
 	return inside.dispatcher.HasUnlistedKeys()
 }
 
-// number returns the slot's number; 0 in a process with one slot.
-func (s *replica) number() int {
-	if s == nil {
-		return 0
-	}
-	return s.slot
-}
-
 // labels returns the labels of the slot's metrics.
 func (s *replica) labels() prometheus.Labels { return prometheus.Labels{"slot": strconv.Itoa(s.slot)} }
 
-// share is the number of stores for which the memory of the process is planned: half of the slots,
+// share is the number of stores for which the memory of the process is planned: half of the slots, rounded up,
 // because an installation with several slots has two processes or more.
 func (s *replica) share() int {
 	return (s.host.s.Number + 1) / 2
 }
 
-// uploads is the bound of the uploads of the process; nil in one with one slot.
-func (s *replica) uploads() *rate.Limiter {
-	if s == nil {
-		return nil
+// mayClaim is slots.Options.MayClaim: the clock is right, and slots.Place selects this process. With lacking, each
+// process follows the only slot, and those with all objects may claim it.
+func (s *replica) mayClaim() bool {
+	if s.host.lacking != nil {
+		return s.o.clock.isRight() && s.host.lacking.mayClaim()
 	}
-	return s.host.uploads
-}
-
-// changed makes the next heartbeat due. It does nothing in a process with one slot.
-func (s *replica) changed() {
-	if s != nil {
-		s.host.signal()
-	}
-}
-
-// mayClaim is Options.MayClaim of package slots: the clock is right, no other process has more objects of the log,
-// and a process with several slots should take this one.
-func (o *Options) mayClaim() bool {
-	return o.clock.isRight() && o.lacking.mayClaim() && (o.replica == nil || o.replica.mayClaim.Load())
+	return s.o.clock.isRight() && s.takes.Load()
 }
 
 // start starts to follow the slot, unless the process does already.
@@ -198,14 +177,12 @@ func (s *replica) handOver() {
 // follow follows the slot, and owns it when the process may, until ctx is done.
 func (s *replica) follow(ctx context.Context) {
 	defer s.standby.Store(nil)
-	open := func(ctx context.Context) (slots.Remote, error) { return s.host.s.Open(ctx, s.slot) }
 	for ctx.Err() == nil {
-		b := newStandby(s.o)
-		s.standby.Store(b)
-		t, d := b.own(ctx, s.o, open)
+		t, d := s.newStandby().own(ctx)
 		if t == nil {
 			return
 		}
+		s.newStandby() // It is not ready until it follows the slot after this ownership.
 		s.ownership.Store(t)
 		s.host.signal()
 		err := t.run(ctx, d, s.runOwned)
@@ -214,7 +191,7 @@ func (s *replica) follow(ctx context.Context) {
 		s.ownership.Store(nil)
 		s.host.signal()
 		if err != nil {
-			s.log.Error("the store of the slot failed; following the slot again", "error", err)
+			s.log.Error("the owner of the slot failed; following the slot again", "error", err)
 			select {
 			case <-time.After(slotRetry):
 			case <-ctx.Done():
@@ -223,18 +200,54 @@ func (s *replica) follow(ctx context.Context) {
 	}
 }
 
+// newStandby makes the standby of the slot.
+func (s *replica) newStandby() *standby {
+	s.host.lacking.restart()
+	b := &standby{replica: s}
+	b.setReason(connecting)
+	s.standby.Store(b)
+	return b
+}
+
 // runOwned runs a Dispatcher until ctx is done, or the slot is handed over.
 func (s *replica) runOwned(ctx context.Context, d *dispatcher.Dispatcher) error {
 	return s.stopper.run(ctx, func(ctx context.Context) error {
-		feeding, stop := context.WithCancel(ctx)
+		group, ctx := errgroup.WithContext(ctx)
+		beside, stop := context.WithCancel(ctx)
 		stored := d.Namespaces()
-		var fed sync.WaitGroup
-		fed.Go(func() { s.assignStored(feeding, stored) })
-		fed.Go(func() { s.host.namespaces.feed(feeding, s.slot, d) })
-		defer fed.Wait()
-		defer stop()
-		return d.Run(ctx)
+		group.Go(func() error {
+			s.assignStored(beside, stored)
+			return nil
+		})
+		group.Go(func() error { return s.control(beside, d) })
+		group.Go(func() error {
+			defer stop()
+			return d.Run(ctx)
+		})
+		return group.Wait()
 	})
+}
+
+// control gives a Dispatcher its live configs until ctx is done.
+func (s *replica) control(ctx context.Context, d *dispatcher.Dispatcher) error {
+	if s.host.s.Control != nil {
+		return s.host.s.Control(ctx, d)
+	}
+	s.host.namespaces.feed(ctx, s.slot, d)
+	return nil
+}
+
+// ready returns why this process cannot serve the calls of the slot: as its owner, or as a standby that could
+// replace the owner.
+func (s *replica) ready() error {
+	if inside := s.enter(); inside != nil {
+		defer inside.requests.Done()
+		return inside.dispatcher.Ready()
+	}
+	if b := s.standby.Load(); b != nil {
+		return b.ready()
+	}
+	return errors.New(connecting)
 }
 
 // ServeHTTP sends a call to the owner of the slot.

@@ -5,25 +5,20 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"net/http"
 	"path/filepath"
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher"
-	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
-	"github.com/posthorn/posthorn/internal/promtext"
 )
 
 const (
@@ -47,14 +42,9 @@ const (
 
 // standby answers requests while this process does not own the slot.
 type standby struct {
-	log *slog.Logger
-	// calls sends the calls to the owner; nil if it refuses them.
-	calls *peer.Forwarder
+	*replica
 	// reason is why the process does not own the slot.
 	reason atomic.Pointer[string]
-	clock  *clockCheck
-	// lacking is nil in a process that compares no objects.
-	lacking *lacking
 	// following is true while the process keeps a copy.
 	following atomic.Bool
 	// caughtUp is true when the copy had all records of the log.
@@ -66,33 +56,24 @@ type standby struct {
 	// newer is why this release cannot follow the log: a newer one wrote it; nil if it can.
 	newer atomic.Pointer[string]
 	// applied is the sequence of the last record in the copy.
-	applied  atomic.Uint64
-	stopping atomic.Bool
+	applied atomic.Uint64
 }
 
-func newStandby(o Options) *standby {
-	s := &standby{log: o.Logger, calls: o.forwarder, clock: o.clock, lacking: o.lacking}
-	s.setReason(connecting)
-	return s
-}
-
-// ready returns why the process must not get calls. One that forwards them to the owner is ready when
-// it could replace the owner and has known its address once. It remains ready while the slot has no owner.
+// ready returns why the copy does not count as ready: it is ready when the process could replace the owner and has
+// known its address once. It remains ready while the slot has no owner.
 func (s *standby) ready() error {
 	switch {
-	case s.stopping.Load():
-		return errors.New("stopping")
-	case !s.clock.isRight():
-		return errors.New(s.clock.problem())
+	case !s.o.clock.isRight():
+		return errors.New(s.o.clock.problem())
 	case s.newer.Load() != nil:
 		return errors.New(*s.newer.Load())
 	case s.openFailure() != "":
 		return errors.New(s.openFailure())
-	case s.calls == nil || !s.caughtUp.Load():
+	case !s.caughtUp.Load():
 		return errors.New(*s.reason.Load())
-	case s.lacking.problem() != "":
-		return errors.New(s.lacking.problem())
-	case s.calls.Owner() != "":
+	case s.host.lacking.problem() != "":
+		return errors.New(s.host.lacking.problem())
+	case s.forwarder.Owner() != "":
 		s.hasKnown.Store(true)
 	case !s.hasKnown.Load():
 		return errors.New("standby: the owner of the slot has not announced its address yet, which it does every few seconds")
@@ -107,16 +88,16 @@ const connecting = "connecting to the log"
 func (s *standby) setReason(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
-func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*ownership, *dispatcher.Dispatcher) {
+func (s *standby) own(ctx context.Context) (*ownership, *dispatcher.Dispatcher) {
 	var damaged *pebblestore.CorruptError // of the last attempt to open the store
 	for ctx.Err() == nil {
 		s.setReason(connecting)
 		pause := slotRetry
-		t, err := s.follow(ctx, o, open, damaged)
+		t, err := s.claim(ctx, damaged)
 		if err == nil {
 			s.setReason("this process owns the slot, and opens its store")
 			var d *dispatcher.Dispatcher
-			if d, err = dispatcher.New(t.options(o)); err == nil {
+			if d, err = dispatcher.New(t.options()); err == nil {
 				return t, d
 			}
 			damaged, _ = errors.AsType[*pebblestore.CorruptError](err)
@@ -128,7 +109,7 @@ func (s *standby) own(ctx context.Context, o Options, open OpenSlot) (*ownership
 			break
 		}
 		s.failed(err)
-		o.replica.changed()
+		s.host.signal()
 		s.log.Warn("this process cannot own the slot; trying again", "error", err, "after", pause.String())
 		select {
 		case <-time.After(pause):
@@ -164,9 +145,9 @@ func (s *standby) openFailure() string {
 }
 
 // copied describes the copy in heartbeats.
-func (s *standby) copied(slot int) slots.SlotCopied {
+func (s *standby) copied() slots.SlotCopied {
 	failed := s.openFailure() != ""
-	return slots.SlotCopied{Slot: slot, Ready: s.caughtUp.Load() && !failed, Failed: failed}
+	return slots.SlotCopied{Slot: s.slot, Ready: s.caughtUp.Load() && !failed, Failed: failed}
 }
 
 // markCaughtUp takes note that the copy has all records of the log.
@@ -175,34 +156,34 @@ func (s *standby) markCaughtUp() {
 	s.newer.Store(nil)
 }
 
-func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged *pebblestore.CorruptError) (*ownership, error) {
+// claim follows the slot until this process owns it.
+func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) (*ownership, error) {
 	t := &ownership{
-		slot: o.replica.number(), pod: o.Pod, address: o.identity.Address(), replica: o.replica, stopping: ctx.Done(),
-		dir: filepath.Join(o.DataDir, backup.QueueFolder), logger: o.Logger, clock: o.clock, uploads: o.replica.uploads(),
+		replica: s.replica, stopping: ctx.Done(), dir: filepath.Join(s.o.DataDir, backup.QueueFolder), logger: s.log, clock: s.o.clock,
 	}
 	var err error
-	if t.remote, err = open(ctx); err != nil {
+	if t.remote, err = s.host.s.Open(ctx, s.slot); err != nil {
 		return nil, err
 	}
 	// A process with a wrong clock must not claim the slot, so the servers' clocks are read before.
-	if err := o.clock.Read(ctx, t.slot, t.remote.Clocks); err != nil {
+	if err := t.clock.Read(ctx, s.slot, t.remote.Clocks); err != nil {
 		return nil, err
 	}
 	watching, stop := context.WithCancel(ctx)
 	defer stop()
-	go o.clock.Watch(watching, t.slot, t.remote.Clocks)
+	go t.clock.Watch(watching, s.slot, t.remote.Clocks)
 	s.following.Store(true)
 	defer s.following.Store(false)
 	s.setReason("standby: another process owns the slot, or did a moment ago")
-	q := o.Queue
-	q.Logger = o.Logger
+	q := s.o.Queue
+	q.Logger = s.log
 	s.log.Info("following the log as a standby", "dir", t.dir)
-	access := slots.Options{Logger: o.Logger, CaughtUp: func() { s.markCaughtUp(); o.replica.changed() }, Applied: s.applied.Store, MayClaim: o.mayClaim}
-	if o.lacking != nil {
-		access.Values = o.lacking.offer
+	access := slots.Options{
+		Logger: s.log, CaughtUp: func() { s.markCaughtUp(); s.host.signal() }, Applied: s.applied.Store,
+		MayClaim: s.mayClaim,
 	}
-	if o.identity != nil {
-		access.Announcement, access.Announced = o.identity.Announce(), s.calls.SetOwner
+	if s.host.lacking != nil {
+		access.Values = s.host.lacking.offer
 	}
 	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Damaged: damaged, Options: access}.Follow(ctx)
 	if err != nil {
@@ -213,25 +194,14 @@ func (s *standby) follow(ctx context.Context, o Options, open OpenSlot, damaged 
 }
 
 // state returns the part of this standby in the log.
-func (s *standby) state(o Options) *adminapi.ReplicationState {
-	state := &adminapi.ReplicationState{Pod: o.Pod, Address: o.identity.Address(), Slot: o.replica.number(), Sequence: s.applied.Load(), Clock: s.clock.problem()}
-	if s.calls != nil {
-		state.OwnerName = s.calls.Owner()
-	}
+func (s *standby) state() *adminapi.ReplicationState {
+	state := &adminapi.ReplicationState{Pod: s.o.Pod, Slot: s.slot, Sequence: s.applied.Load(), Clock: s.o.clock.problem(), OwnerName: s.forwarder.Owner()}
 	if err := s.ready(); err != nil {
 		state.Reason = err.Error()
 	} else {
 		state.Ready = true
 	}
 	return state
-}
-
-// call forwards the calls to the owner, or refuses them.
-func (s *standby) call() http.Handler {
-	if s.calls == nil {
-		return http.HandlerFunc(refuseCall)
-	}
-	return forwardCalls(s.calls)
 }
 
 // forwardCalls is a handler that sends calls to an owner.
@@ -245,48 +215,8 @@ func forwardCalls(f *peer.Forwarder) http.Handler {
 	return mux
 }
 
-// handler serves the health checks; next serves all other requests.
-func (s *standby) handler(next http.Handler) http.Handler {
-	mux := http.NewServeMux()
-	admin.MountHealth(mux, s.ready)
-	mux.Handle("/", next)
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/healthz" {
-			w.Header().Set(adminapi.StandbyHeader, "1")
-		}
-		mux.ServeHTTP(w, r)
-	})
-}
-
-// admin is the handler of the admin listener: metrics, too.
-func (s *standby) admin(o Options) http.Handler {
-	registry := dispatcher.NewRegistry()
-	registry.MustRegister(replicationMetrics{func() *ownership { return nil }, s.calls, func() (uint64, bool) { return s.applied.Load(), true }}, s.clock.metric(), s.lacking.metric())
-	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "posthorn_ready", Help: "1 if the pod may get calls."}, func() float64 { return promtext.Bool(s.ready() == nil) }))
-	guarded := http.NewServeMux()
-	guarded.Handle("GET /metrics", promtext.Handler(registry))
-	guarded.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		writeJSON(w, http.StatusOK, adminapi.Report{Pod: o.Pod, Ready: s.ready() == nil, Replication: &adminapi.ReplicationReport{Standby: true}})
-	})
-	admin.MountReplication(guarded, func() *adminapi.ReplicationState { return s.state(o) })
-	forwarded := http.Handler(http.HandlerFunc(refuseAdmin))
-	if s.calls != nil {
-		forwarded = forwardAdmin(s.calls)
-	}
-	guarded.Handle("/", forwarded)
-	guarded.HandleFunc("/debug/", func(w http.ResponseWriter, _ *http.Request) {
-		http.Error(w, "this process does not own the messages; use /slots/0/debug/ for the owner", http.StatusNotFound)
-	})
-	root, owner := http.NewServeMux(), adminapi.SlotPath(0)
-	root.Handle("/", protect(o, guarded))
-	root.Handle(owner+"/", http.StripPrefix(owner, protect(o, forwarded)))
-	return s.handler(root)
-}
-
-const standbyMessage = "this process does not own the messages: it is a standby, or the log cannot be reached; send the request to the owner, or again later"
-
 func refuseCall(w http.ResponseWriter, _ *http.Request) {
-	admission.Retry(standbyRetryAfter, admission.CodeNotReady, standbyMessage).Write(w)
+	admission.Retry(standbyRetryAfter, admission.CodeNotReady, "this process does not know the slot of this write key yet; send the request again").Write(w)
 }
 
 // refuseForwarded answers a call that the owner did not answer.
@@ -305,10 +235,6 @@ func refuseForwarded(w http.ResponseWriter, err error) {
 	default:
 		admission.Retry(standbyRetryAfter, admission.CodeNotReady, "the process that stores the calls did not answer, or another one is replacing it; send the request again").Write(w)
 	}
-}
-
-func refuseAdmin(w http.ResponseWriter, _ *http.Request) {
-	http.Error(w, standbyMessage, http.StatusServiceUnavailable)
 }
 
 // forwardAdmin is a handler that sends requests to the admin API of an owner.

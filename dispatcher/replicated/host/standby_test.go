@@ -38,13 +38,49 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// runSlot runs a process with a log until the test ends. ended has its error.
-func runSlot(t *testing.T, dir string, open OpenSlot, change ...func(*Options)) (l *Listeners, ended <-chan error) {
-	t.Helper()
-	o := Options{Options: dispatcher.Options{DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Logger: slog.New(slog.DiscardHandler)}}
-	for _, f := range change {
-		f(&o)
+// oneSlot is a log with one slot in memory.
+type oneSlot struct {
+	bus       bus
+	directory *slotstest.Assignments
+	open      func(context.Context) (slots.Remote, error)
+}
+
+func newOneSlot(open func(context.Context) (slots.Remote, error)) *oneSlot {
+	return &oneSlot{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), open: open}
+}
+
+// newRemote returns an empty slot with a log.
+func newRemote(log *slotstest.Log) slots.Remote {
+	return slots.Remote{
+		Log: log, Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30),
+		Clocks: []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now(), nil }},
 	}
+}
+
+// holding is a log with one slot whose streams can be used.
+func holding(remote slots.Remote) *oneSlot {
+	return newOneSlot(func(context.Context) (slots.Remote, error) { return remote, nil })
+}
+
+// slots describes the log for a process with a control plane.
+func (in *oneSlot) slots(control func(context.Context, *dispatcher.Dispatcher) error) Slots {
+	return Slots{
+		Number: 1, Standbys: 9, Bus: &in.bus, Control: control,
+		Open:          func(ctx context.Context, _ int) (slots.Remote, error) { return in.open(ctx) },
+		OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
+	}
+}
+
+// idle is a control plane without live configs.
+func idle(ctx context.Context, _ *dispatcher.Dispatcher) error {
+	<-ctx.Done()
+	return nil
+}
+
+// run runs a process until the test ends. ended has its error.
+func (in *oneSlot) run(t *testing.T, dir string) (l *Listeners, ended <-chan error) {
+	t.Helper()
+	o := Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Logger: slog.New(slog.DiscardHandler)}}
 	l, err := Listen(o)
 	if err != nil {
 		t.Fatal(err)
@@ -54,13 +90,31 @@ func runSlot(t *testing.T, dir string, open OpenSlot, change ...func(*Options)) 
 	done, over := make(chan error, 1), make(chan struct{})
 	go func() {
 		defer close(over)
-		done <- RunSlot(ctx, o, open, func(ctx context.Context, d *dispatcher.Dispatcher) error { return d.Run(ctx) })
+		done <- Run(ctx, o, in.slots(idle))
 	}()
 	t.Cleanup(func() {
 		cancel()
 		<-over
 	})
 	return l, done
+}
+
+// standby returns a standby that may claim the slot, of a process that does not run.
+func (in *oneSlot) standby(t *testing.T, dir string) *standby {
+	t.Helper()
+	h := newHost(Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}}, in.slots(idle))
+	t.Cleanup(h.shared.Close)
+	h.slots[0].takes.Store(true)
+	return h.slots[0].newStandby()
+}
+
+// damageMembers makes the store in the data directory of a slot unusable.
+func damageMembers(t *testing.T, dataDir string) {
+	t.Helper()
+	dir := slotFolder(dataDir, 0)
+	if err := errors.Join(os.MkdirAll(dir, 0o700), os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func fetchText(t *testing.T, url string) (status int, text string) {
@@ -97,22 +151,17 @@ func wantStandby(t *testing.T, l *Listeners, reason string) {
 }
 
 func TestLogThatCannotBeReached(t *testing.T) {
-	l, _ := runSlot(t, t.TempDir(), func(context.Context) (slots.Remote, error) {
+	l, _ := newOneSlot(func(context.Context) (slots.Remote, error) {
 		return slots.Remote{}, errors.New("no server answers")
-	})
+	}).run(t, t.TempDir())
 	wantStandby(t, l, "no server answers")
 }
 
 // A process that owns the slot and cannot open its store answers the health checks meanwhile.
 func TestStoreThatCannotBeOpened(t *testing.T) {
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	stream := slotstest.NewStream(1 << 30)
-	l, _ := runSlot(t, dir, func(context.Context) (slots.Remote, error) {
-		return slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
-	})
+	damageMembers(t, dir)
+	l, _ := holding(newRemote(slotstest.NewLog(slotstest.NewStream(1<<30)))).run(t, dir)
 	wantStandby(t, l, "open the store of the slot: audiences:")
 }
 
@@ -120,13 +169,9 @@ func TestStoreThatCannotBeOpened(t *testing.T) {
 // until the session counts as lost.
 func TestStoreThatCannotBeOpenedIsReleased(t *testing.T) {
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	damageMembers(t, dir)
 	stream := slotstest.NewStream(1 << 30)
-	runSlot(t, dir, func(context.Context) (slots.Remote, error) {
-		return slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
-	})
+	holding(newRemote(slotstest.NewLog(stream))).run(t, dir)
 	if err := wait.Until(func() error {
 		if s, err := slotstest.NewLog(stream).State(t.Context()); err != nil || s.Last == 0 {
 			return fmt.Errorf("the slot has no claim: %w", err)
@@ -149,10 +194,10 @@ func TestStoreThatCannotBeOpenedIsReleased(t *testing.T) {
 
 // A standby whose listener fails ends with the error.
 func TestStandbyWithoutListenerEnds(t *testing.T) {
-	l, ended := runSlot(t, t.TempDir(), func(ctx context.Context) (slots.Remote, error) {
+	l, ended := newOneSlot(func(ctx context.Context) (slots.Remote, error) {
 		<-ctx.Done()
 		return slots.Remote{}, ctx.Err()
-	}, func(o *Options) { o.PeerListen = "127.0.0.1:0" })
+	}).run(t, t.TempDir())
 	wantStandby(t, l, connecting)
 	raw, err := l.peers.(*net.TCPListener).SyscallConn()
 	if err != nil {
@@ -240,22 +285,16 @@ func TestRefusalsOfForwardedCalls(t *testing.T) {
 }
 
 // processes are those with one slot and the same log.
-type processes struct {
-	remote slots.Remote
-	bus    *bus
-}
+type processes struct{ *oneSlot }
 
-func newProcesses() *processes {
-	return &processes{slots.Remote{
-		Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30),
-		Clocks: []slots.ServerTime{func(context.Context) (time.Time, error) { return time.Now(), nil }},
-	}, &bus{}}
+func newProcesses() processes {
+	return processes{holding(newRemote(slotstest.NewLog(slotstest.NewStream(1 << 30))))}
 }
 
 // start starts a process until stop is called, or the end of the test.
-func (p *processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
+func (p processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 	t.Helper()
-	o.DataDir, o.Bus, o.Logger = cmp.Or(o.DataDir, t.TempDir()), p.bus, slog.New(slog.DiscardHandler)
+	o.DataDir, o.Logger = cmp.Or(o.DataDir, t.TempDir()), slog.New(slog.DiscardHandler)
 	o.Listen, o.AdminListen, o.PeerListen = "127.0.0.1:0", "127.0.0.1:0", "127.0.0.1:0"
 	l, err := Listen(o)
 	if err != nil {
@@ -265,7 +304,7 @@ func (p *processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return p.remote, nil }, func(ctx context.Context, d *dispatcher.Dispatcher) error { return d.Run(ctx) })
+		ended <- Run(ctx, o, p.slots(idle))
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -279,35 +318,36 @@ func (p *processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 }
 
 // wantLog waits until a path has the state of a process, as the owner or as a standby.
-func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) {
+func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) (found adminapi.ReplicationState) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		_, text := fetchText(t, "http://"+l.AdminAddr().String()+path)
-		var s adminapi.ReplicationState
-		if err := json.Unmarshal([]byte(text), &s); err != nil {
+		var states []adminapi.ReplicationState
+		if err := json.Unmarshal([]byte(text), &states); err != nil {
 			return fmt.Errorf("%w: %s", err, text)
 		}
-		if s.Pod != pod || s.Owner != owner {
-			return fmt.Errorf("got %+v", s)
+		if len(states) != 1 || states[0].Pod != pod || states[0].Owner != owner {
+			return fmt.Errorf("got %+v", states)
 		}
+		found = states[0]
 		return nil
 	}); err != nil {
 		t.Fatalf("%s: want that of %s, owner %v: %v", path, pod, owner, err)
 	}
+	return found
 }
 
 // A standby that starts with a copy does not know the owner at once. It is ready when it can forward calls.
 func TestReadyStandbyKnowsTheOwner(t *testing.T) {
 	processes := newProcesses()
 	first, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "first"}})
-	wantLog(t, first, "/replication", "first", true)
+	wantLog(t, first, "/slots", "first", true)
 	o := Options{Options: dispatcher.Options{Pod: "second", DataDir: t.TempDir()}}
 	for range 2 {
 		l, stop := processes.start(t, o)
 		waitReady(t, l)
-		state, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).Replication(t.Context())
-		if err != nil || state == nil || !strings.HasPrefix(state.OwnerName, "first ") {
-			t.Errorf("a standby that is ready: got %+v and error %v, want the owner", state, err)
+		if state := wantLog(t, l, "/slots", "second", false); !strings.HasPrefix(state.OwnerName, "first ") {
+			t.Errorf("a standby that is ready: got %+v, want the owner", state)
 		}
 		stop()
 	}
@@ -332,10 +372,10 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 		return l
 	}
 	first := start("first")
-	wantLog(t, first, "/replication", "first", true)
+	wantLog(t, first, "/slots", "first", true)
 	second := start("second")
-	wantLog(t, second, "/replication", "second", false)
-	wantLog(t, second, "/slots/0/replication", "first", true)
+	wantLog(t, second, "/slots", "second", false)
+	wantLog(t, second, "/slots/0/slots", "first", true)
 	at := "http://" + second.AdminAddr().String()
 	if status, text := fetchText(t, at+"/deadletters?destination=shop/crm"); status != http.StatusOK || text != "" {
 		t.Errorf("dead letters: got status %d and %q, want the empty list of the owner", status, text)
@@ -348,15 +388,15 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	if status, _ := fetchText(t, at+"/slots/0/forbidden"); status != http.StatusForbidden {
 		t.Errorf("a request without permission: got status %d, want 403", status)
 	}
-	if status, text := fetchText(t, at+"/debug/config"); status != http.StatusNotFound || !strings.Contains(text, "/slots/0/debug/") {
+	if status, text := fetchText(t, at+"/debug/config"); status != http.StatusNotFound || !strings.Contains(text, "/slots/N/") {
 		t.Errorf("debug: got status %d and %q, want 404 with the path for the owner", status, text)
 	}
-	for path, want := range map[string]string{"/report": `"standby":true`, "/slots/0/report?since=": `"pod":"first"`} {
+	for path, want := range map[string]string{"/report": `"replication":{"number":1}`, "/slots/0/report?since=": `"pod":"first"`} {
 		if status, text := fetchText(t, at+path); status != http.StatusOK || !strings.Contains(text, want) {
 			t.Errorf("%s: got status %d and %s, want %s", path, status, text, want)
 		}
 	}
-	if _, text := fetchText(t, at+"/metrics"); !strings.Contains(text, "\nposthorn_replication_owner 0") {
+	if _, text := fetchText(t, at+"/metrics"); !strings.Contains(text, `posthorn_replication_owner{slot="0"} 0`) {
 		t.Errorf("metrics: got\n%s\nwant those of the standby", text)
 	}
 }
@@ -373,11 +413,12 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
 		t.Helper()
 		if err := wait.Until(func() error {
-			_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/replication")
-			var s adminapi.ReplicationState
-			if err := json.Unmarshal([]byte(text), &s); err != nil {
+			_, text := fetchText(t, "http://"+l.AdminAddr().String()+"/slots")
+			var states []adminapi.ReplicationState
+			if err := json.Unmarshal([]byte(text), &states); err != nil || len(states) != 1 {
 				return fmt.Errorf("%w: %s", err, text)
 			}
+			s := states[0]
 			// An owner is not ready before its first config.
 			if s.Owner != owner || !strings.HasPrefix(s.Clock, problem) || (s.Clock != "") != (problem != "") || !owner && s.Ready != (problem == "") {
 				return fmt.Errorf("got %+v", s)
@@ -439,9 +480,7 @@ const newerRelease = "a newer release wrote the log (record format 2, this relea
 func TestLogOfANewerRelease(t *testing.T) {
 	log := newerLog(t)
 	before, _ := log.State(t.Context())
-	l, _ := runSlot(t, t.TempDir(), func(context.Context) (slots.Remote, error) {
-		return slots.Remote{Log: log, Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}, nil
-	})
+	l, _ := holding(newRemote(log)).run(t, t.TempDir())
 	wantStandby(t, l, newerRelease)
 	if after, _ := log.State(t.Context()); after.Last != before.Last {
 		t.Errorf("last record: got %d, want %d", after.Last, before.Last)
@@ -489,7 +528,7 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 		t.Fatal(err)
 	}
 	owner := slowOwner{messages: &messages{}}
-	o := Options{Options: dispatcher.Options{DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: time.Hour}, Egress: policy, Logger: slog.New(owner.messages)}}
+	o := Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: time.Hour}, Egress: policy, Logger: slog.New(owner.messages)}}
 	for _, f := range change {
 		f(&o)
 	}
@@ -497,15 +536,14 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 		t.Fatal(err)
 	}
 	o.Listeners = owner.listeners
-	remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- RunSlot(ctx, o, func(context.Context) (slots.Remote, error) { return remote, nil }, func(ctx context.Context, d *dispatcher.Dispatcher) error {
+		ended <- Run(ctx, o, newProcesses().slots(func(ctx context.Context, d *dispatcher.Dispatcher) error {
 			d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(receiver)))
 			d.Synced()
-			return d.Run(ctx)
-		})
+			return idle(ctx, d)
+		}))
 	}()
 	owner.stop = sync.OnceValue(func() error {
 		cancel()
@@ -608,21 +646,19 @@ func TestSlowReceiverAtTheEndOfATerm(t *testing.T) {
 func TestReadinessAfterAFailedOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir := t.TempDir()
-		if err := os.WriteFile(filepath.Join(dir, backup.MembersFolder), nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
-
-		o := Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}, Listeners: &Listeners{Listeners: &dispatcher.Listeners{}}, forwarder: &peer.Forwarder{}, clock: newClockCheck(nil, slots.NewMembers(nil))}
-		remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
-		s := newStandby(o)
+		damageMembers(t, dir)
+		opened := make(chan struct{}, 9)
+		remote := newRemote(slotstest.NewLog(slotstest.NewStream(1 << 30)))
+		remote.Clocks = nil // The clock of the test stands still in between.
+		log := newOneSlot(func(context.Context) (slots.Remote, error) {
+			opened <- struct{}{}
+			return remote, nil
+		})
+		s := log.standby(t, dir)
 		ctx, cancel := context.WithCancel(t.Context())
 		owned := make(chan bool)
-		opened := make(chan struct{}, 9)
 		go func() {
-			_, d := s.own(ctx, o, func(context.Context) (slots.Remote, error) {
-				opened <- struct{}{}
-				return remote, nil
-			})
+			_, d := s.own(ctx)
 			owned <- d != nil
 		}()
 		<-opened
@@ -635,7 +671,7 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 		}
 		wantCopy := func(what string, ready, failed bool) {
 			t.Helper()
-			if got, want := s.copied(3), (slots.SlotCopied{Slot: 3, Ready: ready, Failed: failed}); got != want {
+			if got, want := s.copied(), (slots.SlotCopied{Ready: ready, Failed: failed}); got != want {
 				t.Errorf("%s: got the copy %+v, want %+v", what, got, want)
 			}
 			if err := s.ready(); (err == nil) != ready || failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
@@ -656,8 +692,8 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 func TestDamageFoundByTheOwner(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, discard := t.TempDir(), slog.New(slog.DiscardHandler)
-		remote := slots.Remote{Log: slotstest.NewLog(slotstest.NewStream(1 << 30)), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30)}
-		files := filepath.Join(dir, backup.QueueFolder)
+		remote := newRemote(slotstest.NewLog(slotstest.NewStream(1 << 30)))
+		files := QueueFolder(dir, 0)
 		w, err := slots.Slot{Log: remote.Log, Dir: files, Options: slots.Options{Logger: discard}}.TakeOver(t.Context())
 		if err != nil {
 			t.Fatal(err)
@@ -680,9 +716,8 @@ func TestDamageFoundByTheOwner(t *testing.T) {
 		if err := errors.Join(db.Set(lane, []byte{1}, pebble.Sync), db.Close(), os.Remove(filepath.Join(files, "clean-shutdown"))); err != nil {
 			t.Fatal(err)
 		}
-		o := Options{Options: dispatcher.Options{DataDir: dir, Logger: discard}, Listeners: &Listeners{Listeners: &dispatcher.Listeners{}}, clock: newClockCheck(nil, slots.NewMembers(nil))}
-		s := newStandby(o)
-		owned, d := s.own(t.Context(), o, func(context.Context) (slots.Remote, error) { return remote, nil })
+		s := holding(remote).standby(t, dir)
+		owned, d := s.own(t.Context())
 		if reason := s.openFailure(); !strings.Contains(reason, "the name of a lane is malformed") {
 			t.Errorf("first attempt to open the store: got %q, want the damage", reason)
 		}

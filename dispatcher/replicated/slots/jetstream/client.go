@@ -103,8 +103,6 @@ type Client struct {
 	nc *nats.Conn
 	// closed is closed when the connection is not opened again.
 	closed chan struct{}
-	// single is true after a check that the log has no directory.
-	single atomic.Bool
 	// checked is true after a check that the log is not that of another installation.
 	checked atomic.Bool
 }
@@ -164,25 +162,6 @@ func (c *Client) Watch(ctx context.Context) error {
 	}
 }
 
-// OpenOnlySlot is OpenSlot for slot 0 of a log with one slot. It fails if the log has several: a process
-// with one would not deliver the messages of the others.
-func (c *Client) OpenOnlySlot(ctx context.Context) (r slots.Remote, err error) {
-	if err := c.check(ctx); err != nil {
-		return r, err
-	}
-	// Later, no takeover waits for an answer about the directory.
-	if !c.single.Load() {
-		if err := c.checkNoDirectory(ctx); err != nil {
-			return r, err
-		}
-		if err := c.checkSecondSlot(ctx); err != nil {
-			return r, err
-		}
-		c.single.Store(true)
-	}
-	return c.openSlot(ctx, 0, c.slotStream(0))
-}
-
 // exists reports whether a stream exists. It asks for a consumer that no stream has: a user has the
 // permission to do so for all streams, but not to read the settings of a slot that its process does not use.
 func (c *Client) exists(ctx context.Context, name string) (bool, error) {
@@ -226,15 +205,6 @@ func (c *Client) checkInstallation(ctx context.Context) error {
 	return nil
 }
 
-// checkSecondSlot returns ErrNoStream if a log without directory has a second slot.
-func (c *Client) checkSecondSlot(ctx context.Context) error {
-	second, err := c.exists(ctx, c.slotStream(1))
-	if err == nil && second {
-		err = fmt.Errorf("%w: %s, the directory of the slots, was deleted, but the stream %s exists; "+directoryFix, slots.ErrNoStream, c.directory(), c.slotStream(1))
-	}
-	return err
-}
-
 // directory and slotStream return the names of streams.
 func (c *Client) directory() string          { return fmt.Sprintf("PH_%s_DIR", c.c.Name) }
 func (c *Client) slotStream(slot int) string { return fmt.Sprintf("PH_%s_W%d", c.c.Name, slot) }
@@ -251,25 +221,10 @@ func (c *Client) OpenSlot(ctx context.Context, slot int) (r slots.Remote, err er
 	return c.openSlot(ctx, slot, c.slotStream(slot))
 }
 
-// checkNoDirectory returns an error if the log has several slots.
-func (c *Client) checkNoDirectory(ctx context.Context) error {
-	several, err := c.exists(ctx, c.directory())
-	if err == nil && several {
-		err = fmt.Errorf("the log %q has several slots; set --replication-slots to their number, or use another --replication-name", c.c.Name)
-	}
-	return err
-}
-
-// OpenAdopted is OpenSlot for Slot.Adopt, in a log with a number of slots: it creates the stream also when it was
-// deleted.
-func (c *Client) OpenAdopted(ctx context.Context, number, slot int) (r slots.Remote, err error) {
+// OpenAdopted is OpenSlot for Slot.Adopt: it creates the stream also when it was deleted.
+func (c *Client) OpenAdopted(ctx context.Context, slot int) (r slots.Remote, err error) {
 	if err := c.check(ctx); err != nil {
 		return r, err
-	}
-	if number == 1 {
-		if err := c.checkNoDirectory(ctx); err != nil {
-			return r, err
-		}
 	}
 	return c.openSlot(ctx, slot, "")
 }
@@ -319,34 +274,18 @@ const directoryBytes = 16 << 20
 
 // OpenDirectory returns the stream with the slot of each namespace. It creates the stream and those of a
 // number of slots when they are missing, so that a process whose slots do not fit into the servers is
-// not ready. The directory is opened before the slots. Its errors are those of OpenSlot, and one for a
-// log with one slot: that slot has messages of namespaces that the directory would give to other slots.
+// not ready. The directory is opened before the slots. Its errors are those of OpenSlot, and slots.ErrNoStream if slot
+// 0 exists without the directory.
 func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignments, error) {
 	if err := c.check(ctx); err != nil {
 		return nil, err
 	}
-	several, err := c.exists(ctx, c.directory())
-	if err != nil {
+	if err := c.checkDirectory(ctx); err != nil {
 		return nil, err
 	}
-	if !several {
-		if err := c.checkSecondSlot(ctx); err != nil {
-			return nil, err
-		}
-		one, err := c.exists(ctx, c.slotStream(0))
-		if err != nil {
-			return nil, err
-		}
-		if one {
-			return nil, fmt.Errorf("the log %q was made with one slot; use --replication-slots=1, or another --replication-name while a process with --replication-slots=1 delivers the messages of this one", c.c.Name)
-		}
-	}
-	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
-		Name: c.directory(), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
-		Installation: c.c.Installation,
-	})
+	a, err := c.openDirectory(ctx)
 	if err != nil {
-		return nil, explain(err)
+		return nil, err
 	}
 	for slot := range number {
 		// This stream of a slot is created last.
@@ -357,6 +296,37 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 		if err != nil {
 			return nil, fmt.Errorf("slot %d of %d: %w", slot, number, err)
 		}
+	}
+	return a, nil
+}
+
+// AdoptDirectory is OpenDirectory for Slot.Adopt: it creates the directory also for slots that exist, and no slots.
+func (c *Client) AdoptDirectory(ctx context.Context) (slots.Assignments, error) {
+	if err := c.check(ctx); err != nil {
+		return nil, err
+	}
+	return c.openDirectory(ctx)
+}
+
+// checkDirectory returns ErrNoStream if the log has a slot and no directory. Earlier releases made such a log.
+func (c *Client) checkDirectory(ctx context.Context) error {
+	if exists, err := c.exists(ctx, c.directory()); exists || err != nil {
+		return err
+	}
+	slot, err := c.exists(ctx, c.slotStream(0))
+	if err == nil && slot {
+		err = fmt.Errorf("%w: %s, the directory of the slots, but the stream %s exists: the directory was deleted, or an earlier release made this log with one slot; "+directoryFix, slots.ErrNoStream, c.directory(), c.slotStream(0))
+	}
+	return err
+}
+
+func (c *Client) openDirectory(ctx context.Context) (slots.Assignments, error) {
+	a, err := OpenAssignments(ctx, c.nc, DirectoryConfig{
+		Name: c.directory(), Subject: fmt.Sprintf("ph.%s.dir", c.c.Name), Replicas: c.c.Replicas, MaxBytes: directoryBytes,
+		Installation: c.c.Installation,
+	})
+	if err != nil {
+		return nil, explain(err)
 	}
 	return a, nil
 }

@@ -102,7 +102,7 @@ func openSlot(t *testing.T, c Config) (slots.Remote, error) {
 	}
 	t.Cleanup(client.Close)
 	for deadline := time.Now().Add(startTimeout); ; time.Sleep(10 * time.Millisecond) {
-		r, err := client.OpenOnlySlot(t.Context())
+		r, err := client.OpenSlot(t.Context(), 0)
 		if err == nil || !strings.Contains(err.Error(), "no answer yet") && !strings.Contains(err.Error(), "i/o timeout") || time.Now().After(deadline) {
 			return r, err
 		}
@@ -419,7 +419,7 @@ func TestServersAreCheckedAgain(t *testing.T) {
 	defer client.Close()
 	var remote slots.Remote
 	if err := wait.Until(func() error {
-		remote, err = client.OpenOnlySlot(t.Context())
+		remote, err = client.OpenSlot(t.Context(), 0)
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -537,7 +537,7 @@ func TestDeletedStream(t *testing.T) {
 	}
 	defer client.Close()
 	if err := wait.Until(func() (err error) {
-		remote, err = client.OpenAdopted(t.Context(), 1, 0)
+		remote, err = client.OpenAdopted(t.Context(), 0)
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -693,7 +693,7 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 		return all
 	}
 	open := func() error {
-		_, err := client.OpenOnlySlot(t.Context())
+		_, err := client.OpenSlot(t.Context(), 0)
 		return err
 	}
 	rollup := map[string]func(*jetstream.StreamConfig){
@@ -930,10 +930,10 @@ func recorded(t *testing.T, js jetstream.JetStream, name string) string {
 	return stream.CachedInfo().Config.Metadata[metadataInstallation]
 }
 
-// A log belongs to the installation that creates it, and another one is refused, with one slot or several.
+// A log belongs to the installation that creates it, and another one is refused, by its first slot or its directory.
 func TestOtherInstallations(t *testing.T) {
 	one := func(c *Client) error {
-		_, err := c.OpenOnlySlot(t.Context())
+		_, err := c.OpenSlot(t.Context(), 0)
 		return err
 	}
 	several := func(c *Client) error {
@@ -943,26 +943,27 @@ func TestOtherInstallations(t *testing.T) {
 		_, err := c.OpenSlot(t.Context(), 1)
 		return err
 	}
-	adopt := func(c *Client) error {
-		_, err := c.OpenAdopted(t.Context(), 1, 0)
-		return err
-	}
-	adoptOne := func(c *Client) error {
-		_, err := c.OpenAdopted(t.Context(), 2, 0)
-		return err
-	}
-	slot := func(c *Client) error {
-		_, err := c.OpenSlot(t.Context(), 1)
-		return err
+	refused := map[string]func(*Client) error{
+		"the first slot": one, "the directory": several,
+		"another slot": func(c *Client) error {
+			_, err := c.OpenSlot(t.Context(), 1)
+			return err
+		},
+		"adopt a slot": func(c *Client) error {
+			_, err := c.OpenAdopted(t.Context(), 0)
+			return err
+		},
+		"adopt the directory": func(c *Client) error {
+			_, err := c.AdoptDirectory(t.Context())
+			return err
+		},
 	}
 	for name, log := range map[string]struct {
 		open    func(*Client) error
 		streams []string
-		// refused are the calls that another installation tries.
-		refused map[string]func(*Client) error
 	}{
-		"one slot":      {one, []string{"PH_test_W0"}, map[string]func(*Client) error{"the slot": one, "several slots": several, "adopt": adopt}},
-		"several slots": {several, []string{"PH_test_DIR", "PH_test_W1"}, map[string]func(*Client) error{"the directory": several, "a slot": slot, "one slot": one, "adopt": adoptOne}},
+		"without a directory": {one, []string{"PH_test_W0"}},
+		"with a directory":    {several, []string{"PH_test_DIR", "PH_test_W1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := startServer(t, server.Options{Port: server.RANDOM_PORT})
@@ -977,7 +978,7 @@ func TestOtherInstallations(t *testing.T) {
 					t.Fatalf("the installation: %v", err)
 				}
 			}
-			for what, open := range log.refused {
+			for what, open := range refused {
 				err := open(client("news/posthorn"))
 				wantError(t, what, err, ErrOtherInstallation)
 				wantText(t, what, err, `the log of "shop/posthorn"`, `this process belongs to "news/posthorn"`,
@@ -1007,7 +1008,7 @@ func TestInstallationIsKept(t *testing.T) {
 			t.Errorf("new stream %s: got the installation %q, want %q", stream, got, c.Installation)
 		}
 	}
-	remote, err := connected(t, config(s.ClientURL())).OpenAdopted(t.Context(), 2, 0)
+	remote, err := connected(t, config(s.ClientURL())).OpenAdopted(t.Context(), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1041,40 +1042,28 @@ func TestInstallationIsKept(t *testing.T) {
 	}
 }
 
-// A log has one slot or several, from its first use on: with the other number, messages would have no
-// owner.
-func TestNumberOfSlotsIsKept(t *testing.T) {
+// A log that an earlier release made with one slot has no directory. It is refused until an adoption has created the
+// directory, and can then get more slots.
+func TestLogWithoutADirectory(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
-	connect := func(name string) *Client {
-		t.Helper()
-		c := config(s.ClientURL())
-		c.Name = name
-		return connected(t, c)
+	client := connected(t, config(s.ClientURL()))
+	if _, err := client.OpenSlot(t.Context(), 0); err != nil {
+		t.Fatal(err)
 	}
-	several := connect("several")
-	for range 2 {
-		if _, err := several.OpenDirectory(t.Context(), 1); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := several.OpenSlot(t.Context(), 0); err != nil {
-			t.Fatal(err)
-		}
+	_, err := client.OpenDirectory(t.Context(), 1)
+	wantError(t, "the log without a directory", err, slots.ErrNoStream)
+	wantText(t, "the log without a directory", err, "an earlier release made this log with one slot", "posthorn replication adopt")
+	if _, err := client.AdoptDirectory(t.Context()); err != nil {
+		t.Fatal(err)
 	}
-	_, err := several.OpenOnlySlot(t.Context())
-	wantText(t, "one slot of a log with several", err, "several slots", "--replication-slots")
-
-	one := connect("one")
-	for range 2 {
-		if _, err := one.OpenOnlySlot(t.Context()); err != nil {
-			t.Fatal(err)
+	for _, number := range []int{1, 3} {
+		if _, err := client.OpenDirectory(t.Context(), number); err != nil {
+			t.Errorf("%d slots with the directory: %v", number, err)
 		}
 	}
-	_, err = one.OpenDirectory(t.Context(), 1)
-	wantText(t, "several slots of a log with one", err, "one slot", "--replication-slots=1")
 }
 
-// A directory that was deleted is not created again, because its namespaces would get other slots, and a
-// process with one slot does not take the first of several. A running process reports it until it is restored.
+// A directory that was deleted is not created by a process. A running process reports it until it is restored.
 func TestDeletedDirectory(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
 	client := connected(t, config(s.ClientURL()))
@@ -1097,11 +1086,9 @@ func TestDeletedDirectory(t *testing.T) {
 	if err := js.DeleteStream(t.Context(), "PH_test_DIR"); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"PH_test_DIR", "was deleted", "restore it from a backup", "docs/replication.md"}
+	want := []string{"PH_test_DIR", "was deleted", "restore it from a backup", "posthorn replication adopt"}
 	_, err = client.OpenDirectory(t.Context(), 2)
-	wantText(t, "several slots without the directory", err, append(want, "PH_test_W1")...)
-	_, err = client.OpenOnlySlot(t.Context())
-	wantText(t, "one slot of several without the directory", err, append(want, "PH_test_W1")...)
+	wantText(t, "slots without the directory", err, append(want, "PH_test_W0")...)
 	if err := wait.Until(func() error {
 		if directory.Err() == nil {
 			return errors.New("the deletion was not reported")

@@ -106,8 +106,8 @@ func (s *Assignments) decode(subject string, data []byte) (a slots.Assignment, e
 	return a, err
 }
 
-// directoryFix is what to do about a deleted directory.
-const directoryFix = "restore it from a backup, or create it without records, as docs/replication.md describes; the owners of the slots then assign the namespaces again whose messages they have"
+// directoryFix is what to do about a missing directory.
+const directoryFix = "restore it from a backup, or create it with posthorn replication adopt and the same --replication-url, --replication-name and --replication-installation; the owners of the slots then assign the namespaces whose messages they have"
 
 // State implements slots.Assignments.
 func (s *Assignments) State(ctx context.Context) (slots.State, error) {
