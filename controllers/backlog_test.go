@@ -64,7 +64,7 @@ func TestBacklogsOfReports(t *testing.T) {
 			{Namespace: "b", Destinations: []adminapi.DestinationReport{{Name: "old", Ledger: adminapi.Ledger{Pending: 2}, OldestPending: now.Add(-time.Hour)}}},
 		}})}
 	}
-	p.last["d-0"], p.last["d-1"], p.last[logStore] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.ReplicationReport{Epoch: 1})
+	p.last["d-0"], p.last["d-1"], p.last[slotStore(0)] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.ReplicationReport{Epoch: 1})
 	check.Same(t, "backlogs", p.backlogs(), backlogs{"d-0": 7, "d-1": 0})
 }
 

@@ -224,14 +224,10 @@ func (p *prober) withoutOwner(now time.Time) map[string]bool {
 		return p.slotsSince
 	}
 	for pod, probe := range p.probes {
-		switch {
-		case pod.Unready || probe.state == nil || probe.state.Replication == nil:
-		case probe.state.Replication.Several():
+		if !pod.Unready && probe.state != nil && probe.state.Replication.HasSlots() {
 			for slot := range p.slots {
 				unowned[slotStore(slot)] = true
 			}
-		case p.last[logStore].report != nil:
-			unowned[logStore] = true
 		}
 	}
 	maps.DeleteFunc(unowned, func(name string, _ bool) bool { return now.Sub(since(name)) <= unownedAfter })
@@ -364,7 +360,7 @@ func (p *prober) merge(pod Pod, probe *probe, r podreport.Changes) (change repor
 		}
 		return after, concernsAll(before, after)
 	}
-	if r.Report != nil && r.Report.Replication.Several() {
+	if r.Report != nil && r.Report.Replication.HasSlots() {
 		probe.state = podreport.NewIndex(*r.Report) // It has no namespaces.
 		if p.slots == 0 {
 			p.slotsSince = time.Now()
@@ -390,13 +386,13 @@ func (p *prober) merge(pod Pod, probe *probe, r podreport.Changes) (change repor
 	return change
 }
 
-// logStore is the name of the store of a replicated log with one slot. Any of its pods can own it.
-const logStore = "replicated log"
+// slotStores begins the names of the stores of a replicated log.
+const slotStores = "replicated log, slot "
 
-// slotStore is the name of the store of one slot of several.
-func slotStore(slot int) string { return fmt.Sprintf("%s, slot %04d", logStore, slot) }
+// slotStore is the name of the store of a slot. Any of the pods can own it.
+func slotStore(slot int) string { return fmt.Sprintf("%s%04d", slotStores, slot) }
 
-func isSlot(store string) bool { return strings.HasPrefix(store, logStore+", ") }
+func isSlot(store string) bool { return strings.HasPrefix(store, slotStores) }
 
 // isReady reports whether the state of a store is used. A pod that has taken over a slot is ready before
 // it has loaded the objects of the slot.
@@ -408,17 +404,14 @@ func isReady(pod Pod, store string, state *podreport.Index) bool {
 // too, or the slots of a replicated log that it owns.
 func (p *probe) stores(pod Pod) iter.Seq2[string, *podreport.Index] {
 	return func(yield func(string, *podreport.Index) bool) {
-		switch {
-		case p.state == nil || p.state.Replication == nil:
+		if p.state == nil || p.state.Replication == nil {
 			yield(pod.Name, p.state)
-		case p.state.Replication.Several():
-			for slot, state := range p.slots {
-				if !yield(slotStore(slot), state) {
-					return
-				}
+			return
+		}
+		for slot, state := range p.slots {
+			if !yield(slotStore(slot), state) {
+				return
 			}
-		case !p.state.Replication.Standby:
-			yield(logStore, p.state)
 		}
 	}
 }

@@ -246,7 +246,16 @@ func TestEndOfTheGraceChangesNothing(t *testing.T) {
 	})
 }
 
-// With a replicated log, the pods have one store. The statuses show the report of its owner, before
+// ofOneSlot is an answer of a pod of a replicated log with one slot, with the report of the slot; nil for a standby.
+func ofOneSlot(slot *adminapi.Report) podreport.Changes {
+	c := podreport.Changes{Report: &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Number: 1}}, Slots: map[int]*adminapi.Report{}}
+	if slot != nil {
+		c.Slots[0] = slot
+	}
+	return c
+}
+
+// With a replicated log of one slot, the pods have one store. The statuses show the report of its owner, before
 // and after a takeover, and standbys need not confirm anything.
 func TestReplicatedLogHasOneStore(t *testing.T) {
 	p := newProber(nil, time.Second, nil, func(reportChange) {}, func(Pod, bool) {})
@@ -256,28 +265,28 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 	owner := func(epoch uint64, accepted int64) *adminapi.Report {
 		return &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch}, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
 	}
-	standby := &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Standby: true}}
-	lost := errors.New("timeout")
+	var standby *adminapi.Report
+	silent := &adminapi.Report{}
 	for _, step := range []struct {
 		name    string
 		reports [2]*adminapi.Report
 		want    health.Pod
 	}{
 		{"an owner and a standby", [2]*adminapi.Report{owner(1, 5), standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
-		{"no answer of the owner", [2]*adminapi.Report{nil, standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
-		{"the standby has taken over", [2]*adminapi.Report{nil, owner(2, 7)}, health.Pod{Report: podreport.NewIndex(*owner(2, 7))}},
+		{"no answer of the owner", [2]*adminapi.Report{silent, standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
+		{"the standby has taken over", [2]*adminapi.Report{silent, owner(2, 7)}, health.Pod{Report: podreport.NewIndex(*owner(2, 7))}},
 		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)}, health.Pod{Report: podreport.NewIndex(*owner(2, 8))}},
 		{"two standbys", [2]*adminapi.Report{standby, standby}, health.Pod{Report: podreport.NewIndex(*owner(2, 8)), Absent: true}},
 	} {
 		for i, report := range step.reports {
-			var err error
-			if report == nil {
-				err = lost
+			if report == silent {
+				p.record(t.Context(), pods[i], probes[i], podreport.Changes{}, errors.New("timeout"))
+				continue
 			}
-			p.record(t.Context(), pods[i], probes[i], podreport.Changes{Report: report}, err)
+			p.record(t.Context(), pods[i], probes[i], ofOneSlot(report), nil)
 		}
 		got, complete := p.reports()
-		step.want.Name = logStore
+		step.want.Name = slotStore(0)
 		if diff := cmp.Diff([]health.Pod{step.want}, got, everyField); diff != "" || !complete {
 			t.Errorf("%s: complete %v, pods (-want +got):\n%s", step.name, complete, diff)
 		}
@@ -292,13 +301,13 @@ func TestOwnerOfALogThatIsNotReady(t *testing.T) {
 	pod := Pod{Name: "dispatcher-0", URL: "a"}
 	ready := &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: 1}}
 	first := newProbe(p, pod, false)
-	p.record(t.Context(), pod, first, podreport.Changes{Report: ready}, nil)
+	p.record(t.Context(), pod, first, ofOneSlot(ready), nil)
 	delete(p.probes, pod)
 	pod.Unready, p.notReady = true, []string{pod.Name}
 	unready := &adminapi.Report{Replication: &adminapi.ReplicationReport{Epoch: 1}}
-	p.record(t.Context(), pod, newProbe(p, pod, false), podreport.Changes{Report: unready}, nil)
+	p.record(t.Context(), pod, newProbe(p, pod, false), ofOneSlot(unready), nil)
 	got, complete := p.reports()
-	want := []health.Pod{{Name: logStore, Report: podreport.NewIndex(*ready), Configs: podreport.NewIndex(*unready), Absent: true}}
+	want := []health.Pod{{Name: slotStore(0), Report: podreport.NewIndex(*ready), Configs: podreport.NewIndex(*unready), Absent: true}}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(podreport.Index{})); diff != "" || !complete {
 		t.Errorf("complete %v, pods (-want +got):\n%s", complete, diff)
 	}
@@ -322,13 +331,13 @@ func TestLogThatWasCreatedAgain(t *testing.T) {
 				t.Errorf("%s: got %+v, want one store with epoch %d", step, got, want.Replication.Epoch)
 			}
 		}
-		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(7)}, nil)
+		p.record(t.Context(), pod, probe, ofOneSlot(report(7)), nil)
 		expect("before", report(7))
-		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, ofOneSlot(report(1)), nil)
 		expect("a lower epoch", report(7))
 		time.Sleep(outdatedAfter + time.Second)
 		p.expire(time.Now())
-		p.record(t.Context(), pod, probe, podreport.Changes{Report: report(1)}, nil)
+		p.record(t.Context(), pod, probe, ofOneSlot(report(1)), nil)
 		expect("a lower epoch for a long time", report(1))
 	})
 }

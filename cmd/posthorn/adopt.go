@@ -104,14 +104,14 @@ drain).`,
 			}
 			defer client.Close()
 			a := adopter{client: client, out: cmd.OutOrStdout(), logger: logger, data: data, slots: log.slots}
-			if a.ownStore = data != "" && a.isOwnStore(); a.ownStore {
-				return a.adopt(cmd.Context(), max(only, 0), host.QueueFolder(data, 1, 0))
+			if store := filepath.Join(data, backup.QueueFolder); data != "" && exists(store) {
+				return a.adopt(cmd.Context(), max(only, 0), store)
 			}
 			for slot := range log.slots {
 				if only >= 0 && slot != only {
 					continue
 				}
-				if err := a.adopt(cmd.Context(), slot, host.QueueFolder(data, log.slots, slot)); err != nil {
+				if err := a.adopt(cmd.Context(), slot, host.QueueFolder(data, slot)); err != nil {
 					return err
 				}
 			}
@@ -135,8 +135,6 @@ type adopter struct {
 	logger *slog.Logger
 	data   string // Empty for the streams.
 	slots  int
-	// ownStore is set for the store of a dispatcher that becomes one of several slots.
-	ownStore bool
 }
 
 const (
@@ -145,17 +143,6 @@ const (
 	adoptPause = 500 * time.Millisecond
 	adoptTries = 20
 )
-
-// isOwnStore reports whether the log has several slots and the data directory only the store of a dispatcher without a
-// log.
-func (a adopter) isOwnStore() bool {
-	for slot := range a.slots {
-		if exists(host.QueueFolder(a.data, a.slots, slot)) {
-			return false
-		}
-	}
-	return exists(host.QueueFolder(a.data, 1, 0))
-}
 
 func exists(path string) bool {
 	_, err := os.Stat(path)
@@ -180,7 +167,7 @@ func (a adopter) adopt(ctx context.Context, slot int, dir string) error {
 		if err != nil {
 			return err
 		}
-		remote, err := a.client.OpenAdopted(ctx, a.slots, slot)
+		remote, err := a.client.OpenAdopted(ctx, slot)
 		if err != nil {
 			return err
 		}
@@ -222,23 +209,21 @@ func (a adopter) adopt(ctx context.Context, slot int, dir string) error {
 	return nil
 }
 
-// directory returns the directory that gets the namespaces of a store; nil if none does.
+// directory returns the directory of the slots, and creates it if it is missing.
 func (a adopter) directory(ctx context.Context) (*slots.Directory, error) {
-	if !a.ownStore {
-		return nil, nil
-	}
-	assignments, err := a.client.OpenDirectory(ctx, a.slots)
+	assignments, err := a.client.AdoptDirectory(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return slots.OpenDirectory(ctx, assignments, a.slots, a.logger)
+	directory, err := slots.OpenDirectory(ctx, assignments, a.slots, a.logger)
+	if err == nil && directory.Slots() > a.slots {
+		err = fmt.Errorf("the log has %d slots; set --replication-slots to this number or more", directory.Slots())
+	}
+	return directory, err
 }
 
-// assign assigns namespaces to a slot; directory is nil for a log with one.
+// assign assigns namespaces to a slot.
 func assign(ctx context.Context, directory *slots.Directory, namespaces []string, slot int) error {
-	if directory == nil {
-		return nil
-	}
 	for _, namespace := range namespaces {
 		now, err := directory.Assign(ctx, namespace, slot)
 		if err != nil {

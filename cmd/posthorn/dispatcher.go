@@ -5,13 +5,11 @@ import (
 	"os"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
 	"github.com/posthorn/posthorn/cmd/internal/otlp"
 	"github.com/posthorn/posthorn/contract/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 )
@@ -82,12 +80,7 @@ The chart runs it; see docs/install.md.`,
 			watch := func(ctx context.Context, to liveconfig.Sink) error {
 				return configsource.Watch(ctx, client, namespace, to, log)
 			}
-			return data.serve(cmd.Context(), log, service{watch: watch, others: others, lockWait: lockWait, run: func(ctx context.Context, d *dispatcher.Dispatcher, _ *dispatcher.Listeners) error {
-				group, ctx := errgroup.WithContext(ctx)
-				group.Go(func() error { return d.Run(ctx) })
-				group.Go(func() error { return watch(ctx, d) })
-				return group.Wait()
-			}})
+			return data.serve(cmd.Context(), log, service{watch: watch, others: others, lockWait: lockWait})
 		},
 	}
 	f := cmd.Flags()

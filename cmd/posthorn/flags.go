@@ -48,7 +48,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f := cmd.Flags()
 	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
 	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
-	f.StringVar(&d.peerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --replication-url reach this one: a standby forwards its calls there, over TLS, while this process is the owner. The default of HOST is the environment variable POD_IP. Empty: a standby refuses calls, and is not ready")
+	f.StringVar(&d.peerListen, "peer-listen", "", "address, HOST:PORT, at which the other processes of --replication-url reach this one: they forward requests there, over TLS, while this process is the owner. Required with it. The default of HOST is the environment variable POD_IP")
 	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
 	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
@@ -131,13 +131,12 @@ func (d *dataFlags) parse() (err error) {
 
 // checkPeerListen checks that the other processes can connect to the address.
 func (d *dataFlags) checkPeerListen(resolve func(network, address string) (*net.TCPAddr, error)) error {
-	if d.peerListen == "" {
-		if d.log.slots > 1 && d.isReplicated() {
-			return command.Usagef("--replication-slots needs --peer-listen: requests are forwarded to the process that has the slot of their namespace")
-		}
+	switch {
+	case d.peerListen == "" && d.isReplicated():
+		return command.Usagef("--replication-url needs --peer-listen: requests are forwarded to the process that has the slot of their namespace")
+	case d.peerListen == "":
 		return nil
-	}
-	if !d.isReplicated() {
+	case !d.isReplicated():
 		return command.Usagef("--peer-listen needs --replication-url")
 	}
 	host, port, _ := net.SplitHostPort(d.peerListen)

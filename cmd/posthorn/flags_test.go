@@ -25,7 +25,7 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// Standbys need an address at which they reach the owner.
+// The processes of a log need an address at which the others reach them.
 func TestPeerListen(t *testing.T) {
 	for _, c := range []struct{ listen, log, podIP, got, want string }{
 		{"", "", "", "", ""},
@@ -34,6 +34,7 @@ func TestPeerListen(t *testing.T) {
 		{":8444", "nats://a:4222", "10.0.0.7", "10.0.0.7:8444", ""},
 		{":8444", "nats://a:4222", "2001:db8::7", "[2001:db8::7]:8444", ""},
 		{"10.0.0.7:8444", "", "", "", "needs --replication-url"},
+		{"", "nats://a:4222", "", "", "needs --peer-listen"},
 		{":8444", "nats://a:4222", "", "", "name the host"},
 		{"0.0.0.0:8444", "nats://a:4222", "", "", "name the host"},
 		{"[::]:8444", "nats://a:4222", "", "", "name the host"},
@@ -222,17 +223,18 @@ func TestDrainFollowsCeiling(t *testing.T) {
 
 // The flags of several slots are checked against each other.
 func TestLogSlots(t *testing.T) {
+	const log = "--replication-url=nats://a:4222 --peer-listen=127.0.0.1:8444 --replication-installation="
 	for args, want := range map[string]string{
-		"--replication-slots=3":                                                              "--replication-slots needs --replication-url",
-		"--replication-url=nats://a:4222":                                                    "",
-		"--replication-url=nats://a:4222 --replication-installation=":                        "--replication-url: the identity of the installation is missing; set --replication-installation",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=0": "--replication-slots 0: use 1 to 1024",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3": "--replication-slots needs --peer-listen",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-standbys=5":        "--replication-standbys 5: use 0 to 4",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-pin=shop=3":        "--replication-pin shop=3: use a slot from 0 to 2",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-pin=shop=0":                                                           "--replication-pin needs --replication-slots",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=3 --peer-listen=127.0.0.1:8444 --replication-pin=shop=2,news=0": "",
-		"--replication-url=nats://a:4222 --replication-installation=a --replication-slots=1 --replication-standbys=0":                                     "",
+		"--replication-slots=3":                                        "--replication-slots needs --replication-url",
+		"--replication-url=nats://a:4222":                              "--replication-url needs --peer-listen",
+		"--replication-url=nats://a:4222 --peer-listen=127.0.0.1:8444": "",
+		log:                             "--replication-url: the identity of the installation is missing; set --replication-installation",
+		log + "a --replication-slots=0": "--replication-slots 0: use 1 to 1024",
+		log + "a --replication-slots=3 --replication-standbys=5":        "--replication-standbys 5: use 0 to 4",
+		log + "a --replication-slots=3 --replication-pin=shop=3":        "--replication-pin shop=3: use a slot from 0 to 2",
+		log + "a --replication-pin=shop=0":                              "--replication-pin needs --replication-slots",
+		log + "a --replication-slots=3 --replication-pin=shop=2,news=0": "",
+		log + "a --replication-slots=1 --replication-standbys=0":        "",
 	} {
 		var d dataFlags
 		cmd := &cobra.Command{Use: "x"}

@@ -31,8 +31,8 @@ type replicationFlags struct {
 // registerSlots registers the flags of a process that can have several slots.
 func (l *replicationFlags) registerSlots(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.IntVar(&l.slots, "replication-slots", 1, "number of slots of --replication-url: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later, except from 1; all processes need the same number")
-	f.IntVar(&l.standbys, "replication-standbys", 1, "with several slots: number of processes that keep a copy of each slot in addition to its owner")
+	f.IntVar(&l.slots, "replication-slots", 1, "number of slots of --replication-url: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later; all processes need the same number")
+	f.IntVar(&l.standbys, "replication-standbys", 1, "number of processes that keep a copy of each slot in addition to its owner")
 	f.StringToIntVar(&l.pins, "replication-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
 }
 
@@ -93,12 +93,12 @@ const maxStandbys = 4
 // isReplicated reports whether the calls are stored in a replicated log.
 func (d *dataFlags) isReplicated() bool { return d.log.config.URL != "" }
 
-// service is what runs with the dispatcher of a process.
+// service is what runs with the dispatcher of a process: control or watch gives it its live configs.
 type service struct {
-	// run runs with the Dispatcher of the process with some listeners. With a replicated log, it is called
-	// each time when this process becomes the owner.
-	run func(context.Context, *dispatcher.Dispatcher, *dispatcher.Listeners) error
-	// watch sends the live configs to a process with several slots; nil for a command with one.
+	// control runs beside a Dispatcher of the process with some listeners. With a replicated log, it is called each time
+	// when this process becomes the owner.
+	control func(context.Context, *dispatcher.Dispatcher, *dispatcher.Listeners) error
+	// watch sends the live configs of all namespaces.
 	watch func(context.Context, liveconfig.Sink) error
 	// lockWait is how long to wait while another process has the store open.
 	lockWait time.Duration
@@ -108,48 +108,63 @@ type service struct {
 
 // serve makes the dispatcher and runs the service with it.
 func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) error {
-	if d.isReplicated() && d.log.config.Installation == unnamed {
-		log.Warn("--replication-installation is not set; each other process without it that uses this log takes over its messages")
-	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, other := range s.others {
 		group.Go(func() error { return other(ctx) })
 	}
 	if d.isReplicated() {
-		o := host.Options{Options: d.options, PeerListen: d.peerListen, Lacks: d.lacks}
-		var err error
-		if o.Listeners, err = host.Listen(o); err != nil {
-			return err
-		}
-		client, err := jetstream.New(d.log.config, log)
-		if err != nil {
-			return err
-		}
-		defer client.Close()
-		group.Go(func() error { return client.Watch(ctx) })
-		if d.log.slots > 1 {
-			group.Go(func() error {
-				return host.RunSlots(ctx, o, host.Slots{
-					Number: d.log.slots, Standbys: d.log.standbys, Pins: d.log.pins,
-					Open: client.OpenSlot, OpenDirectory: client.OpenDirectory, Bus: client, Watch: s.watch,
-				})
-			})
-		} else {
-			o.Bus = client
-			group.Go(func() error {
-				return host.RunSlot(ctx, o, client.OpenOnlySlot, func(ctx context.Context, d *dispatcher.Dispatcher) error { return s.run(ctx, d, o.Listeners.Listeners) })
-			})
-		}
-		isUp := func() error { return nil } // A standby is ready, too.
-		group.Go(func() error { return newNotifier(o.Listeners.AdminAddr(), isUp, log).run(ctx) })
-	} else {
-		one, err := openWhenFree(ctx, log, s.lockWait, func() (*dispatcher.Dispatcher, error) { return dispatcher.New(d.options) })
-		if err != nil {
-			return err
-		}
-		group.Go(func() error { return s.run(ctx, one, one.Listeners()) })
-		group.Go(func() error { return newNotifier(one.AdminAddr(), one.Ready, log).run(ctx) })
+		group.Go(func() error { return d.serveReplicated(ctx, log, s) })
+		return group.Wait()
 	}
+	one, err := openWhenFree(ctx, log, s.lockWait, func() (*dispatcher.Dispatcher, error) { return dispatcher.New(d.options) })
+	if err != nil {
+		return err
+	}
+	group.Go(func() error { return one.Run(ctx) })
+	group.Go(func() error {
+		if s.watch != nil {
+			return s.watch(ctx, one)
+		}
+		return s.control(ctx, one, one.Listeners())
+	})
+	group.Go(func() error { return newNotifier(one.AdminAddr(), one.Ready, log).run(ctx) })
+	return group.Wait()
+}
+
+// everyProcess is a number of standbys that no installation exceeds: those of posthorn run compare their manifests with
+// their copy.
+const everyProcess = 1000
+
+// serveReplicated is serve with a replicated log.
+func (d *dataFlags) serveReplicated(ctx context.Context, log *slog.Logger, s service) error {
+	if d.log.config.Installation == unnamed {
+		log.Warn("--replication-installation is not set; each other process without it that uses this log takes over its messages")
+	}
+	o := host.Options{Options: d.options, PeerListen: d.peerListen, Lacks: d.lacks}
+	var err error
+	if o.Listeners, err = host.Listen(o); err != nil {
+		return err
+	}
+	client, err := jetstream.New(d.log.config, log)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	members := host.Slots{
+		Number: d.log.slots, Standbys: d.log.standbys, Pins: d.log.pins,
+		Open: client.OpenSlot, OpenDirectory: client.OpenDirectory, Bus: client, Watch: s.watch,
+	}
+	if s.control != nil {
+		members.Standbys = everyProcess
+		members.Control = func(ctx context.Context, one *dispatcher.Dispatcher) error {
+			return s.control(ctx, one, o.Listeners.Listeners)
+		}
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return client.Watch(ctx) })
+	group.Go(func() error { return host.Run(ctx, o, members) })
+	isUp := func() error { return nil } // A standby is ready, too.
+	group.Go(func() error { return newNotifier(o.Listeners.AdminAddr(), isUp, log).run(ctx) })
 	return group.Wait()
 }
 

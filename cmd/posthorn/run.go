@@ -73,18 +73,21 @@ this machine; 'posthorn get' shows the status, too.`,
 			if data.isReplicated() {
 				data.lacks = standalone.NewLacks(options)
 			}
-			data.options.Logger, data.options.Pod, data.options.Namespace = log, "standalone", standalone.DefaultNamespace
+			data.options.Logger, data.options.Namespace = log, standalone.DefaultNamespace
+			if !data.isReplicated() { // Otherwise, each process has another name.
+				data.options.Pod = standaloneName
+			}
 			// The two depend on each other: the API of the resources shows the dispatcher's
 			// reports, and the dispatcher's admin listener serves that API.
 			resources := &lateHandler{}
 			data.options.Extra = resources
-			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), data.options.Pod, log)
+			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), standaloneName, log)
 			if err != nil {
 				return command.UsageError(err)
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, run: func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
+			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, control: func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
 				options.Sink, options.Changes, options.UnknownKeys = d, d.Changes, d.UnknownKeys
 				if data.isReplicated() {
 					options.Records = d.Store()
@@ -103,7 +106,6 @@ this machine; 'posthorn get' shows the status, too.`,
 				resources.set(served)
 				log.Info("listening", "version", command.BuildVersion(), "listen", at.Addr().String(), "admin", at.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 				group, ctx := errgroup.WithContext(ctx)
-				group.Go(func() error { return d.Run(ctx) })
 				group.Go(func() error { return control.Run(ctx) })
 				group.Go(func() error { return status.Run(ctx) })
 				return group.Wait()
@@ -117,6 +119,9 @@ this machine; 'posthorn get' shows the status, too.`,
 	logging.Register(cmd)
 	return cmd
 }
+
+// standaloneName is the name of the process in reports and traces.
+const standaloneName = "standalone"
 
 // registerSecrets registers --secret.
 func registerSecrets(cmd *cobra.Command, secrets *[]string) {
@@ -144,7 +149,7 @@ func newStatusPage(admin net.Addr) (*page.Page, error) {
 		host = "127.0.0.1"
 	}
 	client := &adminapi.Client{URL: "http://" + net.JoinHostPort(host, port)}
-	dispatchers := map[string]*adminapi.Client{"standalone": client}
+	dispatchers := map[string]*adminapi.Client{standaloneName: client}
 	return page.New(page.Options{
 		Objects: client, Dispatchers: func() (map[string]*adminapi.Client, error) { return dispatchers, nil },
 		Standalone: true, Command: "posthorn", Version: command.BuildVersion(),

@@ -261,20 +261,6 @@ func read[T any](ctx context.Context, c *Client, method, path string) (value T, 
 	return value, err
 }
 
-// StandbyHeader marks the answers of a standby of a replicated log to GET /healthz.
-const StandbyHeader = "Posthorn-Standby"
-
-// IsStandby reports whether the dispatcher is a standby of a replicated log, and so has no messages. It
-// is false if it does not answer.
-func (c *Client) IsStandby(ctx context.Context) bool {
-	resp, err := c.Get(ctx, "/healthz", "text/plain")
-	if err != nil {
-		return false
-	}
-	defer resp.Body.Close()
-	return resp.Header.Get(StandbyHeader) != ""
-}
-
 // send returns a response with the status 200; any other becomes a *StatusError.
 func (c *Client) send(ctx context.Context, method, path string, body io.Reader, header http.Header) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+path, body)

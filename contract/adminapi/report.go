@@ -33,22 +33,21 @@ type Report struct {
 
 // ReplicationReport is the part of a pod in a replicated log.
 type ReplicationReport struct {
-	// Standby is true for a pod that does not own the messages. It reports no namespaces.
-	Standby bool `json:"standby,omitempty"`
 	// Epoch is the number of the owner's claim. Of two owners, the one with the lower epoch has lost
 	// the messages to the other one.
 	Epoch uint64 `json:"epoch,omitempty"`
-	// Slot is the slot of the report, for a pod with several slots.
+	// Slot is the slot of the report.
 	Slot int `json:"slot,omitempty"`
-	// Number is the number of slots of the log in the report of a pod with several; 0 in other reports.
+	// Number is the number of slots of the log in the report of a pod; 0 in the report of a slot.
 	// The report has no namespaces: GET /slots/N/report lists the namespaces of slot N. Slots are the slots that
 	// the pod owns, sorted.
 	Number int   `json:"number,omitempty"`
 	Slots  []int `json:"slots,omitempty"`
 }
 
-// Several reports whether a pod with several slots sent the report. The ReplicationReport may be nil.
-func (l *ReplicationReport) Several() bool { return l != nil && l.Number > 0 }
+// HasSlots reports whether a pod of a replicated log sent the report, whose slots have reports of their own. The
+// ReplicationReport may be nil.
+func (l *ReplicationReport) HasSlots() bool { return l != nil && l.Number > 0 }
 
 // ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
 // one, have none unless there is something else to report.

@@ -29,7 +29,7 @@ func Fetch(ctx context.Context, c *adminapi.Client, last *Index, slots map[int]*
 	} else if last != nil {
 		log = last.Replication
 	}
-	if !log.Several() {
+	if !log.HasSlots() {
 		return changes, nil
 	}
 	changes.Slots = map[int]*adminapi.Report{}

@@ -147,11 +147,8 @@ func (p *Page) readReports(ctx context.Context) {
 	for pod, a := range answers {
 		switch {
 		case a.index == nil:
-		case !a.index.Replication.Several():
+		case !a.index.Replication.HasSlots():
 			indices[pod] = a.index
-			if a.index.Replication != nil && a.index.Replication.Standby {
-				owned[pod] = nil
-			}
 		default:
 			owned[pod], number = nil, max(number, a.index.Replication.Number)
 			for slot, x := range a.slots {

@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"fmt"
-	"net/http"
 	"regexp"
 	"strconv"
 	"strings"
@@ -12,8 +11,6 @@ import (
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
-
-	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // nats is the manifest of three NATS servers that sync each record.
@@ -98,35 +95,16 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		calls := t.load(20)
 
 		By("sending through the standby")
-		// isStandby asks the pod itself.
-		isStandby := func(n int) (bool, error) {
-			ip, err := command("", "kubectl", "-n", system, "get", fmt.Sprint("pod/posthorn-dispatcher-", n), "-o", "jsonpath={.status.podIP}")
-			if err != nil {
-				return false, err
-			}
-			resp, err := (&http.Client{Timeout: 5 * time.Second}).Get("http://" + ip + ":8080/healthz")
-			if err != nil {
-				return false, err
-			}
-			defer resp.Body.Close()
-			return resp.Header.Get(adminapi.StandbyHeader) != "", nil
-		}
 		// owner returns the number of the pod that owns the messages; the other one is a standby.
 		owner := func() (n int) {
 			GinkgoHelper()
-			Eventually(func() (err error) {
-				var standby [2]bool
-				for i := range standby {
-					if standby[i], err = isStandby(i); err != nil {
-						return err
-					}
-					if !standby[i] {
-						n = i
-					}
+			Eventually(func() error {
+				out, _ := command("", "kubectl", "posthorn", "slots")
+				found := regexp.MustCompile(`posthorn-dispatcher-(\d) +owner`).FindAllStringSubmatch(out, -1)
+				if len(found) != 1 {
+					return fmt.Errorf("owners: got %d, want one:\n%s", len(found), out)
 				}
-				if standby[0] == standby[1] {
-					return fmt.Errorf("standbys: got %v, want one", standby)
-				}
+				n, _ = strconv.Atoi(found[0][1])
 				return nil
 			}).Should(Succeed())
 			return n

@@ -119,7 +119,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 			holes[before].Unlock()
 		}
 	}()
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, maySendNot) }); err != nil {
 		t.Errorf("lease of the owner: %v", err)
 	}
 	if err := next.isOwner(); err == nil {
@@ -134,7 +134,7 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
-	if err := hasMetric(t, before, "posthorn_replication_may_send 0\n"); err != nil {
+	if err := hasMetric(t, before, maySendNot); err != nil {
 		t.Errorf("former owner after the takeover: %v", err)
 	}
 	acknowledge(t, all, 200)
@@ -155,8 +155,8 @@ func TestBlackHoleBetweenOwnerAndLog(t *testing.T) {
 func waitReady(t *testing.T, p *pod) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		r, err := (&adminapi.Client{URL: "http://" + p.Admin}).Report(t.Context(), "")
-		if err == nil && (!r.Ready || r.Replication == nil || !r.Replication.Standby) {
+		r, err := p.AdminAPI().Report(t.Context(), "")
+		if err == nil && (!r.Ready || r.Replication == nil || len(r.Replication.Slots) > 0) {
 			err = fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Replication)
 		}
 		return err
@@ -164,6 +164,9 @@ func waitReady(t *testing.T, p *pod) {
 		t.Fatalf("standby %s: %v", p.name, err)
 	}
 }
+
+// maySendNot is the metric of an owner that does not send.
+const maySendNot = `posthorn_replication_may_send{slot="0"} 0` + "\n"
 
 // hasMetric returns an error if the metrics of a process do not have a line.
 func hasMetric(t *testing.T, p *pod, line string) error {

@@ -21,11 +21,11 @@ import (
 func wantClock(t *testing.T, p *pod, problem string) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		s, err := (&adminapi.Client{URL: "http://" + p.Admin}).Replication(t.Context())
+		s, err := p.state(t.Context())
 		switch {
 		case err != nil:
 			return err
-		case s == nil || !strings.HasPrefix(s.Clock, problem) || (s.Clock == "") != (problem == ""):
+		case !strings.HasPrefix(s.Clock, problem) || (s.Clock == "") != (problem == ""):
 			return fmt.Errorf("state: %+v", s)
 		}
 		return nil

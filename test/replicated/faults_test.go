@@ -96,7 +96,7 @@ func checkFull(t *testing.T, p *pod) {
 func waitMaxBytes(t *testing.T, p *pod, want int64) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		state, err := p.AdminAPI().Replication(t.Context())
+		state, err := p.state(t.Context())
 		if err == nil && state.MaxBytes != want {
 			err = fmt.Errorf("the stream has max_bytes %d", state.MaxBytes)
 		}
@@ -163,13 +163,13 @@ func TestFullStream(t *testing.T) {
 		all.mustSend(t, body)
 		all.acknowledged = append(all.acknowledged, ids...)
 	}
-	state, err := before.AdminAPI().Replication(t.Context())
+	state, err := before.state(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.setMaxBytes(stream, state.Bytes*100/93)
 	checkFull(t, before)
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, maySendNot) }); err != nil {
 		t.Errorf("lease of the owner with a stream that is full by 93 %%: %v", err)
 	}
 	r.answer.Store(0)
@@ -181,7 +181,7 @@ func TestFullStream(t *testing.T) {
 	// The stream refuses all records, also those of an idle owner.
 	s.setMaxBytes(stream, 1)
 	checkFull(t, before)
-	if err := wait.Until(func() error { return hasMetric(t, before, "posthorn_replication_may_send 0\n") }); err != nil {
+	if err := wait.Until(func() error { return hasMetric(t, before, maySendNot) }); err != nil {
 		t.Errorf("lease of the owner: %v", err)
 	}
 	s.setMaxBytes(stream, 256<<20)

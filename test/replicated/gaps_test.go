@@ -184,7 +184,7 @@ func TestAdoptPassesAGap(t *testing.T) {
 	pods[0].end(syscall.SIGTERM)
 	pods[0].start() // The first snapshot of its session has the Source.
 	if err := wait.Until(func() error {
-		state, err := pods[0].AdminAPI().Replication(t.Context())
+		state, err := pods[0].state(t.Context())
 		if err == nil && state.Snapshot.IsZero() {
 			err = errors.New("no snapshot yet")
 		}

@@ -233,7 +233,7 @@ func (p *pod) lose() {
 func (p *pod) epoch() (epoch uint64) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
-		state, err := p.AdminAPI().Replication(p.t.Context())
+		state, err := p.state(p.t.Context())
 		if err == nil && !state.Owner {
 			err = fmt.Errorf("%s is not the owner", p.name)
 		}
@@ -247,13 +247,33 @@ func (p *pod) epoch() (epoch uint64) {
 	return epoch
 }
 
+// state returns the part of the process in the log.
+func (p *pod) state(ctx context.Context) (s adminapi.ReplicationState, err error) {
+	states, err := (&adminapi.Client{URL: "http://" + p.Admin, HTTP: &http.Client{Timeout: 2 * time.Second}}).Slots(ctx)
+	if err == nil && len(states) != 1 {
+		err = fmt.Errorf("%s has %d slots, want one", p.name, len(states))
+	}
+	if err != nil {
+		return s, err
+	}
+	return states[0], nil
+}
+
+// store returns the admin API of the store: that of the owner of the slot, or that of a process without a log.
+func (p *pod) store() *adminapi.Client {
+	if p.volume {
+		return p.AdminAPI()
+	}
+	return p.AdminAPI().Slot(0)
+}
+
 // isOwner returns why the process does not accept calls itself.
 func (p *pod) isOwner() error {
 	r, err := (&adminapi.Client{URL: "http://" + p.Admin, HTTP: &http.Client{Timeout: time.Second}}).Report(context.Background(), "")
 	switch {
 	case err != nil:
 		return err
-	case r.Replication == nil && !p.volume || r.Replication != nil && r.Replication.Standby || !r.Ready:
+	case r.Replication == nil && !p.volume || r.Replication != nil && len(r.Replication.Slots) == 0 || !r.Ready:
 		return fmt.Errorf("report: ready %v, log %+v", r.Ready, r.Replication)
 	}
 	return nil
@@ -283,7 +303,7 @@ func report(t *testing.T, pods []*pod) (total queue.Ledger) {
 	t.Helper()
 	var r *adminapi.Report
 	err := wait.Until(func() (err error) {
-		r, err = (&adminapi.Client{URL: "http://" + owner(t, pods).Admin}).Report(context.Background(), "")
+		r, err = owner(t, pods).store().Report(context.Background(), "")
 		return err
 	})
 	if err != nil {

@@ -6,11 +6,10 @@ import (
 	"io/fs"
 	"net/http"
 	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/backup"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 )
 
 // A process of another installation with the same log is not ready, keeps no copy, accepts and forwards no call, and
@@ -30,7 +29,7 @@ func TestTwoInstallationsWithOneLog(t *testing.T) {
 		for identity, other := range others {
 			waitNotReady(t, []*pod{other}, "stream "+stream, fmt.Sprintf("the log of %q", installation), fmt.Sprintf("belongs to %q", identity), "--replication-name", "--replication-installation")
 			checkRefused(t, []*pod{other})
-			if _, err := os.Stat(filepath.Join(other.data, backup.QueueFolder)); !errors.Is(err, fs.ErrNotExist) {
+			if _, err := os.Stat(host.QueueFolder(other.data, 0)); !errors.Is(err, fs.ErrNotExist) {
 				t.Errorf("files of the slot in the installation %s: got error %v, want none that exist", identity, err)
 			}
 		}

@@ -258,7 +258,7 @@ func stateOf(t *testing.T, p *pod, names ...string) jobState {
 func destinationOf(t *testing.T, p *pod, name string) (d adminapi.DestinationReport) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		r, err := p.AdminAPI().Report(t.Context(), "")
+		r, err := p.store().Report(t.Context(), "")
 		if err != nil {
 			return err
 		}

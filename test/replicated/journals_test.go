@@ -186,7 +186,7 @@ const longBody = 4 << 10
 // destination has none.
 func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...string) (pending int) {
 	t.Helper()
-	r, err := owner.AdminAPI().Report(t.Context(), "")
+	r, err := owner.store().Report(t.Context(), "")
 	if err != nil {
 		return -1
 	}

@@ -646,7 +646,7 @@ func (w *world) observe(ctx context.Context) {
 	var seen time.Duration
 	for ctx.Err() == nil {
 		if p := w.owner(0); p != nil {
-			if state, err := p.AdminAPI().Replication(ctx); err == nil && state != nil {
+			if state, err := p.state(ctx); err == nil {
 				if epoch != 0 && state.Epoch != epoch {
 					w.beginAt(seen, witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
 				}

@@ -62,7 +62,7 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
 	go func() {
-		ended <- host.RunSlots(ctx, o, host.Slots{
+		ended <- host.Run(ctx, o, host.Slots{
 			Number: severalSlots, Standbys: 1, Bus: h.log, Open: h.log.OpenSlot, OpenDirectory: h.log.OpenDirectory,
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				for namespace, stored := range configs {

@@ -1,7 +1,6 @@
 package replicated
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -195,11 +194,7 @@ func waitCopied(t *testing.T, now *pod, pods []*pod) {
 	var want uint64
 	for i, p := range append([]*pod{now}, pods...) {
 		if err := wait.Until(func() error {
-			var s adminapi.ReplicationState
-			resp, err := http.Get("http://" + p.Admin + "/replication") //nolint:noctx // a local poll
-			if err == nil {
-				err = json.Unmarshal([]byte(readAll(resp)), &s)
-			}
+			s, err := p.state(t.Context())
 			if i == 0 {
 				want = s.Sequence + 2 // An idle owner writes a record each second.
 			} else if err == nil && s.Sequence < want {

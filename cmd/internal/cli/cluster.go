@@ -201,9 +201,6 @@ func (c *clusterConnector) connectAll(ctx context.Context) ([]target, func(), er
 // owners returns the stores of the dispatchers, without the standbys of a replicated log.
 func owners(ctx context.Context, targets []target) (list []target, err error) {
 	for _, t := range targets {
-		if t.IsStandby(ctx) {
-			continue
-		}
 		of, err := t.stores(ctx)
 		if err != nil {
 			return nil, err

@@ -54,9 +54,6 @@ func (t target) stores(ctx context.Context) (list []target, err error) {
 // all returns the admin APIs of all slots of the log of the dispatcher, which forwards the requests to the owners, or
 // of its single store.
 func (t target) all(ctx context.Context) (list []target, err error) {
-	if t.IsStandby(ctx) {
-		return []target{{t.pod, t.Slot(0)}}, nil
-	}
 	slots, err := t.Slots(ctx)
 	if err != nil || slots == nil {
 		return []target{t}, t.explain(err)

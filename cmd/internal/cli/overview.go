@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -547,10 +546,20 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	if err != nil {
 		return nil, err
 	}
-	if s, err := t.Replication(ctx); err == nil && s != nil && !s.Owner && !s.Ready {
-		v.standby = &trouble{Kind: "Standby", Name: cmp.Or(s.Address, s.Pod), Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
+	targets, err := t.all(ctx)
+	if err != nil {
+		return nil, err
 	}
-	if err := v.addLive(ctx, []target{t}); err != nil || namespace == "" {
+	states, err := t.Slots(ctx)
+	if err != nil {
+		return nil, t.explain(err)
+	}
+	for _, s := range states {
+		if !s.Owner && !s.Ready {
+			v.standby = &trouble{Kind: "Standby", Name: s.Pod, Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
+		}
+	}
+	if err := v.addLive(ctx, targets); err != nil || namespace == "" {
 		return v, err
 	}
 	all, err := d.inventory(ctx, "")

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -56,7 +55,7 @@ or if a setting of the servers can lose calls.`,
 			if err != nil {
 				return err
 			}
-			if len(states) == 0 && number == 1 {
+			if number == 0 {
 				return errors.New("there is no replicated log: the calls are durable in the data directories")
 			}
 			if output == "json" {
@@ -77,45 +76,38 @@ or if a setting of the servers can lose calls.`,
 	return cmd
 }
 
-// logStates returns the parts of the processes in the log, sorted by slot, the number of slots, and the names
-// of the processes with several slots that are not ready. A process that is asked alone also gets the parts
+// logStates returns the parts of the processes in the log, sorted by slot, the number of slots, which is 0 without a
+// log, and the names of the processes that are not ready for another reason than those of their slots. A process that is asked alone also gets the parts
 // of the owners of the other slots.
 func logStates(ctx context.Context, targets []target) (states []adminapi.ReplicationState, number int, unready []string, err error) {
-	number = 1
 	for _, t := range targets {
-		var of []adminapi.ReplicationState
-		switch one, err := t.Replication(ctx); {
-		case err != nil:
+		of, err := t.Slots(ctx)
+		if err != nil {
 			return nil, 0, nil, t.explain(err)
-		case one != nil:
-			of = append(of, *one)
-		default:
-			if of, err = t.Slots(ctx); err != nil {
-				return nil, 0, nil, t.explain(err)
-			}
-			if of != nil {
-				r, err := t.Report(ctx, "")
-				if err != nil {
-					return nil, 0, nil, t.explain(err)
-				}
-				number = max(number, r.Replication.Number)
-				if !r.Ready {
-					unready = append(unready, cmp.Or(t.pod, r.Pod, "the process"))
-				}
-			}
+		}
+		if of == nil {
+			continue
+		}
+		r, err := t.Report(ctx, "")
+		if err != nil {
+			return nil, 0, nil, t.explain(err)
+		}
+		number = max(number, r.Replication.Number)
+		if !r.Ready && !slices.ContainsFunc(of, func(s adminapi.ReplicationState) bool { return !s.Ready }) {
+			unready = append(unready, cmp.Or(t.pod, r.Pod, "the process"))
 		}
 		for _, s := range of {
 			s.Pod = cmp.Or(t.pod, s.Pod)
 			states = append(states, s)
 		}
 	}
-	if len(targets) == 1 && (len(states) > 0 || number > 1) {
+	if len(targets) == 1 {
 		for slot := range number {
 			if slices.ContainsFunc(states, func(s adminapi.ReplicationState) bool { return s.Slot == slot && s.Owner }) {
 				continue
 			}
-			if s, err := targets[0].Slot(slot).Replication(ctx); err == nil && s != nil { // The owner may not answer.
-				states = append(states, *s)
+			if of, err := targets[0].Slot(slot).Slots(ctx); err == nil { // The owner may not answer.
+				states = append(states, of...)
 			}
 		}
 	}
@@ -142,7 +134,7 @@ func printSlots(w io.Writer, states []adminapi.ReplicationState, now time.Time) 
 				snapshot = duration.HumanDuration(now.Sub(s.Snapshot)) + " ago"
 			}
 		}
-		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(processOf(s, states), "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
+		fmt.Fprintf(table, "%d\t%s\t%s\t%v\t%s\t%d\t%d\t%s\t%s\n", s.Slot, cmp.Or(s.Pod, "-"), role, s.Ready, epoch, s.Sequence, last[s.Slot]-s.Sequence, stream, snapshot)
 	}
 	_ = table.Flush() // An error of w also ends the command's later output.
 }
@@ -159,14 +151,6 @@ func unique(texts []string) (list []string) {
 
 func megabytes(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 
-// processOf names the process of a state, with its address if another one has the same name, as with posthorn run.
-func processOf(s adminapi.ReplicationState, states []adminapi.ReplicationState) string {
-	if slices.ContainsFunc(states, func(o adminapi.ReplicationState) bool { return o.Pod == s.Pod && o.Address != s.Address }) {
-		return strings.TrimSpace(s.Pod + " (" + s.Address + ")")
-	}
-	return s.Pod
-}
-
 // slotsProblem prints what is wrong with a log of a number of slots; its error makes the command exit 1.
 func slotsProblem(w io.Writer, states []adminapi.ReplicationState, number, asked int, unready ...string) error {
 	var problems []string
@@ -175,7 +159,7 @@ func slotsProblem(w io.Writer, states []adminapi.ReplicationState, number, asked
 	}
 	owned := map[int]bool{}
 	for _, s := range states {
-		name := cmp.Or(processOf(s, states), "the process")
+		name := cmp.Or(s.Pod, "the process")
 		slot := "the slot"
 		if number > 1 {
 			slot = fmt.Sprintf("slot %d", s.Slot)

@@ -26,16 +26,14 @@ func TestSlots(t *testing.T) {
 	}
 	var table strings.Builder
 	ahead := in(1, with(owner, func(s *adminapi.ReplicationState) { s.Sequence = 500 }))
-	run := in(2, with(standby, func(s *adminapi.ReplicationState) { s.Pod, s.Address = "standalone", "10.0.0.8:8444" }))
-	other := with(run, func(s *adminapi.ReplicationState) { s.Address = "10.0.0.9:8444" })
-	printSlots(&table, []adminapi.ReplicationState{owner, standby, ahead, run, other}, now)
+	run := in(2, with(standby, func(s *adminapi.ReplicationState) { s.Pod = "10.0.0.8:8444" }))
+	printSlots(&table, []adminapi.ReplicationState{owner, standby, ahead, run}, now)
 	want := []string{
 		"SLOT PROCESS ROLE READY EPOCH RECORD BEHIND STREAM LAST SNAPSHOT",
 		"0 dispatcher-0 owner true 3 120 0 1.2 MB of 4000.0 MB 5m ago",
 		"0 dispatcher-1 standby true - 118 2 - -",
 		"1 dispatcher-0 owner true 3 500 0 1.2 MB of 4000.0 MB 5m ago",
-		"2 standalone (10.0.0.8:8444) standby true - 118 0 - -",
-		"2 standalone (10.0.0.9:8444) standby true - 118 0 - -",
+		"2 10.0.0.8:8444 standby true - 118 0 - -",
 	}
 	for i, line := range strings.Split(strings.TrimSpace(table.String()), "\n") {
 		if got := strings.Join(strings.Fields(line), " "); i >= len(want) || got != want[i] {
@@ -112,7 +110,6 @@ func TestProcessWithoutSlots(t *testing.T) {
 func oneStore(next http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
-		case "/healthz":
 		case "/slots":
 			http.NotFound(w, r)
 		default:
@@ -125,21 +122,14 @@ func oneStore(next http.HandlerFunc) http.Handler {
 func TestProcessOfALog(t *testing.T) {
 	attempt := func(slot string) string { return `{"destination":"shop/crm","messageId":"of-` + slot + `"}` + "\n" }
 	for name, c := range map[string]struct {
-		standby      bool
 		slots        string
 		want, absent string
 	}{
-		"standby":           {standby: true, want: "of-0", absent: "of-1"},
 		"some of the slots": {slots: `[{"slot":1,"owner":true},{"slot":2}]`, want: "of-2", absent: "of-3"},
 		"none of the slots": {slots: "[]", want: "of-0"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			mux := http.NewServeMux()
-			mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-				if c.standby {
-					w.Header().Set(adminapi.StandbyHeader, "1")
-				}
-			})
 			mux.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, c.slots) })
 			mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
 				_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":true,"replication":{"number":3}}`)
@@ -162,10 +152,16 @@ func TestProcessOfALog(t *testing.T) {
 
 // A request whose owner does not answer fails with the answer of the process at the address.
 func TestProcessWithoutAnOwner(t *testing.T) {
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set(adminapi.StandbyHeader, "1")
-		w.WriteHeader(http.StatusServiceUnavailable)
-		_, _ = io.WriteString(w, "no process owns the slot at the moment")
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/slots":
+			_, _ = io.WriteString(w, `[{"slot":0,"pod":"dispatcher-0"}]`)
+		case "/report":
+			_, _ = io.WriteString(w, `{"pod":"dispatcher-0","ready":true,"replication":{"number":1}}`)
+		default:
+			w.WriteHeader(http.StatusServiceUnavailable)
+			_, _ = io.WriteString(w, "no process owns the slot at the moment")
+		}
 	}))
 	defer server.Close()
 	var out, problems strings.Builder

@@ -115,7 +115,7 @@ func Run(ctx context.Context, o Options, s Slots) error {
 func checkNoStore(dataDir string) error {
 	store := filepath.Join(dataDir, backup.QueueFolder)
 	if _, err := os.Stat(store); err == nil {
-		return fmt.Errorf("%s is the store of a process without a replicated log, or of an earlier release with one slot: move it with posthorn log adopt --data %s, and use an empty --data; remove it if that was done, or if the slot has another owner", store, dataDir)
+		return fmt.Errorf("%s is the store of a process without a replicated log, or of an earlier release with one slot: move it with posthorn replication adopt --data %s, and use an empty --data; remove it if that was done, or if the slot has another owner", store, dataDir)
 	}
 	return nil
 }
