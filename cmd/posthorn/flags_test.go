@@ -232,7 +232,7 @@ func TestLogSlots(t *testing.T) {
 		log + "a --replication-slots=0": "--replication-slots 0: use 1 to 1024",
 		log + "a --replication-slots=3 --replication-standbys=5":        "--replication-standbys 5: use 0 to 4",
 		log + "a --replication-slots=3 --replication-pin=shop=3":        "--replication-pin shop=3: use a slot from 0 to 2",
-		log + "a --replication-pin=shop=0":                              "--replication-pin needs --replication-slots",
+		log + "a --replication-pin=shop=0":                              "",
 		log + "a --replication-slots=3 --replication-pin=shop=2,news=0": "",
 		log + "a --replication-slots=1 --replication-standbys=0":        "",
 	} {

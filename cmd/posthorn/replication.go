@@ -33,7 +33,7 @@ func (l *replicationFlags) registerSlots(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.IntVar(&l.slots, "replication-slots", 1, "number of slots of --replication-url: each has the messages of some namespaces, and one of the processes delivers them. Use about three times the number of processes. It can be raised later; all processes need the same number")
 	f.IntVar(&l.standbys, "replication-standbys", 1, "number of processes that keep a copy of each slot in addition to its owner")
-	f.StringToIntVar(&l.pins, "replication-pin", nil, "with several slots: slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
+	f.StringToIntVar(&l.pins, "replication-pin", nil, "slot of a namespace that has none yet, NAMESPACE=SLOT, for example to give a large namespace a slot of its own")
 }
 
 // unnamed is the identity of an installation without --replication-installation: all of these look the same.
@@ -76,8 +76,6 @@ func (l *replicationFlags) parse() error {
 		return command.Usagef("--replication-slots %d: use 1 to %d", l.slots, slots.MaxSlots)
 	case l.standbys < 0 || l.standbys > maxStandbys:
 		return command.Usagef("--replication-standbys %d: use 0 to %d", l.standbys, maxStandbys)
-	case l.slots == 1 && len(l.pins) > 0:
-		return command.Usagef("--replication-pin needs --replication-slots")
 	}
 	for namespace, slot := range l.pins {
 		if slot < 0 || slot >= l.slots {

@@ -21,7 +21,7 @@ import (
 
 // names are the labels whose values are names of objects. All other labels have fixed sets
 // of values.
-var names = []string{"namespace", "source", "destination", "endpoint", "audience", "dispatcher"}
+var names = []string{"namespace", "source", "destination", "endpoint", "audience", "dispatcher", "slot"}
 
 var code = regexp.MustCompile("`([a-z_]+)`")
 

@@ -125,8 +125,6 @@ func TestExpressions(t *testing.T) {
 				for _, l := range has {
 					labels[l] = true
 				}
-				// A process with one slot has no label for it.
-				labels["slot"] = labels["slot"] || strings.HasPrefix(n.Name, "posthorn_replication_")
 				for _, m := range n.LabelMatchers {
 					used = append(used, m.Name)
 				}

@@ -43,7 +43,16 @@ func TestStandbyThatLacksObjects(t *testing.T) {
 			t.Errorf("posthorn %s: got %v and\n%s\nwant exit code 1 and the objects %s", command, err, out, named)
 		}
 	}
-	check.Equal(t, "log messages about the objects", strings.Count(lacking.log.Tail(), "lacks objects of the log"), 1)
+	const logged = "lacks objects of the log"
+	if err := wait.Until(func() error { // It is logged by the next comparison.
+		if !strings.Contains(lacking.log.Tail(), logged) {
+			return errors.New("the log lacks the objects")
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+	check.Equal(t, "log messages about the objects", strings.Count(lacking.log.Tail(), logged), 1)
 	file := filepath.Join(lacking.manifests, "all.yaml")
 	check.NoError(t, "complete the folder", process.Replace(file, all["all.yaml"]))
 	waitReady(t, lacking)

@@ -13,7 +13,6 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
-	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/wait"
 )
 

@@ -40,7 +40,7 @@ func (s *replica) assignStored(ctx context.Context, stored []string) {
 			slot, err := directory.Assign(ctx, namespace, s.slot)
 			if err == nil {
 				s.host.namespaces.assigned(namespace)
-				if slot == s.slot {
+				if slot == s.slot && s.host.s.Control == nil { // Otherwise, it is how each namespace gets its slot.
 					s.log.Warn("a namespace of this slot had none in the directory, which was restored or created again; assigned it again", "namespace", namespace)
 				}
 				break

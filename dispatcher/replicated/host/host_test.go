@@ -88,6 +88,8 @@ type installation struct {
 	ahead map[string]*atomic.Int64
 	// refusal is the error of OpenDirectory for processes that start later; nil for none.
 	refusal error
+	// hanging is the process whose watch of the live configs hangs.
+	hanging string
 	// configDelay is Slots.ConfigDelay.
 	configDelay time.Duration
 
@@ -213,6 +215,10 @@ func (in *installation) start(t *testing.T, name string, change ...func(*Options
 			},
 			OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, refusal },
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
+				if name == in.hanging {
+					<-ctx.Done()
+					return nil
+				}
 				for namespace, stored := range in.configs {
 					to.Set(namespace, stored)
 				}
@@ -729,6 +735,71 @@ func TestProcessOfAnotherInstallation(t *testing.T) {
 	mu.Unlock()
 	waitReady(t, first)
 	in.waitDelivered(t, 1)
+}
+
+// With one slot, a process forwards calls before it has a live config. It is not ready, and takes no slot.
+func TestOnlySlotNeedsNoConfig(t *testing.T) {
+	in := newInstallation(t, 1, "a")
+	first, _ := in.start(t, "first")
+	waitSlots(t, first, 1)
+	in.hanging = "second"
+	second, _ := in.start(t, "second")
+	for _, keyInBody := range []bool{false, true} {
+		in.call(t, second, "a", fmt.Sprint("forwarded-", keyInBody), keyInBody)
+	}
+	in.waitDelivered(t, 2)
+	if got := readiness(t, second); !strings.Contains(got, errNotSynced.Error()) {
+		t.Errorf("readyz of the process without a config: got %q, want %q", got, errNotSynced)
+	}
+	waitSlots(t, second, 0)
+}
+
+// post sends a call once, and returns the status.
+func post(t *testing.T, l *Listeners, namespace string) int {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"event":"e","userId":"u"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.SetBasicAuth("key-"+namespace, "")
+	resp, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	return resp.StatusCode
+}
+
+// The number of slots is raised from 1 by a rolling update: namespaces remain in slot 0, and new ones get the others. A
+// process that knows one slot does not reject the calls of the others.
+func TestMoreSlotsThanOne(t *testing.T) {
+	in := newInstallation(t, 3, "a", "b", "new")
+	added := in.configs["new"]
+	delete(in.configs, "new")
+	in.number = 1
+	before, stop := in.start(t, "z-before")
+	waitSlots(t, before, 1)
+	in.call(t, before, "a", "a-1", false)
+	in.call(t, before, "b", "b-1", false)
+	in.number = 3
+	after, _ := in.start(t, "after")
+	waitSlots(t, after, 2)
+	in.set("new", added) // The first process by name assigns it.
+	in.call(t, after, "new", "new-1", false)
+	in.call(t, after, "a", "a-2", false)
+	in.call(t, before, "b", "b-2", false)
+	if slot, ok := in.slotInDirectory(t, "new"); slot == 0 || !ok {
+		t.Errorf("slot of the new namespace: got %d, %t, want another one than 0", slot, ok)
+	}
+	for namespace, want := range map[string]int{"a": http.StatusOK, "new": http.StatusServiceUnavailable} {
+		if status := post(t, before, namespace); status != want {
+			t.Errorf("call of %s to a process with one slot: got status %d, want %d", namespace, status, want)
+		}
+	}
+	stop()
+	waitSlots(t, after, 3)
+	in.call(t, after, "b", "b-3", true)
+	in.waitDelivered(t, 7)
 }
 
 // Of two processes with one name that start together, one is ready.

@@ -43,10 +43,11 @@ type oneSlot struct {
 	bus       bus
 	directory *slotstest.Assignments
 	open      func(context.Context) (slots.Remote, error)
+	control   func(context.Context, *dispatcher.Dispatcher) error
 }
 
 func newOneSlot(open func(context.Context) (slots.Remote, error)) *oneSlot {
-	return &oneSlot{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), open: open}
+	return &oneSlot{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), open: open, control: idle}
 }
 
 // newRemote returns an empty slot with a log.
@@ -62,10 +63,10 @@ func holding(remote slots.Remote) *oneSlot {
 	return newOneSlot(func(context.Context) (slots.Remote, error) { return remote, nil })
 }
 
-// slots describes the log for a process with a control plane.
-func (in *oneSlot) slots(control func(context.Context, *dispatcher.Dispatcher) error) Slots {
+// slots describes the log for a process.
+func (in *oneSlot) slots() Slots {
 	return Slots{
-		Number: 1, Standbys: 9, Bus: &in.bus, Control: control,
+		Number: 1, Standbys: 9, Bus: &in.bus, Control: in.control,
 		Open:          func(ctx context.Context, _ int) (slots.Remote, error) { return in.open(ctx) },
 		OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
 	}
@@ -90,7 +91,7 @@ func (in *oneSlot) run(t *testing.T, dir string) (l *Listeners, ended <-chan err
 	done, over := make(chan error, 1), make(chan struct{})
 	go func() {
 		defer close(over)
-		done <- Run(ctx, o, in.slots(idle))
+		done <- Run(ctx, o, in.slots())
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -102,7 +103,7 @@ func (in *oneSlot) run(t *testing.T, dir string) (l *Listeners, ended <-chan err
 // standby returns a standby that may claim the slot, of a process that does not run.
 func (in *oneSlot) standby(t *testing.T, dir string) *standby {
 	t.Helper()
-	h := newHost(Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}}, in.slots(idle))
+	h := newHost(Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}}, in.slots())
 	t.Cleanup(h.shared.Close)
 	h.slots[0].takes.Store(true)
 	return h.slots[0].newStandby()
@@ -304,7 +305,7 @@ func (p processes) start(t *testing.T, o Options) (l *Listeners, stop func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- Run(ctx, o, p.slots(idle))
+		ended <- Run(ctx, o, p.slots())
 	}()
 	stop = sync.OnceFunc(func() {
 		cancel()
@@ -538,13 +539,13 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 	o.Listeners = owner.listeners
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() {
-		ended <- Run(ctx, o, newProcesses().slots(func(ctx context.Context, d *dispatcher.Dispatcher) error {
-			d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(receiver)))
-			d.Synced()
-			return idle(ctx, d)
-		}))
-	}()
+	in := newProcesses()
+	in.control = func(ctx context.Context, d *dispatcher.Dispatcher) error {
+		d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(receiver)))
+		d.Synced()
+		return idle(ctx, d)
+	}
+	go func() { ended <- Run(ctx, o, in.slots()) }()
 	owner.stop = sync.OnceValue(func() error {
 		cancel()
 		return <-ended
@@ -728,4 +729,40 @@ func TestDamageFoundByTheOwner(t *testing.T) {
 			t.Log(err) // Positions in memory are dropped.
 		}
 	})
+}
+
+// A process does not start with a store whose messages it would not deliver.
+func TestStoreOutsideOfTheSlots(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, backup.QueueFolder), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	_, ended := holding(newRemote(slotstest.NewLog(slotstest.NewStream(1<<30)))).run(t, dir)
+	if err := <-ended; err == nil || !strings.Contains(err.Error(), "posthorn replication adopt --data "+dir) {
+		t.Errorf("end of the process: got error %v, want one with the command", err)
+	}
+}
+
+// When the control plane of an owner fails, the process releases the slot, and owns it again.
+func TestControlPlaneThatFails(t *testing.T) {
+	in := newProcesses()
+	var starts atomic.Int64
+	in.control = func(ctx context.Context, d *dispatcher.Dispatcher) error {
+		if starts.Add(1) == 1 {
+			return errors.New("the control plane failed")
+		}
+		return idle(ctx, d)
+	}
+	l, _ := in.start(t, Options{Options: dispatcher.Options{Pod: "only"}})
+	if err := wait.Until(func() error {
+		if s := wantLog(t, l, "/slots", "only", true); s.Epoch != 2 {
+			return fmt.Errorf("epoch %d", s.Epoch)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("second claim of the process: %v", err)
+	}
+	if n := starts.Load(); n != 2 {
+		t.Errorf("starts of the control plane: got %d, want 2", n)
+	}
 }
