@@ -9,6 +9,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"testing"
+	"time"
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
@@ -16,10 +18,12 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 const (
@@ -310,3 +314,31 @@ var _ = Describe("The live config", func() {
 		}).Should(Succeed())
 	})
 })
+
+func kindOf(name string) kinds.Kind {
+	return *kinds.All.ByName(name)
+}
+
+// The status of a kind that runs once causes a compilation when the phase of the run changes.
+func TestInputOfJobs(t *testing.T) {
+	running := &v1alpha1.Redelivery{}
+	running.Status.StartTime = &metav1.Time{Time: time.Unix(1, 0)}
+	progress := running.DeepCopy()
+	progress.Status.Redelivered = 5
+	ended := &v1alpha1.DeletionRequest{}
+	ended.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}
+	for name, c := range map[string]struct {
+		kind          string
+		before, after client.Object
+		want          bool
+	}{
+		"start of a Redelivery":      {"Redelivery", &v1alpha1.Redelivery{}, running, true},
+		"progress of a Redelivery":   {"Redelivery", running, progress, false},
+		"end of a DeletionRequest":   {"DeletionRequest", &v1alpha1.DeletionRequest{}, ended, true},
+		"start of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{}, &v1alpha1.DeletionRequest{Status: v1alpha1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
+	} {
+		if got := inputChanged(kindOf(c.kind)).Update(event.UpdateEvent{ObjectOld: c.before, ObjectNew: c.after}); got != c.want {
+			t.Errorf("%s: got %v, want %v", name, got, c.want)
+		}
+	}
+}

@@ -347,8 +347,8 @@ func TestUnsettled(t *testing.T) {
 			if strings.Contains(name, "old parts") {
 				secrets.superseded["shop"] = true
 			}
-			r := &configReconciler{parts: secrets, written: c.written, now: time.Now}
-			if diff := cmp.Diff(c.want, r.unsettled(pods, true)); diff != "" {
+			s := &liveSecrets{parts: secrets, written: c.written}
+			if diff := cmp.Diff(c.want, s.unsettled(pods, true, time.Now())); diff != "" {
 				t.Errorf("namespaces (-want +got):\n%s", diff)
 			}
 		})

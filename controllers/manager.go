@@ -29,13 +29,16 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -334,4 +337,35 @@ func setup(mgr manager.Manager, o Options) error {
 			return nil
 		}),
 	)
+}
+
+const (
+	// workers is the number of namespaces that a controller reconciles concurrently.
+	workers = 4
+	// maxBackoff bounds the backoff of a namespace whose reconciliation failed.
+	maxBackoff = 30 * time.Second
+	// reconcileTimeout bounds one reconciliation, so that a request that hangs does
+	// not block a worker.
+	reconcileTimeout = time.Minute
+)
+
+func controllerOptions(mgr manager.Manager, name string) controller.Options {
+	return controller.Options{
+		MaxConcurrentReconciles: workers,
+		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](50*time.Millisecond, maxBackoff),
+		ReconciliationTimeout:   reconcileTimeout,
+		LogConstructor:          logConstructor(mgr, name),
+	}
+}
+
+// logConstructor logs the namespace of a request as the attribute namespace.
+// controller-runtime would log it as the attribute name.
+func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
+	base := mgr.GetLogger().WithValues("controller", controller)
+	return func(request *reconcile.Request) logr.Logger {
+		if request == nil || request.Name == "" {
+			return base
+		}
+		return base.WithValues("namespace", request.Name)
+	}
 }

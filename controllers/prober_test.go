@@ -530,3 +530,26 @@ func TestReportsOfNumbers(t *testing.T) {
 		}
 	}
 }
+
+func TestConcernsAll(t *testing.T) {
+	index := func(r adminapi.Report) *podreport.Index { return podreport.NewIndex(r) }
+	tests := []struct {
+		name          string
+		before, after *podreport.Index
+		want          bool
+	}{
+		{"the first report", nil, index(adminapi.Report{}), true},
+		{"equal", index(adminapi.Report{Ready: true}), index(adminapi.Report{Ready: true}), false},
+		{"ready", index(adminapi.Report{}), index(adminapi.Report{Ready: true}), true},
+		{"disk full", index(adminapi.Report{}), index(adminapi.Report{Storage: adminapi.StorageReport{Pressure: true}}), true},
+		{"disk used", index(adminapi.Report{}), index(adminapi.Report{Storage: adminapi.StorageReport{UsedBytes: 1}}), false},
+		{"a namespace", index(adminapi.Report{}), index(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "a"}}}), false},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			if got := concernsAll(test.before, test.after); got != test.want {
+				t.Errorf("concerns all namespaces: got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
