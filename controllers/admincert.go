@@ -110,17 +110,11 @@ func (a *adminCertificate) ensure(ctx context.Context) error {
 
 // write applies the Secret with a certificate and key in PEM.
 func (a *adminCertificate) write(ctx context.Context, key types.NamespacedName, certificate, privateKey []byte) error {
-	owners, err := a.owner.references(ctx)
-	if err != nil {
-		return err
-	}
 	wanted := corev1ac.Secret(key.Name, key.Namespace).
 		WithType(corev1.SecretTypeTLS).
-		WithOwnerReferences(owners...).
-		WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy}).
 		WithData(map[string][]byte{corev1.TLSCertKey: certificate, corev1.TLSPrivateKeyKey: privateKey})
-	if err := a.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
-		return fmt.Errorf("apply Secret %s: %w", key, err)
+	if err := a.owner.apply(ctx, a.Client, wanted); err != nil {
+		return err
 	}
 	log.FromContext(ctx).Info("admin certificate written", "secret", key.Name)
 	return nil

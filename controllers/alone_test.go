@@ -45,8 +45,8 @@ var _ = Describe("A second release", func() {
 	It("does not start while another one is active, and names it", func() {
 		w := newWorld()
 		other := w.newNamespace()
-		l := lease(other, "pod", time.Hour, 0, time.Now())
 		w.stop() // The Lease of this release is free then.
+		l := lease(other, "pod", time.Hour, 0, time.Now())
 		Expect(cluster.Create(w.ctx, &l)).To(Succeed())
 		DeferCleanup(func() { Expect(cluster.Delete(w.ctx, &l)).To(Succeed()) })
 		ctx, cancel := context.WithCancel(w.ctx)

@@ -163,10 +163,6 @@ func (s *liveSecrets) write(ctx context.Context, u *liveUpdate) (result string, 
 }
 
 func (s *liveSecrets) writeRoot(ctx context.Context, u *liveUpdate, data map[string][]byte) error {
-	owners, err := s.owner.references(ctx)
-	if err != nil {
-		return err
-	}
 	annotations := map[string]string{liveconfig.AnnotationRevision: u.encoded.Revision}
 	if u.last.release != "" {
 		// The write that ends the reservations also empties the annotation, so that it does
@@ -175,15 +171,11 @@ func (s *liveSecrets) writeRoot(ctx context.Context, u *liveUpdate, data map[str
 		log.FromContext(ctx).Info("reservations of write keys released by annotation", "annotation", liveconfig.AnnotationRelease, "value", u.last.release, "remaining", len(u.head.Reserved))
 	}
 	wanted := corev1ac.Secret(s.key(u.namespace).Name, s.release).
-		WithLabels(map[string]string{
-			liveconfig.LabelLive: "true", liveconfig.LabelNamespace: u.namespace,
-			labelName: "posthorn", labelManagedBy: managedBy,
-		}).
+		WithLabels(map[string]string{liveconfig.LabelLive: "true", liveconfig.LabelNamespace: u.namespace}).
 		WithAnnotations(annotations).
-		WithOwnerReferences(owners...).
 		WithData(data)
-	if err := s.client.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
-		return fmt.Errorf("apply the live config of namespace %s: %w", u.namespace, err)
+	if err := s.owner.apply(ctx, s.client, wanted); err != nil {
+		return err
 	}
 	u.next.resourceVersion, u.next.release = *wanted.ResourceVersion, wanted.Annotations[liveconfig.AnnotationRelease]
 	log.FromContext(ctx).Info("live config written", "revision", u.encoded.Revision, "number", u.head.Number, "bytes", u.encoded.Chunks.Len(), "parts", len(u.encoded.Parts.List))

@@ -69,15 +69,9 @@ func (m *marker) mark(ctx context.Context, namespace string, failed bool) error 
 	} else if !apierrors.IsNotFound(err) {
 		return fmt.Errorf("look up Secret %s: %w", key, err)
 	}
-	owners, err := m.owner.references(ctx)
-	if err != nil {
+	secret := corev1ac.Secret(key.Name, key.Namespace).WithData(liveconfig.MarkerData(names)).WithLabels(map[string]string{liveconfig.LabelLive: "true"})
+	if err := m.owner.apply(ctx, m.client, secret); err != nil {
 		return err
-	}
-	secret := corev1ac.Secret(key.Name, key.Namespace).WithOwnerReferences(owners...).WithData(liveconfig.MarkerData(names)).WithLabels(map[string]string{
-		liveconfig.LabelLive: "true", labelName: "posthorn", labelManagedBy: managedBy,
-	})
-	if err := m.client.Apply(ctx, secret, fieldOwner, client.ForceOwnership); err != nil {
-		return fmt.Errorf("apply Secret %s: %w", key, err)
 	}
 	m.mu.Lock()
 	m.marked = &content

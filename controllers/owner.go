@@ -7,6 +7,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	metav1ac "k8s.io/client-go/applyconfigurations/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
@@ -55,4 +56,17 @@ func (o secretOwner) references(ctx context.Context) ([]*metav1ac.OwnerReference
 	return []*metav1ac.OwnerReferenceApplyConfiguration{
 		metav1ac.OwnerReference().WithAPIVersion(m.APIVersion).WithKind(m.Kind).WithName(m.Name).WithUID(m.UID),
 	}, nil
+}
+
+// apply writes a Secret with an owner and the labels of all Secrets of the operator. The Secret then has its new state.
+func (o secretOwner) apply(ctx context.Context, c client.Client, secret *corev1ac.SecretApplyConfiguration) error {
+	owners, err := o.references(ctx)
+	if err != nil {
+		return err
+	}
+	secret.WithOwnerReferences(owners...).WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy})
+	if err := c.Apply(ctx, secret, fieldOwner, client.ForceOwnership); err != nil {
+		return fmt.Errorf("apply Secret %s/%s: %w", *secret.Namespace, *secret.Name, err)
+	}
+	return nil
 }

@@ -45,13 +45,12 @@ func newPartSecrets(c client.Client, direct client.Reader, release string, owner
 
 // list returns the metadata of the existing parts of a namespace, by name.
 func (p *partSecrets) list(ctx context.Context, namespace string) (map[string]metav1.PartialObjectMetadata, error) {
-	list := &metav1.PartialObjectMetadataList{}
-	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
-	if err := p.client.List(ctx, list, client.InNamespace(p.release), client.MatchingLabels{liveconfig.LabelPart: namespace}, client.UnsafeDisableDeepCopy); err != nil {
+	all, err := listSecrets(ctx, p.client, client.InNamespace(p.release), client.MatchingLabels{liveconfig.LabelPart: namespace})
+	if err != nil {
 		return nil, fmt.Errorf("list the parts of the live config of namespace %s: %w", namespace, err)
 	}
 	found := map[string]metav1.PartialObjectMetadata{}
-	for _, m := range list.Items {
+	for _, m := range all {
 		if of, ok := liveconfig.PartNamespaceOf(m.Name); ok && of == namespace {
 			found[m.Name] = m
 		}
@@ -122,19 +121,11 @@ func (p *partSecrets) writeOne(ctx context.Context, namespace string, part livec
 			return false, err
 		}
 	}
-	owners, err := p.owner.references(ctx)
-	if err != nil {
-		return false, err
-	}
 	wanted := corev1ac.Secret(key.Name, key.Namespace).
-		WithLabels(map[string]string{
-			liveconfig.LabelLive: "part", liveconfig.LabelPart: namespace,
-			labelName: "posthorn", labelManagedBy: managedBy,
-		}).
-		WithOwnerReferences(owners...).
+		WithLabels(map[string]string{liveconfig.LabelLive: "part", liveconfig.LabelPart: namespace}).
 		WithImmutable(true).
 		WithData(data)
-	if err := p.client.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
+	if err := p.owner.apply(ctx, p.client, wanted); err != nil {
 		return false, err
 	}
 	p.record(namespace, part.Name, *wanted.ResourceVersion)

@@ -8,8 +8,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -111,16 +109,15 @@ func (p *primer) setHolders(ctx context.Context, objects map[string][]compile.Ob
 // readAll reads the live configs of all namespaces. It fails if it cannot read one: a namespace whose live config is not
 // known releases no key.
 func (p *primer) readAll(ctx context.Context) (map[string]liveSecret, map[string]liveconfig.Config, error) {
-	list := &metav1.PartialObjectMetadataList{}
-	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
-	if err := p.live.client.List(ctx, list, client.InNamespace(p.live.release)); err != nil {
+	all, err := listSecrets(ctx, p.live.client, client.InNamespace(p.live.release))
+	if err != nil {
 		return nil, nil, fmt.Errorf("list the live configs: %w", err)
 	}
 	var mu sync.Mutex
 	secrets, configs := map[string]liveSecret{}, map[string]liveconfig.Config{}
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(maxReadsAtOnce)
-	for _, m := range list.Items {
+	for _, m := range all {
 		if namespace, ok := liveconfig.PartNamespaceOf(m.Name); ok {
 			p.own.fire(namespace) // The part may belong to no root.
 		}

@@ -14,7 +14,6 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -113,14 +112,13 @@ func (k *backlogKeeper) statefulSet(ctx context.Context) (ref corev1.ObjectRefer
 
 // ledgerSecrets returns the names of the pods with recorded ledgers.
 func (k *backlogKeeper) ledgerSecrets(ctx context.Context) (map[string]bool, error) {
-	list := &metav1.PartialObjectMetadataList{}
-	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
-	if err := k.client.List(ctx, list, client.InNamespace(k.release), client.UnsafeDisableDeepCopy); err != nil {
+	all, err := listSecrets(ctx, k.client, client.InNamespace(k.release))
+	if err != nil {
 		return nil, fmt.Errorf("list the ledgers of removed pods: %w", err)
 	}
 	names := map[string]bool{}
-	for i := range list.Items {
-		if name, ok := strings.CutPrefix(list.Items[i].Name, ledgersPrefix); ok {
+	for i := range all {
+		if name, ok := strings.CutPrefix(all[i].Name, ledgersPrefix); ok {
 			names[name] = true
 		}
 	}

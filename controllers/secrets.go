@@ -37,6 +37,14 @@ func secretMetadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
+// listSecrets lists the metadata of Secrets in the cache. The caller must not change them.
+func listSecrets(ctx context.Context, cached client.Reader, options ...client.ListOption) ([]metav1.PartialObjectMetadata, error) {
+	list := &metav1.PartialObjectMetadataList{}
+	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
+	err := cached.List(ctx, list, append(options, client.UnsafeDisableDeepCopy)...)
+	return list.Items, err
+}
+
 // stripSecret removes the metadata of watched Secrets that the controllers do not
 // use, in particular annotations: kubectl stores the whole Secret in one of them.
 func stripSecret(release string) toolscache.TransformFunc {

@@ -148,8 +148,10 @@ func (e *Engine) changedNamespaces(next *liveconfig.View) []string {
 
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the config contains them.
 func (e *Engine) recover() {
-	endpoints, bounds, orphans := e.loadRecords()
-	e.orphans.stored = orphans
+	records, err := e.o.Store.AllMeta()
+	if err != nil {
+		e.o.Logger.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention, and grace periods begin again", "error", err)
+	}
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ends, ledgers := map[queue.LaneID]queue.End{}, map[string]queue.Ledger{}
 	for _, key := range destinations {
@@ -169,15 +171,11 @@ func (e *Engine) recover() {
 		e.registry.lane(id).end = ends[id]
 	}
 	for _, key := range destinations {
-		d := e.registry.destination(key)
-		d.atStart = ledgers[key]
-		if b, ok := bounds[key]; ok {
-			d.trim = &b
-		}
+		e.registry.destination(key).atStart = ledgers[key]
 	}
-	e.records.stored = map[string]map[string]health{}
-	for name, r := range endpoints {
-		e.records.set(name, r)
+	e.records.stored, e.orphans.stored = map[string]map[string]health{}, map[string]orphanRecord{}
+	for name, value := range records {
+		e.restoreRecord(name, value)
 	}
 }
 

@@ -18,6 +18,7 @@
 package delivery
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"sync"
@@ -118,21 +119,9 @@ const DefaultOrphanGrace = 10 * time.Minute
 
 // New makes an Engine. It sends nothing until Run is called.
 func New(o Options) *Engine {
-	if o.Logger == nil {
-		o.Logger = slog.Default()
-	}
-	if o.MaxInFlight <= 0 {
-		o.MaxInFlight = 1024
-	}
-	if o.OrphanGrace <= 0 {
-		o.OrphanGrace = DefaultOrphanGrace
-	}
-	if o.DrainTimeout <= 0 {
-		o.DrainTimeout = 10 * time.Second
-	}
-	if o.Attempts <= 0 {
-		o.Attempts = 100
-	}
+	o.Logger = cmp.Or(o.Logger, slog.Default())
+	o.MaxInFlight, o.Attempts = cmp.Or(o.MaxInFlight, 1024), cmp.Or(o.Attempts, 100)
+	o.OrphanGrace, o.DrainTimeout = cmp.Or(o.OrphanGrace, DefaultOrphanGrace), cmp.Or(o.DrainTimeout, 10*time.Second)
 	if o.MayExpire == nil {
 		o.MayExpire = func() bool { return true }
 	}

@@ -25,34 +25,31 @@ const (
 // maintain does the work that no request triggers: it expires old messages, drops lanes and dead
 // letters, and ends idle workers.
 func (e *Engine) maintain(ctx context.Context) {
-	for {
+	for ctx.Err() == nil {
 		wait := e.maintainOnce(ctx)
-		pause := time.NewTimer(minMaintenance)
-		select {
-		case <-ctx.Done():
-		case <-pause.C:
-		}
-		rest := time.NewTimer(max(0, wait-minMaintenance))
-		select {
-		case <-ctx.Done():
-		case <-rest.C:
-		case <-e.early:
-		}
-		pause.Stop()
-		rest.Stop()
-		if ctx.Err() != nil {
-			return
-		}
+		signal(nil).wait(ctx, minMaintenance)
+		e.early.wait(ctx, wait-minMaintenance)
 	}
 }
 
-// signal wakes a goroutine that waits for it, or that will wait.
+// signal ends a wait, or the next one.
 type signal chan struct{}
 
 func (s signal) set() {
 	select {
 	case s <- struct{}{}:
 	default:
+	}
+}
+
+// wait waits for the signal, but at most a time.
+func (s signal) wait(ctx context.Context, most time.Duration) {
+	timer := time.NewTimer(most)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	case <-s:
 	}
 }
 

@@ -123,27 +123,19 @@ func (e *Engine) putMeta(name string, value []byte, failure string, args ...any)
 	return err == nil
 }
 
-// loadRecords reads the records of the earlier run: the health of the endpoints, the bounds of
-// the dead letters of deleted destinations, and the orphans.
-func (e *Engine) loadRecords() (map[string]health, map[string]liveconfig.DeadLetters, map[string]orphanRecord) {
-	endpoints, bounds, orphans := map[string]health{}, map[string]liveconfig.DeadLetters{}, map[string]orphanRecord{}
-	all, err := e.o.Store.AllMeta()
-	if err != nil {
-		e.o.Logger.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention, and grace periods begin again", "error", err)
+// restoreRecord restores a record of the earlier run: the health of an endpoint, the bounds of the dead letters of a
+// deleted destination, or an orphan. The lock is held.
+func (e *Engine) restoreRecord(name string, value []byte) {
+	var r health
+	var b liveconfig.DeadLetters
+	var o orphanRecord
+	if strings.HasPrefix(name, orphanPrefix) && json.Unmarshal(value, &o) == nil {
+		e.orphans.stored[name] = o
+	} else if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
+		e.records.set(name, r)
+	} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil && e.registry.destinations[key] != nil {
+		e.registry.destinations[key].trim = &b
 	}
-	for name, value := range all {
-		var r health
-		var b liveconfig.DeadLetters
-		var o orphanRecord
-		if strings.HasPrefix(name, orphanPrefix) && json.Unmarshal(value, &o) == nil {
-			orphans[name] = o
-		} else if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
-			endpoints[name] = r
-		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
-			bounds[key] = b
-		}
-	}
-	return endpoints, bounds, orphans
 }
 
 // deleteRecords deletes the stored health of endpoints that are missing in the config of their

@@ -123,8 +123,8 @@ func (s *scheduler) endGrant(l *lane) {
 }
 
 // blockedLike returns the queue in which a lane waits for its share, and the place of its namespace.
-func (s *scheduler) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
-	if l.proven() {
+func (s *scheduler) blockedLike(l *lane, proven bool) (*blockedQueue, *waitingLanes) {
+	if proven {
 		return &s.blocked, &l.owner.blocked
 	}
 	return &s.blockedUnproven, &l.owner.blockedUnproven
@@ -133,10 +133,11 @@ func (s *scheduler) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
 // mustWait reports whether a lane has used its share, or another lane of its namespace is already
 // waiting that has no more requests in flight than this one.
 func (s *scheduler) mustWait(l *lane) bool {
-	if l.inFlight >= s.share(l, l.proven()) {
+	proven := l.proven()
+	if l.inFlight >= s.share(l, proven) {
 		return true
 	}
-	_, waiting := s.blockedLike(l)
+	_, waiting := s.blockedLike(l, proven)
 	first := waiting.lanes.head
 	return first != nil && !l.waited && first.inFlight <= l.inFlight
 }
@@ -144,7 +145,7 @@ func (s *scheduler) mustWait(l *lane) bool {
 // block makes a lane wait for its share. A lane that had its turn and found the share used up again keeps its place.
 func (s *scheduler) block(l *lane) {
 	s.endGrant(l)
-	q, waiting := s.blockedLike(l)
+	q, waiting := s.blockedLike(l, l.proven())
 	if l.waited {
 		q.pushFront(waiting, l)
 	} else {
@@ -183,11 +184,8 @@ func (s *scheduler) unblock() {
 				break
 			}
 			s.load(l.owner, 1)
-			if proven {
-				q.push(&l.owner.blocked, l)
-			} else {
-				q.push(&l.owner.blockedUnproven, l)
-			}
+			_, waiting := s.blockedLike(l, proven)
+			q.push(waiting, l)
 		}
 	}
 }
