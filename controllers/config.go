@@ -35,13 +35,12 @@ const (
 // markerRequest is the queue key of the marker Secret.
 var markerRequest = reconcile.Request{}
 
-// configReconciler maintains the live config of each namespace that has objects: one Secret, or a
-// root and its parts if it does not fit into one. The Secret of a namespace whose objects were deleted has only tombstones; it is deleted
-// when every dispatcher pod has removed the namespace's data.
+// configReconciler maintains the live config of each namespace that has objects: one Secret, or a root and its parts if it
+// does not fit into one. The Secret of a namespace whose objects were deleted has only tombstones; it is deleted when every
+// dispatcher pod has removed the namespace's data.
 //
-// Its permissions to create, patch and delete Secrets are limited to the release's
-// namespace. It lists and watches only the metadata of Secrets, which RBAC cannot
-// express; it reads the contents only of Secrets that an object refers to.
+// Its permissions to create, patch and delete Secrets are limited to the release's namespace. It lists and watches only the
+// metadata of Secrets, which RBAC cannot express; it reads the contents only of Secrets that an object refers to.
 type configReconciler struct {
 	kinds         kinds.Table
 	limit         compile.Limit

@@ -61,6 +61,13 @@ func (i *configInputs) setExpressions(namespace string, objects []compile.Object
 	return i.expressions.Over(namespace), again
 }
 
+// setAllExpressions records the filter expressions of all namespaces at the start.
+func (i *configInputs) setAllExpressions(objects map[string][]compile.Object) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.expressions.Set(objects)
+}
+
 // forget removes the data about a namespace without objects. It returns the namespaces whose expressions may fit now.
 func (i *configInputs) forget(namespace string) (again []string) {
 	i.secrets.forget(namespace)
@@ -71,7 +78,7 @@ func (i *configInputs) forget(namespace string) (again []string) {
 	return again
 }
 
-// all lists the objects of all namespaces, and records their expressions.
+// all lists the objects of all namespaces.
 func (i *configInputs) all(ctx context.Context) (map[string][]compile.Object, error) {
 	objects := map[string][]compile.Object{}
 	for _, k := range i.kinds {
@@ -86,7 +93,7 @@ func (i *configInputs) all(ctx context.Context) (map[string][]compile.Object, er
 	return objects, nil
 }
 
-// confirmNone returns an error if the API server has objects in a namespace, or does not say so: the cache may lag.
+// confirmNone returns an error if the API server has objects in a namespace, or does not answer: the cache may lag.
 // served are the kinds that it serves.
 func (i *configInputs) confirmNone(ctx context.Context, namespace string, served map[string]string) error {
 	for _, k := range i.kinds {

@@ -27,8 +27,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
-// liveSecrets reads and writes the Secrets of the live configs. It creates, changes and deletes Secrets only in the
-// release's namespace.
+// liveSecrets reads and writes the Secrets of the live configs.
 type liveSecrets struct {
 	client  client.Client // reads from the cache, only metadata
 	direct  client.Reader // reads from the API server

@@ -77,9 +77,7 @@ func (p *primer) prime(ctx context.Context) error {
 	if err := p.setHolders(ctx, objects, configs); err != nil {
 		return err
 	}
-	p.inputs.mu.Lock()
-	p.inputs.expressions.Set(objects)
-	p.inputs.mu.Unlock()
+	p.inputs.setAllExpressions(objects)
 	p.marker.begin(objects)
 	p.primed = true
 	return nil
