@@ -106,22 +106,24 @@ func (c *cluster) fill() (leader int) {
 	return c.leader()
 }
 
-// waitKeepUp waits until all servers have the records of the slot but those in progress: under load, no server has all.
-func (s *servers) waitKeepUp() {
+// waitKeepUp waits until all servers have the records of streams but those in progress: under load, no server has all.
+func (s *servers) waitKeepUp(streams ...string) {
 	s.t.Helper()
 	js := s.administrator()
-	if err := wait.Until(func() error {
-		info, err := js.Stream(s.t.Context(), stream)
-		if err != nil {
-			return err
+	for _, stream := range streams {
+		if err := wait.Until(func() error {
+			info, err := js.Stream(s.t.Context(), stream)
+			if err != nil {
+				return err
+			}
+			c := info.CachedInfo().Cluster
+			if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return r.Offline || r.Active == 0 || r.Lag > 1000 }) {
+				return fmt.Errorf("stream %s: cluster %+v", stream, c)
+			}
+			return nil
+		}); err != nil {
+			s.t.Fatal(err)
 		}
-		c := info.CachedInfo().Cluster
-		if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return r.Offline || r.Active == 0 || r.Lag > 1000 }) {
-			return fmt.Errorf("stream %s: cluster %+v", stream, c)
-		}
-		return nil
-	}); err != nil {
-		s.t.Fatal(err)
 	}
 }
 
@@ -161,7 +163,7 @@ func (s *servers) damage(nodes ...int) {
 	for _, i := range nodes {
 		s.start(i)
 	}
-	s.waitKeepUp()
+	s.waitKeepUp(stream)
 }
 
 // All processes and their disks are lost, and so are records behind the newest snapshot. An adoption names the missing

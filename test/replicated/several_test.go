@@ -317,6 +317,74 @@ func get(t *testing.T, h *hosting, path string) response {
 	return response{resp.StatusCode, string(body)}
 }
 
+// startHosts starts three processes, and waits until each owns a slot, and each slot has an owner and a standby.
+func startHosts(t *testing.T, s *servers, configs map[string]liveconfig.Stored) (hosts []*hosting) {
+	t.Helper()
+	for i := range 3 {
+		hosts = append(hosts, startHost(t, s, fmt.Sprintf("process-%d", i), configs))
+	}
+	if err := wait.Until(func() error {
+		for i, h := range hosts {
+			if owned, _ := h.slots(t); len(owned) == 0 {
+				return fmt.Errorf("process %d owns no slot", i)
+			}
+		}
+		return haveCopies(t, hosts)
+	}); err != nil {
+		t.Fatalf("want slots of each process, and a standby of each slot: %v", err)
+	}
+	waitOwned(t, 2, hosts...)
+	return hosts
+}
+
+// haveCopies returns an error if a slot has no ready copy.
+func haveCopies(t *testing.T, hosts []*hosting) error {
+	t.Helper()
+	copies := 0
+	for _, h := range hosts {
+		_, ready := h.slots(t)
+		copies += ready
+	}
+	if copies < severalSlots {
+		return fmt.Errorf("%d slots have a standby", copies)
+	}
+	return nil
+}
+
+// Each NATS server is killed and started again, under load. Calls and deliveries wait for the elections, and no slot
+// gets another owner.
+func TestElectionsMoveNoSlot(t *testing.T) {
+	t.Parallel()
+	s, r := startServers(t), newReceiver(t)
+	hosts := startHosts(t, s, severalConfigs(t, r.URL))
+	var addresses, streams []string
+	for _, h := range hosts {
+		addresses = append(addresses, h.listeners.Addr().String())
+	}
+	for slot := range severalSlots {
+		streams = append(streams, fmt.Sprintf("PH_several_W%d", slot))
+	}
+	l, stop := startLoad(t, addresses...)
+	l.progress(t)
+	before := claims(t, hosts...)
+	for i := range replicas {
+		s.stop(i)
+		gap := l.progress(t)
+		time.Sleep(3 * time.Second) // A process could hand over a slot when its deliveries have continued.
+		s.start(i)
+		s.waitKeepUp(streams...)
+		t.Logf("server %d: longest time without an acknowledged call of a namespace %v", i, max(gap, l.progress(t)).Round(time.Millisecond))
+		if got := claims(t, hosts...) - before; got > 0 {
+			t.Errorf("loss of server %d: got %d slots with another owner, want none", i, got)
+		}
+		if err := haveCopies(t, hosts); err != nil {
+			t.Errorf("loss of server %d: %v, want a standby of each", i, err)
+		}
+	}
+	stop()
+	checkDelivered(t, l.acknowledged, r)
+}
+
 // Three processes share four slots, then five, then two; one whose watch of the live configs hangs takes
 // none. A process without a connection to the log loses its slots to the others, one that ends hands them
 // over, and no acknowledged call is lost.
@@ -324,24 +392,7 @@ func TestSeveralSlots(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	configs := severalConfigs(t, r.URL)
-	var hosts []*hosting
-	for i := range 3 {
-		hosts = append(hosts, startHost(t, s, fmt.Sprintf("process-%d", i), configs))
-	}
-	waitOwned(t, 2, hosts...)
-	if err := wait.Until(func() error {
-		copies := 0
-		for _, h := range hosts {
-			_, ready := h.slots(t)
-			copies += ready
-		}
-		if copies < severalSlots {
-			return fmt.Errorf("%d slots have a standby", copies)
-		}
-		return nil
-	}); err != nil {
-		t.Errorf("want a standby of each slot: %v", err)
-	}
+	hosts := startHosts(t, s, configs)
 	var addresses []string
 	for _, h := range hosts {
 		addresses = append(addresses, h.listeners.Addr().String())
