@@ -146,7 +146,7 @@ type Header struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
-	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
 	// +required
 	Name string `json:"name"`
 
@@ -228,7 +228,7 @@ type HMACFormat struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
-	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
 	// +required
 	Header string `json:"header"`
 

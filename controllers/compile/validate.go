@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net/url"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -16,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 // resolver looks up the Secrets of one object. It adds a problem for each missing value,
@@ -151,12 +151,6 @@ const (
 var (
 	headerName  = regexp.MustCompile("^[!#$%&'*+\\-.^_`|~0-9A-Za-z]+$")
 	headerValue = regexp.MustCompile(`^[\x20-\x7e\t]*$`)
-	// reservedHeaders are set by Posthorn or by HTTP itself. The API has the same list.
-	reservedHeaders = []string{
-		"host", "connection", "content-length", "content-type", "content-encoding", "transfer-encoding", "te", "trailer",
-		"upgrade", "keep-alive", "proxy-connection", "expect", "user-agent", "x-signature", "x-signature-previous",
-		"idempotency-key", "webhook-id", "webhook-timestamp", "webhook-signature", "traceparent", "tracestate",
-	}
 )
 
 // checkHeaderName returns the rule that a name violates, or "".
@@ -164,7 +158,7 @@ func checkHeaderName(name string) string {
 	switch {
 	case len(name) > maxHeaderNameBytes || !headerName.MatchString(name):
 		return "a header name must be an HTTP token: letters, digits and !#$%&'*+-.^_`|~, at most 128"
-	case slices.Contains(reservedHeaders, strings.ToLower(name)):
+	case liveconfig.IsReservedHeader(name):
 		return "this header is set by Posthorn or by HTTP itself; choose another name"
 	}
 	return ""

@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/netip"
 	"net/url"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -62,12 +61,6 @@ func (e *Endpoint) Room(needed, inFlight int) int {
 		return math.MaxInt
 	}
 	return e.pool.room(needed, inFlight)
-}
-
-// reserved are the headers that the client or HTTP itself sets.
-var reserved = []string{
-	"host", "connection", "content-length", "content-type", "content-encoding", "transfer-encoding", "te",
-	"trailer", "upgrade", "keep-alive", "proxy-connection", "proxy-authorization", "expect", "user-agent",
 }
 
 // proxied reports whether the proxy reads the requests and may answer them. Through a tunnel it does
@@ -131,7 +124,7 @@ func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 		switch value := h.Value.Reveal(); {
 		case !httpguts.ValidHeaderFieldName(h.Name):
 			return fail("headers", "%q is not a header name", h.Name)
-		case slices.Contains(reserved, strings.ToLower(h.Name)):
+		case liveconfig.IsReservedHeader(h.Name):
 			return fail("headers", "%q is set by Posthorn or by HTTP itself; remove it", h.Name)
 		case !httpguts.ValidHeaderFieldValue(value):
 			return fail("headers", "the value of %q holds a line break or another control character; remove it", h.Name)

@@ -1,0 +1,33 @@
+package compile
+
+import (
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/config/crd"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+)
+
+// Each list of reserved headers in the CRD has the names that the live config excludes.
+func TestReservedHeadersOfTheCRD(t *testing.T) {
+	text, err := crd.Files.ReadFile("posthorn.dev_webhookdestinations.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	lists := regexp.MustCompile(`self\.lowerAscii\(\)\s+in\s+\[([^\]]*)\]`).FindAllStringSubmatch(string(text), -1)
+	if len(lists) != 2 {
+		t.Fatalf("lists of reserved headers: got %d, want 2, for static headers and for signatures", len(lists))
+	}
+	want := slices.Sorted(slices.Values(liveconfig.ReservedHeaders))
+	for _, list := range lists {
+		got := regexp.MustCompile(`[a-z-]{2,}`).FindAllString(strings.ToLower(list[1]), -1)
+		slices.Sort(got)
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("reserved headers (-live config +CRD):\n%s", diff)
+		}
+	}
+}
