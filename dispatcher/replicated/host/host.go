@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,13 +20,11 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
-	"github.com/posthorn/posthorn/contract/writekey"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/intake/limits"
 	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/replicated/front"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
@@ -305,121 +302,6 @@ func (h *host) openDirectory(ctx context.Context) (*slots.Directory, error) {
 	return slots.OpenDirectory(ctx, stream, h.s.Number, h.log)
 }
 
-// ready returns why the process must not get calls.
-func (h *host) ready() error {
-	if err := h.canServe(); err != nil {
-		return err
-	}
-	if h.s.Control != nil { // Each process follows the slot, and no config is known before it is owned.
-		return h.slots[0].ready()
-	}
-	if !h.start.open.Load() {
-		return errStarting
-	}
-	return nil
-}
-
-var errStarting = fmt.Errorf("restoring copies of slots: this process is ready when they are complete, when no other process is ready, or after %v without progress", copyLimit)
-
-// startGate decides when a process is ready for the first time: a rolling update ends the next process then, and
-// this one should be able to take its slots at once. It never closes again.
-type startGate struct {
-	open atomic.Bool
-	// since is when the gate found the progress has; zero before.
-	since time.Time
-	has   int
-}
-
-// update takes the progress of the process, and whether another process is ready. One goroutine calls it.
-func (g *startGate) update(now time.Time, p slots.Progress, served bool) {
-	switch {
-	case !served, p.Complete: // Without another process nothing is gained by the wait.
-		g.open.Store(true)
-	case g.since.IsZero() || p.Has > g.has:
-		g.since, g.has = now, p.Has
-	case now.Sub(g.since) >= copyLimit:
-		g.open.Store(true)
-	}
-}
-
-// checkStart opens the gate when it is time.
-func (h *host) checkStart() {
-	if h.start.open.Load() || time.Since(h.started) < settleTime || h.canServe() != nil {
-		return
-	}
-	members, placed := h.members.View(len(h.slots))
-	h.start.update(time.Now(), slots.ProgressOf(h.name, members, placed, h.s.Standbys), slots.Serves(members, h.name))
-	if h.start.open.Load() {
-		h.log.Info("ready for the first time")
-		h.signal()
-	}
-}
-
-// canServe returns why the process cannot serve calls.
-func (h *host) canServe() error {
-	if h.stopping.Load() {
-		return errors.New("stopping")
-	}
-	// First: a process of another installation can have the same name, too.
-	if fault := h.fault.Load(); fault != nil {
-		return errors.New(*fault)
-	}
-	if h.isRecent(&h.namesakeAt) {
-		return errors.New(h.namesake())
-	}
-	if !h.o.clock.isRight() && len(h.owned()) == 0 {
-		return errors.New(h.o.clock.problem())
-	}
-	if problem := *h.oldConfig.Load(); problem != "" && len(h.owned()) == 0 {
-		return errors.New(problem)
-	}
-	if err := h.canRoute(); err != nil {
-		return err
-	}
-	if !h.namespaces.isSynced() {
-		return errNotSynced
-	}
-	if !h.namespaces.isUsable() {
-		return dispatcher.ErrNoUsableConfig
-	}
-	if err := h.namespaces.directory.Load().Err(); err != nil {
-		return err
-	}
-	return h.newerFormat()
-}
-
-// newerFormat returns an error if a newer release wrote a slot: this process cannot take it from the processes
-// of that release, so they must not be replaced by processes of this one.
-func (h *host) newerFormat() error {
-	for _, s := range h.slots {
-		if b := s.standby.Load(); b != nil {
-			if reason := b.newer.Load(); reason != nil {
-				return fmt.Errorf("slot %d: %s", s.slot, *reason)
-			}
-		}
-	}
-	return nil
-}
-
-// errNotHeard is the reason of a process that would take all slots, because it hears no other one.
-var errNotHeard = errors.New("no heartbeat of this process was received; permit the NATS user to publish and to subscribe to ph.NAME.members, with the NAME of --replication-name")
-
-// canRoute returns why requests cannot be routed.
-func (h *host) canRoute() error {
-	if fault := h.fault.Load(); fault != nil {
-		return errors.New(*fault)
-	}
-	if h.heardAt.Load() == 0 {
-		return errNotHeard
-	}
-	if !h.isOnly() && !h.namespaces.isSynced() {
-		return errNotSynced
-	}
-	return nil
-}
-
-var errNotSynced = errors.New("waiting for the first full config")
-
 // isOnly reports whether the log has one slot: nothing needs to be looked up to route a call. A process that has added
 // slots can have assigned namespaces to them.
 func (h *host) isOnly() bool {
@@ -649,94 +531,4 @@ func (h *host) move(ctx context.Context) {
 			s.remove()
 		}
 	}
-}
-
-// any returns the handler of a slot that this process owns; otherwise of one that has an owner.
-func (h *host) any() http.Handler {
-	for _, s := range h.slots {
-		if s.ownership.Load() != nil {
-			return s
-		}
-	}
-	for _, s := range h.slots {
-		if s.forwarder.Owner() != "" {
-			return s
-		}
-	}
-	return h.slots[0]
-}
-
-// calls routes the calls of clients.
-func (h *host) calls() http.Handler {
-	several := &front.Front{
-		Ready: h.canRoute, Index: &h.namespaces.index, SlotOf: h.namespaces.SlotOf, Doubtful: h.listDoubtful,
-		Slot: h.handlerOf, Any: h.any,
-		Memory: h.connections.Memory, Unreadable: func(w http.ResponseWriter, err error) {
-			refuseForwarded(w, &peer.BodyError{Err: err})
-		},
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if h.isOnly() {
-			h.slots[0].ServeHTTP(w, r)
-			return
-		}
-		several.ServeHTTP(w, r)
-	})
-}
-
-// namespaceOf returns the namespace of a write key, by which forwarded requests are bounded.
-func (h *host) namespaceOf(key writekey.Hash) (namespace string, ok bool) {
-	if h.s.Control == nil {
-		return h.namespaces.index.OfHash(key)
-	}
-	inside := h.slots[0].enter()
-	if inside == nil {
-		return "", false
-	}
-	defer inside.requests.Done()
-	return inside.dispatcher.NamespaceOf(key)
-}
-
-// listDoubtful returns the slots of which an unknown write key can be, sorted.
-func (h *host) listDoubtful() (list []int) {
-	directory := h.namespaces.directory.Load()
-	if directory == nil {
-		return nil
-	}
-	lacksConfigs := h.namespaces.lacksConfigs()
-	for slot := range directory.Slots() {
-		if directory.HasNamespaces(slot) && (lacksConfigs || slot >= len(h.slots) || !h.slots[slot].listed.Load() || h.namespaces.changedLately(slot)) {
-			list = append(list, slot)
-		}
-	}
-	return list
-}
-
-// handlerOf returns the handler of a slot. One that this process does not know was added meanwhile.
-func (h *host) handlerOf(slot int) http.Handler {
-	if slot < len(h.slots) {
-		return h.slots[slot]
-	}
-	return http.HandlerFunc(refuseCall)
-}
-
-// slotNamed returns the slot with a number in decimal; nil if there is none.
-func (h *host) slotNamed(number string) *replica {
-	if slot, err := strconv.Atoi(number); err == nil && slot >= 0 && slot < len(h.slots) {
-		return h.slots[slot]
-	}
-	return nil
-}
-
-// fromPeer returns the handler of the requests that other processes have forwarded; serve handles those for a slot.
-func (h *host) fromPeer(serve func(*openGate, http.ResponseWriter, *http.Request)) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		inside := h.slotNamed(peer.TakeSlot(r)).enter()
-		if inside == nil {
-			peer.Misdirected(w, r)
-			return
-		}
-		defer inside.requests.Done()
-		serve(inside, w, r)
-	})
 }

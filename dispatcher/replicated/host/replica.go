@@ -245,7 +245,7 @@ func (s *replica) ready() error {
 		return inside.dispatcher.Ready()
 	}
 	if b := s.standby.Load(); b != nil {
-		return b.ready()
+		return b.canReplaceOwner()
 	}
 	return errors.New(connecting)
 }

@@ -59,9 +59,9 @@ type standby struct {
 	applied atomic.Uint64
 }
 
-// ready returns why the copy does not count as ready: it is ready when the process could replace the owner and has
+// canReplaceOwner returns why the copy does not count as ready: it is ready when the process could replace the owner and has
 // known its address once. It remains ready while the slot has no owner.
-func (s *standby) ready() error {
+func (s *standby) canReplaceOwner() error {
 	switch {
 	case !s.o.clock.isRight():
 		return errors.New(s.o.clock.problem())
@@ -196,7 +196,7 @@ func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) 
 // state returns the part of this standby in the log.
 func (s *standby) state() *adminapi.ReplicationState {
 	state := &adminapi.ReplicationState{Pod: s.o.Pod, Slot: s.slot, Sequence: s.applied.Load(), Clock: s.o.clock.problem(), OwnerName: s.forwarder.Owner()}
-	if err := s.ready(); err != nil {
+	if err := s.canReplaceOwner(); err != nil {
 		state.Reason = err.Error()
 	} else {
 		state.Ready = true

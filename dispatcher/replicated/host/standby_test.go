@@ -675,7 +675,7 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 			if got, want := s.copied(), (slots.SlotCopied{Ready: ready, Failed: failed}); got != want {
 				t.Errorf("%s: got the copy %+v, want %+v", what, got, want)
 			}
-			if err := s.ready(); (err == nil) != ready || failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
+			if err := s.canReplaceOwner(); (err == nil) != ready || failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
 				t.Errorf("%s: got the reason %v, want a ready standby %v", what, err, ready)
 			}
 		}
