@@ -109,6 +109,7 @@ const (
 //   - A member restores one copy at a time for the standbys and hand-overs.
 //   - A member with a wrong clock takes no slots, and hands over those that it has. The same applies to a member
 //     with an old config, unless there is no other one.
+//   - A member that does not count yet takes only a slot of which no other one has a ready copy.
 //   - A member that takes no slots keeps its copies.
 func Place(members []Member, slots []Placed, standbys int) []Move {
 	p := newPlacement(members, slots, standbys)
@@ -167,6 +168,8 @@ type placement struct {
 	// fewest that each should have.
 	names        []string
 	share, least int
+	// young are the members that do not count yet, if others do.
+	young []string
 	// owned, follows and restoring are the numbers of slots of each member, with the moves.
 	owned, follows, restoring map[string]int
 	moves                     []Move
@@ -182,7 +185,7 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		owned: map[string]int{}, follows: map[string]int{}, restoring: map[string]int{},
 		targets: map[int]string{}, leaving: map[string]bool{},
 	}
-	var young, outdated []string
+	var outdated []string
 	for _, m := range members {
 		switch {
 		case m.Leaving, !m.HasRightClock(members):
@@ -190,13 +193,13 @@ func newPlacement(members []Member, slots []Placed, standbys int) *placement {
 		case m.OldConfig:
 			outdated = append(outdated, m.Name)
 		case m.Age < countedAge:
-			young = append(young, m.Name)
+			p.young = append(p.young, m.Name)
 		default:
 			p.names = append(p.names, m.Name)
 		}
 	}
 	if len(p.names) == 0 {
-		p.names = young // There is no other member.
+		p.names, p.young = p.young, nil // There is no other member.
 	}
 	if len(p.names) == 0 {
 		p.names, outdated = outdated, nil
@@ -269,7 +272,7 @@ func (p *placement) take() {
 		if !s.isFree() {
 			continue
 		}
-		ranked := slices.DeleteFunc(slices.Clone(p.names), func(name string) bool { return !s.mayTake(name) })
+		ranked := p.candidates(s)
 		slices.SortFunc(ranked, func(a, b string) int {
 			return cmp.Or(
 				cmp.Compare(p.fullShare(a), p.fullShare(b)),
@@ -285,6 +288,21 @@ func (p *placement) take() {
 			p.owned[ranked[0]]++
 		}
 	}
+}
+
+// candidates returns the members that may take a free slot.
+func (p *placement) candidates(s *Placed) []string {
+	list := slices.DeleteFunc(slices.Clone(p.names), func(name string) bool { return !s.mayTake(name) })
+	isReady := func(name string) bool { return name != s.Owner && s.ready(name) == 0 }
+	if slices.ContainsFunc(list, isReady) {
+		return list
+	}
+	for _, name := range p.young {
+		if isReady(name) {
+			list = append(list, name)
+		}
+	}
+	return list
 }
 
 // fullShare returns 1 for a member that has its share of slots, otherwise 0.
