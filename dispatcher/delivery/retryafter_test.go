@@ -117,8 +117,8 @@ func TestWaitsEndInOrder(t *testing.T) {
 		w.send("web", 20)
 		w.sleep(time.Second)
 		w.client.set(always(answer{status: 503, after: 10 * time.Millisecond, retryAfter: 24 * time.Hour}))
-		w.send("web", 9) // The tenth failure would open the circuit.
-		w.sleep(time.Second)
+		w.send("web", 9)          // The tenth failure would open the circuit.
+		w.sleep(10 * time.Second) // The backoffs have ended; those differ at random.
 		check.Equal(t, "retrying", w.report("crm").Retrying, 9)
 		w.client.forget()
 		w.client.set(always(answer{status: 200, after: 10 * time.Millisecond}))
