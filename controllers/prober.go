@@ -56,7 +56,7 @@ type prober struct {
 	probes map[Pod]*probe
 	// last has the last report by the name of the store, also of pods that are not ready; see probe.stores.
 	last map[string]lastReport
-	// slots is the number of slots of a replicated log with several; 0 for none.
+	// slots is the number of slots of a replicated log; 0 for none.
 	slots int
 	// slotsSince is when the number of slots was read first, and unowned are the stores without owner.
 	slotsSince time.Time
@@ -91,7 +91,7 @@ type probe struct {
 	refresh chan struct{}
 	// requested is true after the first request.
 	requested bool
-	// state is the merge of the pod's reports; nil until the first answer. For a pod with several slots,
+	// state is the merge of the pod's reports; nil until the first answer. For a pod of a replicated log,
 	// slots are the merges of the reports of those that it owns.
 	state *podreport.Index
 	slots map[int]*podreport.Index
@@ -537,7 +537,7 @@ func (p *prober) lastReports() map[string]lastReport {
 	return maps.Clone(p.last)
 }
 
-// storesOf returns the stores that can have data of a namespace. In a replicated log with several slots
+// storesOf returns the stores that can have data of a namespace. In a replicated log
 // one slot has them. The slot of a namespace that none reports is not known: a slot without a report is
 // returned for it, or any if there is none.
 func storesOf(pods []health.Pod, namespace string) []health.Pod {

@@ -142,7 +142,6 @@ func New(o Options) (*Dispatcher, error) {
 		d.metrics = prometheus.NewRegistry()
 		d.registerer = prometheus.WrapRegistererWith(o.Share.Labels, d.metrics)
 	}
-	d.metrics.MustRegister(o.Collectors...)
 	// Listeners are opened before the store: a second dispatcher on the same address should fail
 	// before it waits for the store's lock.
 	var err error

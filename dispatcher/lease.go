@@ -20,8 +20,6 @@ type ProcessOptions struct {
 	Share *Share
 	// Entrance is another way for requests; nil for none.
 	Entrance Entrance
-	// Collectors are further metrics.
-	Collectors []prometheus.Collector
 	// HandOver, when set, bounds the wait for calls and deliveries in flight together, at most to DrainTimeout: the next
 	// user of the store waits for them. Receivers that answer later may get a message twice.
 	HandOver time.Duration

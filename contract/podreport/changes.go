@@ -13,7 +13,7 @@ import (
 type Changes struct {
 	// Report is the pod's report; nil if nothing changed.
 	Report *adminapi.Report
-	// Slots has the reports of the slots that a pod with several slots owns, each nil if nothing changed.
+	// Slots has the reports of the slots that a pod of a replicated log owns, each nil if nothing changed.
 	Slots map[int]*adminapi.Report
 }
 

@@ -37,7 +37,7 @@ type state struct {
 // view is the data of one moment; it is immutable.
 type view struct {
 	now time.Time
-	// indices are the states of the stores: by pod, or by slot for processes with several slots.
+	// indices are the states of the stores: by pod, or by slot for processes of a replicated log.
 	indices map[string]*podreport.Index
 	pods    int
 	silent  map[string]error // pods that did not answer
@@ -103,7 +103,7 @@ func slotName(slot int) string { return fmt.Sprintf("slot %d", slot) }
 // answer is what a dispatcher reported.
 type answer struct {
 	index *podreport.Index
-	slots map[int]*podreport.Index // of a process with several slots
+	slots map[int]*podreport.Index // of a process of a replicated log
 	err   error
 }
 

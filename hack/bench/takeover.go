@@ -456,7 +456,7 @@ func measureSlots(ctx context.Context, b *bench) ([]row, error) {
 	}, nil
 }
 
-// slotsRole runs a process with several slots. Its arguments are the data directory, the file of the config,
+// slotsRole runs a process of a log. Its arguments are the data directory, the file of the config,
 // "URL NAME" of the log, and the number of slots.
 func slotsRole(args []string) error {
 	data, err := os.ReadFile(args[1])

@@ -32,7 +32,7 @@ const (
 	severalInFlight   = 8
 )
 
-// hosting is a process with several slots, in the process of the test.
+// hosting is a process of a log with several slots, in the process of the test.
 type hosting struct {
 	listeners *host.Listeners
 	log       *jetstream.Client

@@ -74,7 +74,7 @@ func (b *bus) Subscribe(fn func([]byte)) (func(), error) {
 	}, nil
 }
 
-// installation has several slots in memory.
+// installation has slots in memory.
 type installation struct {
 	bus       bus
 	directory *slotstest.Assignments

@@ -14,7 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 )
 
-// namespaces has the live configs of a process with several slots. Each Dispatcher gets the configs of its
+// namespaces has the live configs of a process; none with Slots.Control. Each Dispatcher gets the configs of its
 // slot, by a goroutine of its own: one that waits for its disk delays no other.
 type namespaces struct {
 	log     *slog.Logger

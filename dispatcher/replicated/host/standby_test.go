@@ -181,15 +181,28 @@ func TestStoreThatCannotBeOpenedIsReleased(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	released := false
-	o := slots.Options{Logger: slog.New(slog.DiscardHandler), Announced: func(announcement []byte) { released = released || announcement == nil }}
-	w, err := slots.Slot{Log: slotstest.NewLog(stream), Dir: filepath.Join(t.TempDir(), "copy"), Options: o}.Follow(t.Context())
+	o := slots.Options{Logger: slog.New(slog.DiscardHandler)}
+	log := slotstest.NewLog(stream)
+	w, err := slots.Slot{Log: log, Dir: filepath.Join(t.TempDir(), "copy"), Options: o}.Follow(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer w.Close()
-	if !released || w.Epoch() != 2 {
-		t.Errorf("end of the first ownership: released %v, next epoch %d, want true and 2", released, w.Epoch())
+	released := 0
+	for sequence := uint64(1); ; sequence++ {
+		e, err := log.Get(t.Context(), sequence)
+		if errors.Is(err, slots.ErrNoRecord) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slotstest.IsReleased(e.Record) {
+			released++
+		}
+	}
+	if released != 1 || w.Epoch() != 2 {
+		t.Errorf("end of the first ownership: got %d released records and the next epoch %d, want 1 and 2", released, w.Epoch())
 	}
 }
 

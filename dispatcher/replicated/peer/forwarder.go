@@ -159,7 +159,7 @@ type Forwarder struct {
 	Logger *slog.Logger
 	// Connections are shared with the Forwarders of other slots. They are required.
 	Connections *Connections
-	// Slot is the slot of the requests, for processes with several slots; see TakeSlot.
+	// Slot is the slot of the requests; see TakeSlot.
 	Slot string
 
 	buffers          buffers
@@ -223,22 +223,11 @@ func (f *Forwarder) Owner() string {
 	return ""
 }
 
-// Answered returns the number of requests that owners have answered; 0 for a nil Forwarder.
-func (f *Forwarder) Answered() int64 {
-	if f == nil {
-		return 0
-	}
-	return f.answered.Load()
-}
+// Answered returns the number of requests that owners have answered.
+func (f *Forwarder) Answered() int64 { return f.answered.Load() }
 
-// Failed returns the number of requests that were refused because no owner answered; 0 for a nil
-// Forwarder.
-func (f *Forwarder) Failed() int64 {
-	if f == nil {
-		return 0
-	}
-	return f.failed.Load()
-}
+// Failed returns the number of requests that were refused because no owner answered.
+func (f *Forwarder) Failed() int64 { return f.failed.Load() }
 
 func (f *Forwarder) newOwner(text []byte, a Announcement, pool *x509.CertPool) *owner {
 	o := &owner{text: text, Announcement: a, connections: f.Connections.use(text, pool)}

@@ -2,8 +2,8 @@
 //
 //	client -> standby: Forwarder -> TLS -> Handler: owner -> the handler of calls or of the admin API
 //
-// Each process makes a certificate and a token at its start. The owner announces them with its address
-// in the log, so a process that can read the log, and with it all messages, can send requests to
+// Each process makes a certificate and a token at its start, and announces them with its address to the users of the
+// log, so a process that can read the log, and with it all messages, can send requests to
 // the owner; no other one can. The owner decides everything about a request, also whether its client may
 // send it to the admin API; the standby sends it once, and never one that another process has forwarded.
 package peer
@@ -37,7 +37,7 @@ const (
 	adminHeader  = "Posthorn-Peer-Admin"
 	// streamHeader has the format of a stream, and is removed from the requests of clients.
 	streamHeader = "Posthorn-Peer-Stream"
-	// slotHeader is the slot of the request, for a process with several slots.
+	// slotHeader is the slot of the request.
 	slotHeader = "Posthorn-Peer-Slot"
 	// HeaderBytes bounds the size of these headers.
 	HeaderBytes = 384
@@ -49,8 +49,8 @@ const (
 
 // Announcement is how other processes reach the owner.
 type Announcement struct {
-	// Pod is the name of the process, and Address its HOST:PORT for the requests of others.
-	Pod     string `json:"pod,omitempty"`
+	// Pod is the name of the process, and Address its HOST:PORT for the requests of others. They may be the same.
+	Pod     string `json:"pod"`
 	Address string `json:"address"`
 	// Certificate is that of the server, in DER.
 	Certificate []byte `json:"certificate"`
@@ -63,7 +63,7 @@ func (a Announcement) LogValue() slog.Value { return slog.StringValue(a.String()
 
 // String returns the pod and the address.
 func (a Announcement) String() string {
-	if a.Pod == "" {
+	if a.Pod == a.Address {
 		return a.Address
 	}
 	return a.Pod + " (" + a.Address + ")"
@@ -107,15 +107,7 @@ func (i *Identity) ID() string {
 	return hex.EncodeToString(hash[:8])
 }
 
-// Address is where other processes reach this one; "" for a nil Identity.
-func (i *Identity) Address() string {
-	if i == nil {
-		return ""
-	}
-	return i.announcement.Address
-}
-
-// Announce returns the text for the log.
+// Announce returns the text for the other processes.
 func (i *Identity) Announce() []byte {
 	text, _ := json.Marshal(i.announcement) // Strings and bytes always marshal.
 	return text

@@ -27,8 +27,6 @@ type candidate struct {
 	force bool
 	// exited is a session whose process has ended, as the caller knows.
 	exited pebblestore.Session
-	// announcement is the payload of the claim.
-	announcement []byte
 	// mayClaim is Options.MayClaim.
 	mayClaim func() bool
 	// end is the last record that the stream had at the start; nothing is proposed before it.
@@ -94,9 +92,6 @@ func (c *candidate) propose(k kind, now time.Time) {
 	h := header{kind: k, epoch: c.epoch + 1, number: 1, first: c.last + 1, last: c.last, snapshot: c.snapshot}
 	_, _ = rand.Read(h.session[:]) // It never fails.
 	c.proposal = &outgoing{header: h, data: make([]byte, headerBytes), firstSent: now}
-	if k == kindClaim {
-		c.proposal.data = append(c.proposal.data, c.announcement...)
-	}
 	h.seal(c.proposal.data)
 }
 

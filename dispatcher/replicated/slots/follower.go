@@ -70,9 +70,6 @@ type follower struct {
 	lastSession pebblestore.Session
 	// snapshot is the sequence of the last snapshot record; 0 for none.
 	snapshot uint64
-	// announced is called with the announcements of the owner, and with nil when it has released the
-	// slot; may be nil.
-	announced func([]byte)
 }
 
 // apply applies the next record.
@@ -99,7 +96,7 @@ func (f *follower) applyRecord(h header, payload []byte) error {
 		return nil
 	}
 	if h.kind == kindClaim {
-		return f.applyClaim(h, payload)
+		return f.applyClaim(h)
 	}
 	if f.epoch == 0 { // The first record of a part of the stream.
 		f.session, f.epoch = h.session, h.epoch
@@ -115,27 +112,13 @@ func (f *follower) applyRecord(h header, payload []byte) error {
 		return f.applyBatches(h, payload)
 	case kindPart, kindLastPart:
 		return f.applyPart(h, payload)
-	case kindHeartbeat:
-		if len(payload) > 0 {
-			f.announce(payload)
-		}
-		return nil
-	case kindReleased:
-		f.announce(nil)
-		return nil
-	case kindSnapshot:
+	case kindHeartbeat, kindReleased, kindSnapshot:
 		return nil
 	}
 	return fmt.Errorf("the record has the unknown %v", h.kind)
 }
 
-func (f *follower) announce(announcement []byte) {
-	if f.announced != nil {
-		f.announced(announcement)
-	}
-}
-
-func (f *follower) applyClaim(h header, announcement []byte) error {
+func (f *follower) applyClaim(h header) error {
 	if f.epoch != 0 && h.epoch != f.epoch+1 {
 		return fmt.Errorf("a claim of epoch %d follows epoch %d", h.epoch, f.epoch)
 	}
@@ -143,7 +126,6 @@ func (f *follower) applyClaim(h header, announcement []byte) error {
 		return fmt.Errorf("a claim continues behind batch %d, but the last one is %d", h.last, f.last)
 	}
 	f.session, f.epoch, f.parts = h.session, h.epoch, nil
-	f.announce(announcement)
 	return nil
 }
 

@@ -46,9 +46,6 @@ type publisher struct {
 	// of the last snapshot record; 0 for none.
 	reference []byte
 	snapshot  uint64
-	// announcement is that of the owner, or nil; announced is the time of the last one.
-	announcement []byte
-	announced    time.Time
 
 	// pauseUntil is the earliest time of the next request.
 	pauseUntil time.Time
@@ -200,10 +197,6 @@ func (p *publisher) start(now time.Time) bool {
 		p.inFlight = p.withoutBatches(kindSnapshot, now)
 		p.inFlight.data = append(p.inFlight.data, p.reference...)
 		p.reference = nil
-	case p.announcement != nil && !p.releasing && now.Sub(p.announced) >= announceInterval:
-		p.inFlight = p.withoutBatches(kindHeartbeat, now)
-		p.inFlight.data = append(p.inFlight.data, p.announcement...)
-		p.announced = now
 	case len(p.waiting) > 0 && (!p.usage.batchesWait() || p.waiting[0].first <= p.snapshotEnd) && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
 		p.inFlight = p.waiting[0]
 		p.waiting[0] = nil

@@ -24,7 +24,7 @@ const (
 	kindReleased
 	// kindSuspect is a question to the owner, written by another pod; see the design of leases.
 	kindSuspect
-	// kindHeartbeat extends the lease of an idle owner, and announces the owner.
+	// kindHeartbeat extends the lease of an idle owner.
 	kindHeartbeat
 	// kindSnapshot names the manifest of a complete snapshot.
 	kindSnapshot
@@ -55,8 +55,7 @@ type header struct {
 
 // A record is format(1) kind(1) checksum(4) session(16) epoch(8) number(8) first(8) last(8)
 // snapshot(8), then for whole batches their lengths and bytes, for a part its bytes, and for a
-// snapshot the reference to its manifest, and for a claim and some heartbeats the announcement of the
-// owner. The checksum covers all but itself.
+// snapshot the reference to its manifest. The rest of other records is ignored. The checksum covers all but itself.
 //
 // A record of a higher format, or with a batch that this release does not read, is not damage. So all
 // formats have their number and the checksum in the same places and at least headerBytes, and a new kind

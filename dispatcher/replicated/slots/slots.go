@@ -149,12 +149,6 @@ type Options struct {
 	// Exited is a session whose process has ended, as the caller knows: the slot of that session is
 	// claimed immediately.
 	Exited pebblestore.Session
-	// Announcement is how other pods reach this one; the package does not read it. The owner appends
-	// it to the stream with its claim, and every announceInterval. At most 4 KB.
-	Announcement []byte
-	// Announced, when set, is called with the announcement of the owner whenever a record has it, and
-	// with nil when the owner has released the slot.
-	Announced func(announcement []byte)
 	// Applied, when set, is called with the sequence of each record that the copy has.
 	Applied func(sequence uint64)
 	// CaughtUp, when set, is called when the copy has all records that the stream had at the start.
@@ -201,9 +195,6 @@ const (
 	behindPause = time.Second
 	// refuseAfter is the time without an acknowledgement after which new calls are refused.
 	refuseAfter = 2 * time.Second
-	// announceInterval is the longest time between two announcements of a session. A pod that starts
-	// with a snapshot has read no claim.
-	announceInterval = 5 * time.Second
 	// valuesInterval is the time between two calls of Options.Values.
 	valuesInterval = 5 * time.Second
 	// usageInterval is the time between two reads of the size of a stream that is nearly full.

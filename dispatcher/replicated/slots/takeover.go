@@ -227,14 +227,11 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 		return nil, err
 	}
 	c := newCandidate(f, s, o.Now())
-	c.force, c.exited, c.claimAfter, c.announcement = force, o.Exited, o.claimAfter, o.Announcement
-	c.mayClaim, f.announced = o.MayClaim, o.Announced
+	c.force, c.exited, c.claimAfter, c.mayClaim = force, o.Exited, o.claimAfter, o.MayClaim
 	if err := c.run(ctx, log, o); err != nil {
 		return nil, fmt.Errorf("claim the slot: %w", err)
 	}
-	p := newPublisher(c.won.header, c.follower.next-1, c.won.firstSent, s)
-	p.announcement, p.announced = o.Announcement, c.won.firstSent
-	return newWriter(log, p, o), nil
+	return newWriter(log, newPublisher(c.won.header, c.follower.next-1, c.won.firstSent, s), o), nil
 }
 
 // run takes the steps of the candidate until it owns the slot.

@@ -15,3 +15,9 @@ func Newer(record []byte) []byte {
 	binary.BigEndian.PutUint32(newer[2:], crc32.Update(crc32.Checksum(newer[:2], table), table, newer[6:]))
 	return newer
 }
+
+// IsReleased reports whether a record ends a session in order.
+func IsReleased(record []byte) bool {
+	const kindAt, released = 1, 5
+	return record[kindAt] == released
+}
