@@ -13,6 +13,9 @@ import (
 type ReplicationState struct {
 	// Pod is the name of the process.
 	Pod string `json:"pod"`
+	// Heard is true for the state of another process than the one that was asked, by its heartbeats: only Slot, Owner,
+	// Ready, Reason and MaySend are known.
+	Heard bool `json:"heard,omitempty"`
 	// Slot is the number of the slot.
 	Slot int `json:"slot"`
 	// Owner is true for the process that accepts and delivers the messages.
@@ -59,6 +62,14 @@ type ReplicationState struct {
 func (c *Client) Slots(ctx context.Context) ([]ReplicationState, error) {
 	return orNone(read[[]ReplicationState](ctx, c, http.MethodGet, "/slots"))
 }
+
+// AllSlots is Slots with the parts of the other processes, as the process knows them.
+func (c *Client) AllSlots(ctx context.Context) ([]ReplicationState, error) {
+	return orNone(read[[]ReplicationState](ctx, c, http.MethodGet, "/slots?"+SlotsOfAll+"=true"))
+}
+
+// SlotsOfAll is the parameter of GET /slots with which the answer also has the parts of the other processes.
+const SlotsOfAll = "all"
 
 // orNone returns no error for the status 404.
 func orNone[T any](value T, err error) (T, error) {

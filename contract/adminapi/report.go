@@ -43,6 +43,8 @@ type ReplicationReport struct {
 	// the pod owns, sorted.
 	Number int   `json:"number,omitempty"`
 	Slots  []int `json:"slots,omitempty"`
+	// Standbys is the number of other processes that should keep a copy of each slot, at least, in the report of a pod.
+	Standbys int `json:"standbys,omitempty"`
 }
 
 // HasSlots reports whether a pod of a replicated log sent the report, whose slots have reports of their own. The

@@ -34,8 +34,8 @@ type inventory struct {
 	manifests []manifest.Problem
 	// gone are the resources that the cluster does not serve, while it serves others.
 	gone []string
-	// standby is why a standby of a replicated log is not ready; nil for none.
-	standby *trouble
+	// replication is the replicated log; with 0 slots there is none.
+	replication replication
 	// operatorRenewed is when the operator last renewed its Lease; zero if that is not known.
 	operatorRenewed time.Time
 	liveState
@@ -137,8 +137,8 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
 		found = append(found, trouble{Kind: "Lease", Name: operatorLease, Finding: *away})
 	}
-	if v.standby != nil {
-		found = append(found, *v.standby)
+	for _, problem := range v.replication.problems() {
+		found = append(found, trouble{Kind: "Replication", Name: v.replication.asked, Finding: why.Finding{Level: why.Problem, About: "Replication", Text: problem}})
 	}
 	for _, resource := range v.gone {
 		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
@@ -281,7 +281,7 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 		if t.Namespace != "" {
 			name = t.Namespace + "/" + name
 		}
-		fmt.Fprintf(w, "%s: %s\n", command.Paint(w, command.Red, t.Kind+" "+name), sentence(t.Text))
+		fmt.Fprintf(w, "%s: %s\n", command.Paint(w, command.Red, strings.TrimSpace(t.Kind+" "+name)), sentence(t.Text))
 		if t.Fix != "" {
 			fmt.Fprintf(w, "  To do: %s\n", sentence(t.Fix))
 		}
@@ -550,14 +550,8 @@ func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, e
 	if err != nil {
 		return nil, err
 	}
-	states, err := t.Slots(ctx)
-	if err != nil {
-		return nil, t.explain(err)
-	}
-	for _, s := range states {
-		if !s.Owner && !s.Ready {
-			v.standby = &trouble{Kind: "Standby", Name: s.Pod, Finding: why.Finding{Level: why.Problem, About: "Standby", Text: "not ready: " + s.Reason}}
-		}
+	if v.replication, err = readReplication(ctx, []target{t}); err != nil {
+		return nil, err
 	}
 	if err := v.addLive(ctx, targets); err != nil || namespace == "" {
 		return v, err
@@ -601,6 +595,8 @@ type state struct {
 	Pending      int64                  `json:"pending"`
 	Retrying     int64                  `json:"retrying"`
 	DeadLetters  int64                  `json:"deadLettersStored"`
+	// Replication is the role of the process in a replicated log; empty without one.
+	Replication string `json:"replication,omitempty"`
 	// Refusing are the Sources, as namespace/name, whose calls get 503.
 	Refusing []string  `json:"refusing,omitempty"`
 	Problems []trouble `json:"problems"`
@@ -615,6 +611,7 @@ type state struct {
 func (v *inventory) state(namespace string) state {
 	found, idle := v.troubles(namespace)
 	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace), Elsewhere: v.elsewhere, namespace: namespace}
+	s.Replication = v.replication.role()
 	for _, o := range v.others {
 		c := o.problem()
 		if c == nil && v.refusing(&o) != nil || c != nil && (c.Reason == v1alpha1.ReasonStoragePressure || c.Reason == v1alpha1.ReasonUnowned) {
@@ -645,6 +642,9 @@ func (v *inventory) state(namespace string) state {
 				s.DeadLetters += d.DeadLettersStored
 			}
 		}
+	}
+	if used, most := v.replication.stream(); most > 0 { // The disk of a process has a copy.
+		s.Storage.UsedBytes, s.Storage.FreeBytes, s.Storage.TotalBytes, s.Storage.DaysLeft = used, max(0, most-used), most, 0
 	}
 	return s
 }
@@ -742,6 +742,9 @@ func (s *state) print(w io.Writer) {
 	}
 	const mib = 1 << 20
 	fmt.Fprintf(w, "Accepts calls   %s\n", ready)
+	if s.Replication != "" {
+		fmt.Fprintf(w, "Replication     %s\n", s.Replication)
+	}
 	fmt.Fprintf(w, "Storage         %d MiB used, %d MiB free of %d MiB", s.Storage.UsedBytes/mib, s.Storage.FreeBytes/mib, s.Storage.TotalBytes/mib)
 	if s.Storage.DaysLeft > 0 {
 		fmt.Fprintf(w, ", full in %s at the present rate", plural.Count(s.Storage.DaysLeft, "day"))

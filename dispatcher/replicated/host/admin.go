@@ -38,7 +38,13 @@ func (h *host) admin() http.Handler {
 	registry := h.registry()
 	guarded.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) { h.metrics(w, r, registry) })
 	guarded.HandleFunc("GET /report", h.report)
-	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, http.StatusOK, h.states()) })
+	guarded.HandleFunc("GET /slots", func(w http.ResponseWriter, r *http.Request) {
+		states := h.states()
+		if r.URL.Query().Has(adminapi.SlotsOfAll) {
+			states = append(states, h.heard()...)
+		}
+		writeJSON(w, http.StatusOK, states)
+	})
 	unknown := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, fmt.Sprintf("this log has %s; send the request to /slots/N/", plural.Count(len(h.slots), "slot")), http.StatusNotFound)
 	})
@@ -91,6 +97,27 @@ func (h *host) states() []*adminapi.ReplicationState {
 	return states
 }
 
+// heard are the parts of the other processes in the log.
+func (h *host) heard() (states []*adminapi.ReplicationState) {
+	_, placed := h.members.View(len(h.slots))
+	for slot, p := range placed {
+		if p.Owner != "" && p.Owner != h.name {
+			states = append(states, &adminapi.ReplicationState{Pod: p.Owner, Heard: true, Slot: slot, Owner: true, Ready: true, MaySend: !p.Silent})
+		}
+		for _, f := range p.Followers {
+			if f.Name == h.name {
+				continue
+			}
+			s := &adminapi.ReplicationState{Pod: f.Name, Heard: true, Slot: slot, Ready: f.Ready}
+			if !f.Ready {
+				s.Reason = "it restores its copy, or cannot use it: its /readyz has the reason"
+			}
+			states = append(states, s)
+		}
+	}
+	return states
+}
+
 // protect returns a handler of admin requests for authorized callers.
 func protect(o Options, h http.Handler) http.Handler {
 	if o.AdminGuard != nil {
@@ -101,7 +128,7 @@ func protect(o Options, h http.Handler) http.Handler {
 
 // report is the report of the process. The namespaces are in the reports of the slots.
 func (h *host) report(w http.ResponseWriter, r *http.Request) {
-	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Replication: &adminapi.ReplicationReport{Number: h.s.Number}}
+	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Replication: &adminapi.ReplicationReport{Number: h.s.Number, Standbys: h.wantedStandbys()}}
 	var cursor strings.Builder
 	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
 	for _, owned := range h.owned() {

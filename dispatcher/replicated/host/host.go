@@ -532,3 +532,11 @@ func (h *host) move(ctx context.Context) {
 		}
 	}
 }
+
+// wantedStandbys is the least number of copies that each slot should have beside its owner's store.
+func (h *host) wantedStandbys() int {
+	if h.s.Control != nil { // Each process keeps one.
+		return min(h.s.Standbys, 1)
+	}
+	return h.s.Standbys
+}
