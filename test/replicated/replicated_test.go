@@ -337,6 +337,7 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 		}
 	}
 	checkMetrics(t, c.pods)
+	checkRoles(t, c.pods)
 	checkCopies(t, c.servers, c.pods)
 	// The members of the first sync were stored with another owner. The standby forwards the sync.
 	if out := syncMembers(t, c.standbys(owner(t, c.pods))[0], "u2", "u3"); !strings.Contains(out, "added 1, removed 1") {
@@ -463,6 +464,41 @@ func checkMetrics(t *testing.T, pods []*pod) {
 	for _, d := range differences {
 		t.Error(d)
 	}
+}
+
+// checkRoles checks that each process names the owner, and counts the standbys.
+func checkRoles(t *testing.T, pods []*pod) {
+	t.Helper()
+	now := owner(t, pods)
+	for _, p := range pods {
+		if err := wait.Until(func() error {
+			slots, err := exec.Command(binary, "slots", "--admin", p.Admin).CombinedOutput()
+			if owners, standbys := strings.Count(string(slots), " owner "), strings.Count(string(slots), " standby "); err != nil || owners != 1 || standbys != len(pods)-1 {
+				return fmt.Errorf("posthorn slots: got error %w and\n%s\nwant an owner and %d standbys", err, slots, len(pods)-1)
+			}
+			role := fmt.Sprintf("Replication     standby %s of the owner %s; %d standby", p.peer(t), now.peer(t), len(pods)-1)
+			if p == now {
+				role = fmt.Sprintf("Replication     owner %s; %d standby", p.peer(t), len(pods)-1)
+			}
+			status, _ := exec.Command(binary, "status", "--admin", p.Admin).CombinedOutput()
+			if !strings.Contains(string(status), role) || strings.Contains(string(status), " 0 calls accepted") || strings.Contains(string(status), " of 0 MiB") {
+				return fmt.Errorf("posthorn status: got\n%s\nwant %q, accepted calls, and space", status, role)
+			}
+			return nil
+		}); err != nil {
+			t.Errorf("%s: %v", p.name, err)
+		}
+	}
+}
+
+// peer is the name of the process in the log.
+func (p *pod) peer(t *testing.T) string {
+	t.Helper()
+	state, err := p.state(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return state.Pod
 }
 
 // checkCopies stops a server: posthorn slots reports the missing copy until the server has all records

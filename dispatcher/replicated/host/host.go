@@ -178,6 +178,7 @@ func newHost(o Options, s Slots) *host {
 	connecting := connecting
 	h.fault.Store(&connecting)
 	h.oldConfig.Store(new(string))
+	h.start.open.Store(s.Control != nil) // The copy of its slot decides.
 	for slot := range s.Number {
 		h.slots = append(h.slots, newReplica(h, slot))
 	}

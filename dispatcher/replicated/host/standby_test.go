@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2"
+	gocmp "github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig/liveconfigtest"
@@ -351,6 +352,27 @@ func wantLog(t *testing.T, l *Listeners, path, pod string, owner bool) (found ad
 	return found
 }
 
+// wantParts waits until a process knows the parts of all processes in the log.
+func wantParts(t *testing.T, l *Listeners, want []adminapi.ReplicationState) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		states, err := (&adminapi.Client{URL: "http://" + l.AdminAddr().String()}).AllSlots(t.Context())
+		if err != nil {
+			return err
+		}
+		var got []adminapi.ReplicationState
+		for _, s := range states {
+			got = append(got, adminapi.ReplicationState{Pod: s.Pod, Heard: s.Heard, Owner: s.Owner, Ready: s.Ready, MaySend: s.MaySend})
+		}
+		if diff := gocmp.Diff(want, got); diff != "" {
+			return errors.New(diff)
+		}
+		return nil
+	}); err != nil {
+		t.Errorf("parts in the log (-want +got): %v", err)
+	}
+}
+
 // A standby that starts with a copy does not know the owner at once. It is ready when it can forward calls.
 func TestReadyStandbyKnowsTheOwner(t *testing.T) {
 	processes := newProcesses()
@@ -389,6 +411,8 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	wantLog(t, first, "/slots", "first", true)
 	second := start("second")
 	wantLog(t, second, "/slots", "second", false)
+	wantParts(t, second, []adminapi.ReplicationState{{Pod: "second", Ready: true}, {Pod: "first", Heard: true, Owner: true, Ready: true, MaySend: true}})
+	wantParts(t, first, []adminapi.ReplicationState{{Pod: "first", Owner: true, MaySend: true}, {Pod: "second", Heard: true, Ready: true}})
 	wantLog(t, second, "/slots/0/slots", "first", true)
 	at := "http://" + second.AdminAddr().String()
 	if status, text := fetchText(t, at+"/deadletters?destination=shop/crm"); status != http.StatusOK || text != "" {
@@ -405,7 +429,7 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	if status, text := fetchText(t, at+"/debug/config"); status != http.StatusNotFound || !strings.Contains(text, "/slots/N/") {
 		t.Errorf("debug: got status %d and %q, want 404 with the path for the owner", status, text)
 	}
-	for path, want := range map[string]string{"/report": `"replication":{"number":1}`, "/slots/0/report?since=": `"pod":"first"`} {
+	for path, want := range map[string]string{"/report": `"replication":{"number":1,"standbys":1}`, "/slots/0/report?since=": `"pod":"first"`} {
 		if status, text := fetchText(t, at+path); status != http.StatusOK || !strings.Contains(text, want) {
 			t.Errorf("%s: got status %d and %s, want %s", path, status, text, want)
 		}
