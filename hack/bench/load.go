@@ -44,11 +44,15 @@ type counters struct {
 	commits, commitMessages, commitSeconds, syncs, syncSecond float64
 }
 
+// slotLabel is the label of the metrics of a process with a replicated log.
+const slotLabel = `{slot="0"}`
+
 // counters reads the counters of the kernel and of the dispatcher's metrics.
 func (p *dispatcherProcess) counters() (c counters, err error) {
 	proc := fmt.Sprintf("/proc/%d/", p.cmd.Process.Pid)
 	number := func(text, name string) float64 {
 		_, rest, _ := strings.Cut(text, "\n"+name)
+		rest = strings.TrimPrefix(rest, slotLabel)
 		value, _, _ := strings.Cut(strings.TrimLeft(rest, ": \t"), "\n")
 		n, _ := strconv.ParseFloat(value, 64)
 		return n

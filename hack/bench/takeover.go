@@ -404,7 +404,7 @@ func (p *dispatcherProcess) snapshotBytes() (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	_, rest, ok := strings.Cut(text, "\nposthorn_replication_snapshot_bytes_total ")
+	_, rest, ok := strings.Cut(text, "\nposthorn_replication_snapshot_bytes_total"+slotLabel+" ")
 	if !ok {
 		return 0, errors.New("the owner has no metric of uploaded bytes")
 	}

@@ -44,14 +44,7 @@ func TestStandbyThatLacksObjects(t *testing.T) {
 		}
 	}
 	const logged = "lacks objects of the log"
-	if err := wait.Until(func() error { // It is logged by the next comparison.
-		if !strings.Contains(lacking.log.Tail(), logged) {
-			return errors.New("the log lacks the objects")
-		}
-		return nil
-	}); err != nil {
-		t.Error(err)
-	}
+	wantLogged(t, lacking, logged) // By the next comparison.
 	check.Equal(t, "log messages about the objects", strings.Count(lacking.log.Tail(), logged), 1)
 	file := filepath.Join(lacking.manifests, "all.yaml")
 	check.NoError(t, "complete the folder", process.Replace(file, all["all.yaml"]))

@@ -3,6 +3,7 @@ package replicated
 import (
 	"fmt"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -12,8 +13,11 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/jetstream"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -128,6 +132,68 @@ func TestMoveToALog(t *testing.T) {
 	checkDelivered(t, slices.Concat(all.acknowledged[:delivered], all.acknowledged[delivered+rejected:]), r)
 	if repeated := r.repeated(); repeated != 0 || int(logged.DeadLettered) != rejected {
 		t.Errorf("at the end: got %d repeated deliveries and the ledger %+v, want none and %d dead letters", repeated, logged, rejected)
+	}
+}
+
+// A log that an earlier release made with one slot has no directory, and its process had its files in another folder.
+// The process names the command that continues with the streams or with the files, and all messages are delivered.
+func TestLogOfAnEarlierRelease(t *testing.T) {
+	t.Parallel()
+	for name, withFiles := range map[string]bool{"streams": false, "files": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, r := startServers(t), newReceiver(t)
+			r.answer.Store(http.StatusServiceUnavailable)
+			p := startPods(t, 1, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi")[0]
+			owner(t, []*pod{p})
+			all := &sender{pods: []*pod{p}}
+			stop := all.start(t, "pending")
+			acknowledge(t, all, 100)
+			stop()
+			p.end(syscall.SIGTERM)
+			check.NoError(t, "delete the directory", s.administrator().DeleteStream(t.Context(), "PH_test_DIR"))
+			former := filepath.Join(p.data, backup.QueueFolder)
+			check.NoError(t, "move the files", os.Rename(host.QueueFolder(p.data, 0), former))
+			p.start()
+			wantLogged(t, p, "posthorn replication adopt --data "+p.data)
+			p.end(syscall.SIGTERM) // It has ended with the error.
+
+			flags := []string{}
+			if withFiles {
+				flags = append(flags, "--data", p.data)
+			} else {
+				check.NoError(t, "remove the files", os.RemoveAll(former))
+				p.start()
+				waitNotReady(t, []*pod{p}, "an earlier release made this log with one slot", "posthorn replication adopt")
+			}
+			out, err := s.adopt(flags...) // The process that is not ready owns the slot as soon as the directory exists.
+			if err != nil || !strings.Contains(out, "slot 0 continues with ") && !strings.Contains(out, "slot 0 has an owner") {
+				t.Fatalf("posthorn replication adopt: got error %v and\n%s", err, out)
+			}
+			if withFiles {
+				check.NoError(t, "remove the files", os.RemoveAll(former))
+				p.start()
+			}
+			r.answer.Store(0)
+			owner(t, []*pod{p})
+			checkDelivered(t, all.acknowledged, r)
+			if n := int(report(t, []*pod{p}).Accepted); n != len(all.acknowledged) {
+				t.Errorf("accepted calls: got %d, want the %d acknowledged ones", n, len(all.acknowledged))
+			}
+		})
+	}
+}
+
+// wantLogged waits until the log of a process has a text.
+func wantLogged(t *testing.T, p *pod, text string) {
+	t.Helper()
+	if err := wait.Until(func() error {
+		if !strings.Contains(p.log.Tail(), text) {
+			return fmt.Errorf("the log lacks %q", text)
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -89,13 +89,17 @@ func (s *replica) share() int {
 	return (s.host.s.Number + 1) / 2
 }
 
-// mayClaim is slots.Options.MayClaim: the clock is right, and slots.Place selects this process. With lacking, each
-// process follows the only slot, and those with all objects may claim it.
+// mayClaim is slots.Options.MayClaim: the clock is right, the directory is known, with which an owner compares its store,
+// and slots.Place selects this process. With lacking, each process follows the only slot, and those with all objects may
+// claim it.
 func (s *replica) mayClaim() bool {
-	if s.host.lacking != nil {
-		return s.o.clock.isRight() && s.host.lacking.mayClaim()
+	if !s.o.clock.isRight() || s.host.namespaces.directory.Load() == nil {
+		return false
 	}
-	return s.o.clock.isRight() && s.takes.Load()
+	if s.host.lacking != nil {
+		return s.host.lacking.mayClaim()
+	}
+	return s.takes.Load()
 }
 
 // start starts to follow the slot, unless the process does already.

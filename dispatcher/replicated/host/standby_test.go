@@ -43,6 +43,7 @@ import (
 type oneSlot struct {
 	bus       bus
 	directory *slotstest.Assignments
+	refusal   error // of the directory; nil for none
 	open      func(context.Context) (slots.Remote, error)
 	control   func(context.Context, *dispatcher.Dispatcher) error
 }
@@ -69,7 +70,7 @@ func (in *oneSlot) slots() Slots {
 	return Slots{
 		Number: 1, Standbys: 9, Bus: &in.bus, Control: in.control,
 		Open:          func(ctx context.Context, _ int) (slots.Remote, error) { return in.open(ctx) },
-		OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, nil },
+		OpenDirectory: func(context.Context, int) (slots.Assignments, error) { return in.directory, in.refusal },
 	}
 }
 
@@ -107,6 +108,7 @@ func (in *oneSlot) standby(t *testing.T, dir string) *standby {
 	h := newHost(Options{Options: dispatcher.Options{DataDir: dir, Logger: slog.New(slog.DiscardHandler)}}, in.slots())
 	t.Cleanup(h.shared.Close)
 	h.slots[0].takes.Store(true)
+	h.namespaces.directory.Store(&slots.Directory{})
 	return h.slots[0].newStandby()
 }
 
@@ -766,6 +768,24 @@ func TestDamageFoundByTheOwner(t *testing.T) {
 			t.Log(err) // Positions in memory are dropped.
 		}
 	})
+}
+
+// A process with a copy, and with all objects, follows the slot without the directory, and does not claim it.
+func TestNoClaimWithoutTheDirectory(t *testing.T) {
+	processes := newProcesses()
+	processes.refusal = errors.New("the directory was deleted")
+	dir := t.TempDir()
+	if err := os.MkdirAll(slotFolder(dir, 0), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "only", DataDir: dir}, Lacks: func(map[string][]byte) []string { return nil }})
+	wantStandby(t, l, processes.refusal.Error())
+	wantLog(t, l, "/slots", "only", false)
+	time.Sleep(settleTime + slots.HeartbeatInterval) // It would have claimed the slot.
+	remote, _ := processes.open(t.Context())
+	if s, err := remote.Log.State(t.Context()); err != nil || s.Last != 0 {
+		t.Errorf("records of the slot: got %d and error %v, want none", s.Last, err)
+	}
 }
 
 // A process does not start with a store whose messages it would not deliver.
