@@ -303,13 +303,6 @@ func (h *host) openDirectory(ctx context.Context) (*slots.Directory, error) {
 	return slots.OpenDirectory(ctx, stream, h.s.Number, h.log)
 }
 
-// isOnly reports whether the log has one slot: nothing needs to be looked up to route a call. A process that has added
-// slots can have assigned namespaces to them.
-func (h *host) isOnly() bool {
-	directory := h.namespaces.directory.Load()
-	return directory != nil && len(h.slots) == 1 && directory.Slots() == 1
-}
-
 // isFirst reports whether this process is the first one by name. It gives slots to new namespaces.
 func (h *host) isFirst() bool {
 	if !h.isRecent(&h.heardAt) {

@@ -42,6 +42,13 @@ func (h *host) calls() http.Handler {
 	})
 }
 
+// isOnly reports whether the log has one slot: nothing needs to be looked up to route a call. A process that has added
+// slots can have assigned namespaces to them.
+func (h *host) isOnly() bool {
+	directory := h.namespaces.directory.Load()
+	return directory != nil && len(h.slots) == 1 && directory.Slots() == 1
+}
+
 // namespaceOf returns the namespace of a write key, by which forwarded requests are bounded.
 func (h *host) namespaceOf(key writekey.Hash) (namespace string, ok bool) {
 	if h.s.Control == nil {
