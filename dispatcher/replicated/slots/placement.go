@@ -99,8 +99,8 @@ const (
 //   - A member has slots/members slots, rounded up or down, so two members differ by at most one slot. One
 //     that has too many, or leaves, hands over one at a time, and only to a member that follows the slot and
 //     is ready. As few slots as possible are moved.
-//   - A slot without owner is taken by a ready follower, otherwise by the member with the fewest
-//     slots. A member with its full share takes it only when the others have not for TakeTurn.
+//   - A slot without owner is taken by a ready follower, also one with its full share, otherwise by the member with
+//     the fewest slots: to restore a copy takes longer than to hand the slot over afterwards.
 //   - The owner of a silent slot counts as its owner. Until TakeTurn, only a ready follower takes such a slot.
 //   - A member that failed to open the store of a slot takes it after all others, gets no hand-over of it,
 //     and is not counted as a standby. It keeps its copy.
@@ -275,6 +275,7 @@ func (p *placement) take() {
 		ranked := p.candidates(s)
 		slices.SortFunc(ranked, func(a, b string) int {
 			return cmp.Or(
+				cmp.Compare(min(s.ready(a), 1), min(s.ready(b), 1)),
 				cmp.Compare(p.fullShare(a), p.fullShare(b)),
 				cmp.Compare(s.ready(a), s.ready(b)),
 				p.byOwned(a, b),
