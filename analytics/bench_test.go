@@ -15,9 +15,11 @@ import (
 func benchmarkClient() *analytics.Client {
 	discard := roundTripper(func(r *http.Request) (*http.Response, error) {
 		io.Copy(io.Discard, r.Body) //nolint:errcheck // memory
-		return &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(`{"success":true}`)), Request: r}, nil
+		return &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(`{"success":true}`)),
+			Request: r}, nil
 	})
-	return analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: discard}), analytics.Blocking())
+	return analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: discard}),
+		analytics.Blocking())
 }
 
 func benchmarkCall() *analytics.Track {
@@ -55,9 +57,11 @@ func BenchmarkTrackParallel(b *testing.B) {
 // BenchmarkTrackQueueFull measures a call during an outage.
 func BenchmarkTrackQueueFull(b *testing.B) {
 	unavailable := roundTripper(func(r *http.Request) (*http.Response, error) {
-		return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {"60"}}, Body: http.NoBody, Request: r}, nil
+		return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {"60"}}, Body: http.NoBody,
+			Request: r}, nil
 	})
-	client := analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: unavailable}), analytics.QueueLimit(1))
+	client := analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: unavailable}),
+		analytics.QueueLimit(1))
 	client.Logger = nil
 	call := benchmarkCall()
 	must(b, client.Track(call))

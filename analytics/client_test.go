@@ -55,9 +55,11 @@ func TestCallsOnTheWire(t *testing.T) {
 		{&analytics.Track{UserId: "u", AnonymousId: "a", Event: "e", Properties: m, Context: c, Integrations: in, Message: common},
 			object{"type": "track", "userId": "u", "anonymousId": "a", "event": "e", "properties": m, "context": c, "integrations": in}},
 		{&analytics.Page{UserId: "u", AnonymousId: "a", Category: "c", Name: "n", Traits: m, Context: c, Integrations: in, Message: common},
-			object{"type": "page", "userId": "u", "anonymousId": "a", "category": "c", "name": "n", "properties": m, "context": c, "integrations": in}},
+			object{"type": "page", "userId": "u", "anonymousId": "a", "category": "c", "name": "n", "properties": m, "context": c,
+				"integrations": in}},
 		{&analytics.Screen{UserId: "u", AnonymousId: "a", Category: "c", Name: "n", Properties: m, Context: c, Integrations: in, Message: common},
-			object{"type": "screen", "userId": "u", "anonymousId": "a", "category": "c", "name": "n", "properties": m, "context": c, "integrations": in}},
+			object{"type": "screen", "userId": "u", "anonymousId": "a", "category": "c", "name": "n", "properties": m, "context": c,
+				"integrations": in}},
 		{&analytics.Group{UserId: "u", AnonymousId: "a", GroupId: "g", Traits: m, Context: c, Integrations: in, Message: common},
 			object{"type": "group", "userId": "u", "anonymousId": "a", "groupId": "g", "traits": m, "context": c, "integrations": in}},
 		{&analytics.Alias{UserId: "u", PreviousId: "p", Context: c, Integrations: in, Message: common},
@@ -121,7 +123,8 @@ func TestRequest(t *testing.T) {
 		}
 		request, call := sink.Requests()[0], sink.Calls()[0]
 		check.Equal(t, "write key", request.WriteKey, "test")
-		want := http.Header{"Content-Type": {"application/json"}, "User-Agent": {"posthorn-go/" + analytics.Version}, "Authorization": {"Basic dGVzdDo="}}
+		want := http.Header{"Content-Type": {"application/json"}, "User-Agent": {"posthorn-go/" + analytics.Version},
+			"Authorization": {"Basic dGVzdDo="}}
 		if !reflect.DeepEqual(request.Header, want) {
 			t.Errorf("headers: got %v, want %v", request.Header, want)
 		}
@@ -192,12 +195,14 @@ func TestInvalidCalls(t *testing.T) {
 		{&analytics.Group{GroupId: "g"}, analytics.ErrNoUserOrAnonymousID, "userId", "You must pass either an 'anonymousId' or 'userId'."},
 		{&analytics.Alias{PreviousId: "p"}, analytics.ErrNoUserID, "userId", "You must pass a 'userId'."},
 		{&analytics.Alias{UserId: "u"}, analytics.ErrNoPreviousID, "previousId", "You must pass a 'previousId'."},
-		{&analytics.Identify{UserId: "u", Message: long}, analytics.ErrMessageIDTooLong, "messageId", "The 'messageId' must not be longer than 100 characters."},
+		{&analytics.Identify{UserId: "u", Message: long}, analytics.ErrMessageIDTooLong, "messageId",
+			"The 'messageId' must not be longer than 100 characters."},
 		{&analytics.Identify{UserId: "u\xff"}, analytics.ErrInvalidID, "id", "The ids must be valid UTF-8."},
 		{&analytics.Page{AnonymousId: "a\xed\xa0\x80"}, analytics.ErrInvalidID, "id", "The ids must be valid UTF-8."},
 		{&analytics.Alias{UserId: "u", PreviousId: "\x80"}, analytics.ErrInvalidID, "id", "The ids must be valid UTF-8."},
 		{&analytics.Group{UserId: "u", GroupId: "g\xe8"}, analytics.ErrInvalidID, "id", "The ids must be valid UTF-8."},
-		{&analytics.Identify{UserId: "u", Message: analytics.Message{MessageId: "\xe8-1"}}, analytics.ErrInvalidID, "id", "The ids must be valid UTF-8."},
+		{&analytics.Identify{UserId: "u", Message: analytics.Message{MessageId: "\xe8-1"}}, analytics.ErrInvalidID, "id",
+			"The ids must be valid UTF-8."},
 		{(*analytics.Identify)(nil), analytics.ErrNilCall, "", ""}, {(*analytics.Track)(nil), analytics.ErrNilCall, "", ""},
 		{(*analytics.Page)(nil), analytics.ErrNilCall, "", ""}, {(*analytics.Screen)(nil), analytics.ErrNilCall, "", ""},
 		{(*analytics.Group)(nil), analytics.ErrNilCall, "", ""}, {(*analytics.Alias)(nil), analytics.ErrNilCall, "", ""},
@@ -398,20 +403,22 @@ func TestTooLargeBatchesAreHalved(t *testing.T) {
 			proxy := &limited{sink: sink, most: most}
 			var mu sync.Mutex
 			results := map[string]error{}
-			client := sink.Client(analytics.FlushAt(100), analytics.WithHTTPClient(&http.Client{Transport: proxy}), analytics.OnResult(func(r analytics.Result) {
-				mu.Lock()
-				defer mu.Unlock()
-				if _, twice := results[r.MessageID]; twice {
-					t.Errorf("most %d: results of a call: got 2, want 1", most)
-				}
-				results[r.MessageID] = r.Err
-			}))
+			client := sink.Client(analytics.FlushAt(100), analytics.WithHTTPClient(&http.Client{Transport: proxy}),
+				analytics.OnResult(func(r analytics.Result) {
+					mu.Lock()
+					defer mu.Unlock()
+					if _, twice := results[r.MessageID]; twice {
+						t.Errorf("most %d: results of a call: got 2, want 1", most)
+					}
+					results[r.MessageID] = r.Err
+				}))
 			for i := range 100 {
 				must(t, client.Track(track(i)))
 			}
 			err := client.Close()
 			var failed *analytics.DeliveryError
-			if got := len(sink.Calls()); got != want.delivered || errors.As(err, &failed) != (got < 100) || failed != nil && len(failed.Failed) != 100-got {
+			if got := len(sink.Calls()); got != want.delivered || errors.As(err, &failed) != (got < 100) ||
+				failed != nil && len(failed.Failed) != 100-got {
 				t.Errorf("most %d: got %d calls and error %v of Close, want %d calls and an error for the others", most, got, err, want.delivered)
 			}
 			if len(proxy.sent) != want.requests || len(results) != 100 {
@@ -591,9 +598,10 @@ func TestRetries(t *testing.T) {
 		after  time.Duration // exact wait; 0: backoff
 		final  bool
 	}{
-		"500":               {answer: analyticstest.Answer{Status: 500}},
-		"503 with a time":   {answer: analyticstest.Answer{Status: 503, RetryAfter: "17"}, after: 17 * time.Second},
-		"429 with a date":   {answer: analyticstest.Answer{Status: 429, RetryAfter: "Sat, 01 Jan 2000 00:01:30 GMT"}, after: 90 * time.Second}, // The clock of synctest starts at midnight.
+		"500":             {answer: analyticstest.Answer{Status: 500}},
+		"503 with a time": {answer: analyticstest.Answer{Status: 503, RetryAfter: "17"}, after: 17 * time.Second},
+		// The clock of synctest starts at midnight.
+		"429 with a date":   {answer: analyticstest.Answer{Status: 429, RetryAfter: "Sat, 01 Jan 2000 00:01:30 GMT"}, after: 90 * time.Second},
 		"429":               {answer: analyticstest.Answer{Status: 429}},
 		"408":               {answer: analyticstest.Answer{Status: 408}},
 		"connection broken": {answer: analyticstest.Answer{Status: 500, Drop: true}},
@@ -645,7 +653,8 @@ func TestRetries(t *testing.T) {
 					t.Errorf("wait before the retry: got %v, want %v (0: at most 100ms)", wait, test.after)
 				}
 				check.Equal(t, "X-Retry-Count", last.Header.Get("X-Retry-Count"), "1")
-				if len(requests) == 2 && (string(requests[0].Batch[0]) != string(last.Batch[0]) || wait > time.Millisecond && requests[0].SentAt == last.SentAt) {
+				if len(requests) == 2 && (string(requests[0].Batch[0]) != string(last.Batch[0]) ||
+					wait > time.Millisecond && requests[0].SentAt == last.SentAt) {
 					t.Errorf("retried request: got\n%s\nwant the same calls with another sentAt as\n%s", last.Body, requests[0].Body)
 				}
 				if err := client.Close(); err != nil {
@@ -843,7 +852,8 @@ func TestOnResult(t *testing.T) {
 	if !errors.As(err, &lost) || len(lost.Failed) != 1 || lost.Failed[0].MessageID != "last" {
 		t.Fatalf("error of Close: got %v, want a DeliveryError with the last call", err)
 	}
-	if len(results) != 4 || results[`"0"`].Err != nil || results[`"2"`].Err != nil || results[`"0"`].Type != "track" || results["last"].Type != "identify" {
+	if len(results) != 4 || results[`"0"`].Err != nil || results[`"2"`].Err != nil || results[`"0"`].Type != "track" ||
+		results["last"].Type != "identify" {
 		t.Errorf("results: got %v, want 4 with their types, and success of the first and third", results)
 	}
 	if e := new(analytics.RejectedError); !errors.As(results[`"1"`].Err, &e) || e.Code != "no_event" {
@@ -955,7 +965,8 @@ func TestCloseTimeout(t *testing.T) {
 		var failed []string
 		for _, f := range e.Failed {
 			var m struct{ MessageID, Event string }
-			if err := json.Unmarshal(f.Message, &m); err != nil || m.MessageID != f.MessageID || f.Type != "track" || !errors.Is(f.Err, analytics.ErrClosed) {
+			if err := json.Unmarshal(f.Message, &m); err != nil || m.MessageID != f.MessageID || f.Type != "track" ||
+				!errors.Is(f.Err, analytics.ErrClosed) {
 				t.Errorf("failure: got %+v and error %v, want the id, type and message of a call, and ErrClosed", f, err)
 			}
 			failed = append(failed, m.Event)
@@ -976,7 +987,8 @@ func TestCloseWithBlockedTransport(t *testing.T) {
 			<-release
 			return nil, io.ErrUnexpectedEOF
 		})
-		client := analytics.New("k", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: blocked}), analytics.FlushAt(1))
+		client := analytics.New("k", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: blocked}),
+			analytics.FlushAt(1))
 		must(t, client.Track(track(1)))
 		start := time.Now()
 		err := client.Close()
@@ -1037,7 +1049,8 @@ func TestFaultyServer(t *testing.T) {
 	for caller := range callers {
 		group.Go(func() {
 			for i := range each {
-				if err := client.Track(&analytics.Track{UserId: fmt.Sprint(caller), Event: fmt.Sprint(caller, i), Properties: object{"i": i}}); err != nil {
+				if err := client.Track(&analytics.Track{UserId: fmt.Sprint(caller), Event: fmt.Sprint(caller, i),
+					Properties: object{"i": i}}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -1166,10 +1179,13 @@ func TestLogs(t *testing.T) {
 		want  []string
 		not   []string
 	}{
-		"logger":  {"", toLogger, []string{"analytics level=ERROR", failure, "401"}, []string{diagnosis, "time="}},
-		"verbose": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client { c.Verbose = true; return toLogger(c, b) }, []string{failure, diagnosis}, nil},
-		"debug":   {"analytics", toLogger, []string{failure, diagnosis}, nil},
-		"none":    {"analytics", func(c *analytics.Client, _ *bytes.Buffer) *analytics.Client { c.Logger = nil; return c }, nil, []string{"a"}},
+		"logger": {"", toLogger, []string{"analytics level=ERROR", failure, "401"}, []string{diagnosis, "time="}},
+		"verbose": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client {
+			c.Verbose = true
+			return toLogger(c, b)
+		}, []string{failure, diagnosis}, nil},
+		"debug": {"analytics", toLogger, []string{failure, diagnosis}, nil},
+		"none":  {"analytics", func(c *analytics.Client, _ *bytes.Buffer) *analytics.Client { c.Logger = nil; return c }, nil, []string{"a"}},
 		"slog": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client {
 			analytics.WithLogger(slog.New(slog.NewJSONHandler(b, nil)))(c)
 			return c
@@ -1208,7 +1224,8 @@ func TestOutageLog(t *testing.T) {
 		must(t, client.Track(track(1000)))
 		client.Close()
 		text := out.String()
-		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "does not accept calls") != 1 || strings.Count(text, "accepts calls again") != 1 {
+		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "does not accept calls") != 1 ||
+			strings.Count(text, "accepts calls again") != 1 {
 			t.Errorf("log: got %d lines, want at most 12 with one start and one end of the outage:\n%s", n, text)
 		}
 		lost := 0

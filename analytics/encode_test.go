@@ -123,7 +123,8 @@ func TestDeepestCallFits(t *testing.T) {
 }
 
 func TestMessageIDIsFound(t *testing.T) {
-	for _, id := range []string{"", "id", `needs "escapes"` + "\n", "ünï", strings.Repeat("日", 100), strings.Repeat("\U0001f600", 100), strings.Repeat("x", 100), strings.Repeat("\x01", 100)} {
+	for _, id := range []string{"", "id", `needs "escapes"` + "\n", "ünï", strings.Repeat("日", 100), strings.Repeat("\U0001f600", 100),
+		strings.Repeat("x", 100), strings.Repeat("\x01", 100)} {
 		b := batch{}
 		var err error
 		b.items = make([]item, 2)
@@ -152,7 +153,8 @@ func TestUUID(t *testing.T) {
 	seen := map[string]bool{}
 	for range 10_000 {
 		id := string(appendUUID(nil, at))
-		if len(id) != uuidLen || !strings.HasPrefix(id, "01234567-89ab-7") || id[18] != '-' || id[23] != '-' || !strings.Contains("89ab", id[19:20]) {
+		if len(id) != uuidLen || !strings.HasPrefix(id, "01234567-89ab-7") || id[18] != '-' || id[23] != '-' ||
+			!strings.Contains("89ab", id[19:20]) {
 			t.Fatalf("id: got %s, want a UUID of version 7", id)
 		}
 		if seen[id] {
@@ -164,7 +166,8 @@ func TestUUID(t *testing.T) {
 
 func TestDebugEnabled(t *testing.T) {
 	for value, want := range map[string]bool{
-		"": false, "analytics": true, "other": false, "http,analytics": true, "a analytics b": true, "*": true, "ana*": true, "analytics2": false, "[": false,
+		"": false, "analytics": true, "other": false, "http,analytics": true, "a analytics b": true, "*": true, "ana*": true, "analytics2": false,
+		"[": false,
 	} {
 		if debugEnabled(value) != want {
 			t.Errorf("debugEnabled(%q): got %v, want %v", value, !want, want)

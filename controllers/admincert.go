@@ -135,7 +135,9 @@ func (a *adminCertificate) pin(der []byte) {
 func (a *adminCertificate) verify(state tls.ConnectionState) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if len(state.PeerCertificates) > 0 && slices.ContainsFunc(a.pinned, func(der []byte) bool { return bytes.Equal(der, state.PeerCertificates[0].Raw) }) {
+	if len(state.PeerCertificates) > 0 && slices.ContainsFunc(a.pinned, func(der []byte) bool {
+		return bytes.Equal(der, state.PeerCertificates[0].Raw)
+	}) {
 		return nil
 	}
 	return errors.New("the server's certificate is not the one in the Secret " + adminapi.CertificateSecret + ": the server is not a dispatcher, or it has not loaded a renewed certificate yet")
@@ -204,5 +206,6 @@ func makeCertificate(now time.Time) (certificate, key, der []byte, err error) {
 	if err != nil {
 		return nil, nil, nil, fmt.Errorf("encode a key: %w", err)
 	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: encoded}), der, nil
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}),
+		pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: encoded}), der, nil
 }

@@ -45,7 +45,9 @@ var _ = Describe("The transport to the dispatchers", func() {
 		var authorization string
 		// listener starts a server with this certificate.
 		listener := func(pair tls.Certificate) string {
-			s := httptest.NewUnstartedServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { authorization = r.Header.Get("Authorization") }))
+			s := httptest.NewUnstartedServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+				authorization = r.Header.Get("Authorization")
+			}))
 			s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13}
 			s.Config.ErrorLog = nil
 			s.StartTLS()

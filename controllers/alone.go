@@ -59,7 +59,8 @@ func (o *otherRelease) Start(ctx context.Context) error {
 func (o *otherRelease) check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, o.interval)
 	defer cancel()
-	list, err := o.client.CoordinationV1().Leases(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + leaseName})
+	list, err := o.client.CoordinationV1().Leases(metav1.NamespaceAll).List(ctx,
+		metav1.ListOptions{FieldSelector: "metadata.name=" + leaseName})
 	if err != nil {
 		if apierrors.IsForbidden(err) {
 			log.FromContext(ctx).Info("cannot check whether another release is active; permit to list Leases named "+leaseName, "error", err.Error())

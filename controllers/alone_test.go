@@ -18,7 +18,8 @@ import (
 func lease(namespace, holder string, created, renewed time.Duration, now time.Time) coordinationv1.Lease {
 	return coordinationv1.Lease{
 		ObjectMeta: metav1.ObjectMeta{Name: leaseName, Namespace: namespace, CreationTimestamp: metav1.NewTime(now.Add(-created))},
-		Spec:       coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: ptr.To(int32(30)), RenewTime: &metav1.MicroTime{Time: now.Add(-renewed)}},
+		Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: ptr.To(int32(30)),
+			RenewTime: &metav1.MicroTime{Time: now.Add(-renewed)}},
 	}
 }
 
@@ -28,14 +29,18 @@ func TestPrecedingRelease(t *testing.T) {
 		leases []coordinationv1.Lease
 		want   string
 	}{
-		"none":                            {nil, ""},
-		"another one is active":           {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 5*time.Second, now)}, "a"},
-		"another one has ended":           {[]coordinationv1.Lease{lease("a", "", time.Hour, 5*time.Second, now)}, ""},
-		"another one has crashed":         {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 31*time.Second, now)}, ""},
-		"the own one is older":            {[]coordinationv1.Lease{lease("a", "pod", time.Minute, 0, now), lease("own", "pod", time.Hour, 20*time.Second, now)}, ""},
-		"the own one is younger":          {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 0, now), lease("own", "pod", time.Minute, 0, now)}, "a"},
-		"the own one remains from before": {[]coordinationv1.Lease{lease("a", "pod", time.Minute, 0, now), lease("own", "", time.Hour, time.Minute, now)}, "a"},
-		"both at once":                    {[]coordinationv1.Lease{lease("z", "pod", time.Hour, 0, now), lease("own", "pod", time.Hour, 0, now)}, ""},
+		"none":                    {nil, ""},
+		"another one is active":   {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 5*time.Second, now)}, "a"},
+		"another one has ended":   {[]coordinationv1.Lease{lease("a", "", time.Hour, 5*time.Second, now)}, ""},
+		"another one has crashed": {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 31*time.Second, now)}, ""},
+		"the own one is older": {[]coordinationv1.Lease{lease("a", "pod", time.Minute, 0, now),
+			lease("own", "pod", time.Hour, 20*time.Second, now)}, ""},
+		"the own one is younger": {[]coordinationv1.Lease{lease("a", "pod", time.Hour, 0, now),
+			lease("own", "pod", time.Minute, 0, now)}, "a"},
+		"the own one remains from before": {[]coordinationv1.Lease{lease("a", "pod", time.Minute, 0, now),
+			lease("own", "", time.Hour, time.Minute, now)}, "a"},
+		"both at once": {[]coordinationv1.Lease{lease("z", "pod", time.Hour, 0, now),
+			lease("own", "pod", time.Hour, 0, now)}, ""},
 	} {
 		check.Equal(t, name, precedingRelease(c.leases, "own", now), c.want)
 	}

@@ -35,10 +35,11 @@ func TestNextBacklogs(t *testing.T) {
 		seen, existing string
 		want           backlogs
 	}{
-		"nothing":                               {nil, nil, "", "", backlogs{}},
-		"a first backlog":                       {nil, backlogs{"d-0": 5, "d-1": 0}, "d-0 d-1", "d-0 d-1", backlogs{"d-0": 5}},
-		"a small change is not recorded":        {backlogs{"d-0": 10}, backlogs{"d-0": 19}, "d-0", "d-0", backlogs{"d-0": 10}},
-		"a large change is":                     {backlogs{"d-0": 10, "d-1": 10}, backlogs{"d-0": 21, "d-1": 4}, "d-0 d-1", "d-0 d-1", backlogs{"d-0": 21, "d-1": 4}},
+		"nothing":                        {nil, nil, "", "", backlogs{}},
+		"a first backlog":                {nil, backlogs{"d-0": 5, "d-1": 0}, "d-0 d-1", "d-0 d-1", backlogs{"d-0": 5}},
+		"a small change is not recorded": {backlogs{"d-0": 10}, backlogs{"d-0": 19}, "d-0", "d-0", backlogs{"d-0": 10}},
+		"a large change is": {backlogs{"d-0": 10, "d-1": 10}, backlogs{"d-0": 21, "d-1": 4}, "d-0 d-1", "d-0 d-1",
+			backlogs{"d-0": 21, "d-1": 4}},
 		"the end of a backlog is":               {backlogs{"d-0": 10}, backlogs{"d-0": 0}, "d-0", "d-0", backlogs{}},
 		"the last number of a pod that ended":   {backlogs{"d-0": 10}, backlogs{"d-0": 12}, "d-0", "", backlogs{"d-0": 12}},
 		"a pod that ended without a backlog":    {backlogs{"d-0": 10}, backlogs{"d-0": 0}, "d-0", "", backlogs{}},
@@ -61,10 +62,12 @@ func TestBacklogsOfReports(t *testing.T) {
 				{Name: "old", Ledger: adminapi.Ledger{Pending: 5}, OldestPending: now.Add(-time.Minute)},
 				{Name: "young", Ledger: adminapi.Ledger{Pending: 70}, OldestPending: now.Add(-59 * time.Second)},
 			}},
-			{Namespace: "b", Destinations: []adminapi.DestinationReport{{Name: "old", Ledger: adminapi.Ledger{Pending: 2}, OldestPending: now.Add(-time.Hour)}}},
+			{Namespace: "b", Destinations: []adminapi.DestinationReport{{Name: "old", Ledger: adminapi.Ledger{Pending: 2},
+				OldestPending: now.Add(-time.Hour)}}},
 		}})}
 	}
-	p.last["d-0"], p.last["d-1"], p.last[slotStore(0)] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})}, report(&adminapi.ReplicationReport{Epoch: 1})
+	p.last["d-0"], p.last["d-1"], p.last[slotStore(0)] = report(nil), lastReport{answered: now, report: podreport.NewIndex(adminapi.Report{})},
+		report(&adminapi.ReplicationReport{Epoch: 1})
 	check.Same(t, "backlogs", p.backlogs(), backlogs{"d-0": 7, "d-1": 0})
 }
 
@@ -72,7 +75,8 @@ func TestBacklogsOfReports(t *testing.T) {
 func TestLedgersOfARemovedPod(t *testing.T) {
 	now := time.Now()
 	report := adminapi.Report{Pod: "d-1", Namespaces: []adminapi.NamespaceReport{{
-		Namespace: "a", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 20, Messages: adminapi.Ledger{Accepted: 40, Delivered: 5, Pending: 35}}},
+		Namespace: "a", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 20,
+			Messages: adminapi.Ledger{Accepted: 40, Delivered: 5, Pending: 35}}},
 		Destinations: []adminapi.DestinationReport{
 			{Name: "old", Ledger: adminapi.Ledger{Delivered: 5, Pending: 15}, OldestPending: now.Add(-time.Hour)},
 			{Name: "retrying", Ledger: adminapi.Ledger{Pending: 7}, Retrying: 1, OldestPending: now},
@@ -89,8 +93,10 @@ func TestLedgersOfARemovedPod(t *testing.T) {
 		}
 		return append(list, x.Sources["web"].Messages)
 	}
-	check.Same(t, "stopped", pending(stopped), []adminapi.Ledger{{Delivered: 5, Pending: 15}, {Pending: 7}, {Delivered: 13}, {Accepted: 40, Delivered: 18, Pending: 22}})
-	check.Same(t, "drained", pending(drainedReport(stopped)), []adminapi.Ledger{{Delivered: 20}, {Delivered: 7}, {Delivered: 13}, {Accepted: 40, Delivered: 40}})
+	check.Same(t, "stopped", pending(stopped), []adminapi.Ledger{{Delivered: 5, Pending: 15}, {Pending: 7}, {Delivered: 13},
+		{Accepted: 40, Delivered: 18, Pending: 22}})
+	check.Same(t, "drained", pending(drainedReport(stopped)),
+		[]adminapi.Ledger{{Delivered: 20}, {Delivered: 7}, {Delivered: 13}, {Accepted: 40, Delivered: 40}})
 }
 
 var _ = Describe("The backlog of a dispatcher pod", func() {
@@ -164,7 +170,8 @@ var _ = Describe("The backlog of a dispatcher pod", func() {
 		scale := func(replicas int) {
 			GinkgoHelper()
 			patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas))
-			Expect(cluster.Patch(context.Background(), &appsv1.StatefulSet{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: statefulSet}}, patch)).To(Succeed())
+			Expect(cluster.Patch(context.Background(), &appsv1.StatefulSet{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: statefulSet}},
+				patch)).To(Succeed())
 		}
 		scale(2)
 		DeferCleanup(func() { scale(1) })
@@ -202,7 +209,8 @@ var _ = Describe("The backlog of a dispatcher pod", func() {
 			return func(g Gomega) {
 				d, s := w.destination(g, namespace, "crm"), w.source(g, namespace, "web")
 				g.Expect(d.Status.Delivery).NotTo(BeNil())
-				g.Expect([]int64{d.Status.Delivery.Delivered + d.Status.Delivery.Pending, d.Status.Delivery.Pending, s.Status.Calls.Accepted, s.Status.Messages.Pending}).To(Equal([]int64{320, pending, 320, pending}))
+				g.Expect([]int64{d.Status.Delivery.Delivered + d.Status.Delivery.Pending, d.Status.Delivery.Pending, s.Status.Calls.Accepted,
+					s.Status.Messages.Pending}).To(Equal([]int64{320, pending, 320, pending}))
 			}
 		}
 		ready := func() string {
@@ -236,7 +244,8 @@ var _ = Describe("The backlog of a dispatcher pod", func() {
 		key := types.NamespacedName{Namespace: release, Name: backlogSecret}
 		Expect(cluster.Get(w.ctx, key, &secret)).To(Succeed())
 		Expect(secret.OwnerReferences).To(BeEmpty(), "owners of a record that remains after an uninstall")
-		Expect(cluster.Patch(w.ctx, &secret, client.RawPatch(types.JSONPatchType, []byte(`[{"op": "remove", "path": "/data/posthorn-dispatcher-1"}]`)))).To(Succeed())
+		Expect(cluster.Patch(w.ctx, &secret, client.RawPatch(types.JSONPatchType,
+			[]byte(`[{"op": "remove", "path": "/data/posthorn-dispatcher-1"}]`)))).To(Succeed())
 		Eventually(numbers(0)).Should(Succeed())
 		Eventually(ready).ShouldNot(ContainSubstring("stranded"))
 		w.stop()

@@ -54,11 +54,13 @@ func newVirtualOperator(t *testing.T, sources int) *virtualOperator {
 		name := fmt.Sprintf("source-%05d", i)
 		o.sources = append(o.sources, v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID(name), Generation: 1, ResourceVersion: "1"}})
 		o.index[name] = i
-		verdicts[types.UID(name)] = generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
+		verdicts[types.UID(name)] = generationVerdict{generation: 1,
+			Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
 	}
 	kind := kinds.All[1]
 	next := kind.Health.Next
-	kind.Health.Next = func(object compile.Object, v compile.Verdict, namespace string, pods []health.Pod, now time.Time) (transition, latest compile.Object) {
+	kind.Health.Next = func(object compile.Object, v compile.Verdict, namespace string, pods []health.Pod, now time.Time) (transition,
+		latest compile.Object) {
 		o.mu.Lock()
 		o.computed++
 		o.mu.Unlock()
@@ -70,8 +72,9 @@ func newVirtualOperator(t *testing.T, sources int) *virtualOperator {
 	reports.listed = true
 	o.probe = newProbe(reports, o.pod, false)
 	o.statusReconciler = &statusReconciler{
-		Client: virtualAPI{o: o}, kinds: kinds.Table{kind}, verdicts: cache, reports: reports, changes: &reportChanges{byNamespace: map[string]uint64{}},
-		events: &events.FakeRecorder{}, budget: newWriteBudget(), memos: map[string]map[types.UID]*memo{},
+		Client: virtualAPI{o: o}, kinds: kinds.Table{kind}, verdicts: cache, reports: reports,
+		changes: &reportChanges{byNamespace: map[string]uint64{}},
+		events:  &events.FakeRecorder{}, budget: newWriteBudget(), memos: map[string]map[types.UID]*memo{},
 		now: func() time.Time { return o.time }, numbersInterval: 30 * time.Second,
 	}
 	o.report(t, 0, nil)
@@ -185,7 +188,8 @@ func TestTransitionsBeyondTheBurst(t *testing.T) {
 	for _, c := range []struct {
 		after time.Duration
 		want  int
-	}{{0, transitionBurst}, {time.Second, transitionBurst + transitionsPerSecond}, {9 * time.Second, transitionBurst + 9*transitionsPerSecond}, {15 * time.Second, sources}} {
+	}{{0, transitionBurst}, {time.Second, transitionBurst + transitionsPerSecond}, {9 * time.Second, transitionBurst + 9*transitionsPerSecond},
+		{15 * time.Second, sources}} {
 		writes, objects := o.writesUntil(c.after)
 		check.Equal(t, fmt.Sprintf("writes until %s", c.after), writes, c.want)
 		check.Equal(t, fmt.Sprintf("written objects until %s", c.after), objects, c.want)
@@ -383,9 +387,10 @@ func TestConfirmationBesideAStartingPod(t *testing.T) {
 			second := Pod{Name: "dispatcher-1"}
 			newProbe(o.reports, second, true)
 			for pod, revision := range map[Pod]string{o.pod: c.running, second: c.starting} {
-				o.reports.record(t.Context(), pod, o.reports.probes[pod], podreport.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
-					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: o.sources[0].Name, Generation: 1, Revision: revision}},
-				}}}}, nil)
+				o.reports.record(t.Context(), pod, o.reports.probes[pod],
+					podreport.Changes{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+						Namespace: "shop", Sources: []adminapi.SourceReport{{Name: o.sources[0].Name, Generation: 1, Revision: revision}},
+					}}}}, nil)
 			}
 			o.changes.add(reportChange{namespaces: []string{"shop"}})
 			o.runFor(t, 2*startGrace)

@@ -55,11 +55,13 @@ type configReconciler struct {
 	own, statuses *trigger
 }
 
-func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool), served *servedKinds) error {
+func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool),
+	served *servedKinds) error {
 	cached, direct, owner := mgr.GetClient(), mgr.GetAPIReader(), o.secretOwner(mgr)
 	r := &configReconciler{
 		kinds: o.kinds, limit: o.limit, keys: newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
-		inputs: &configInputs{client: cached, direct: direct, kinds: o.kinds, policy: o.Policy, secrets: newSecretReader(cached, direct), memos: map[string]*compile.Memo{}},
+		inputs: &configInputs{client: cached, direct: direct, kinds: o.kinds, policy: o.Policy, secrets: newSecretReader(cached, direct),
+			memos: map[string]*compile.Memo{}},
 		live: &liveSecrets{
 			client: cached, direct: direct, release: o.Namespace, owner: owner, parts: newPartSecrets(cached, direct, o.Namespace, owner),
 			budget: newConfigBudget(o.configRate, o.configBurst), written: map[string]liveSecret{},
@@ -69,7 +71,10 @@ func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuse
 		announcer: &discardAnnouncer{reader: cached, events: mgr.GetEventRecorder(eventSource), announced: map[discardKey]bool{}},
 	}
 	r.primer = &primer{inputs: r.inputs, live: r.live, heads: r.heads, keys: r.keys, marker: r.marker, own: r.own}
-	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { r.followReports(ctx, o.followInterval); return nil })); err != nil {
+	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
+		r.followReports(ctx, o.followInterval)
+		return nil
+	})); err != nil {
 		return err
 	}
 	served.changed = func() { r.own.fire(r.live.namespaces()...) }
@@ -202,7 +207,8 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 		return "", err
 	}
 	var encoded compile.Encoded
-	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.limit, last.history, r.heads.bytes(namespace, present),
+	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.limit, last.history,
+		r.heads.bytes(namespace, present),
 		func() (liveconfig.Config, bool, error) {
 			found, config, err := r.live.read(ctx, namespace)
 			return config, found.resourceVersion != "", err
@@ -256,7 +262,8 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 		return "", err
 	}
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
-	encoded, history, err := r.kinds.Compilers().EncodeWithHead(r.inputs.memoOf(namespace), config, verdicts, r.limit, last.history, r.heads.bytes(namespace, present), none)
+	encoded, history, err := r.kinds.Compilers().EncodeWithHead(r.inputs.memoOf(namespace), config, verdicts, r.limit, last.history,
+		r.heads.bytes(namespace, present), none)
 	if err != nil {
 		return "", err
 	}
@@ -292,11 +299,13 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 }
 
 // write writes a namespace's live config if it differs, and records it.
-func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, present compile.Present, last liveSecret) (string, error) {
+func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, present compile.Present,
+	last liveSecret) (string, error) {
 	u := liveUpdate{namespace: namespace, encoded: encoded, last: last}
 	u.head, u.changed = r.heads.next(namespace, encoded.Revision, present, last)
 	d := r.heads.dispatchers(namespace)
-	u.next = liveSecret{revision: encoded.Revision, history: compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: u.head})}
+	u.next = liveSecret{revision: encoded.Revision, history: compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config,
+		Revision: encoded.Revision, Head: u.head})}
 	u.next.history.Verified = u.changed || last.history.Unbroken(d)
 	result, err := r.live.write(ctx, &u)
 	if err != nil {

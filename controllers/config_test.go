@@ -332,10 +332,11 @@ func TestInputOfJobs(t *testing.T) {
 		before, after client.Object
 		want          bool
 	}{
-		"start of a Redelivery":      {"Redelivery", &v1alpha1.Redelivery{}, running, true},
-		"progress of a Redelivery":   {"Redelivery", running, progress, false},
-		"end of a DeletionRequest":   {"DeletionRequest", &v1alpha1.DeletionRequest{}, ended, true},
-		"start of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{}, &v1alpha1.DeletionRequest{Status: v1alpha1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
+		"start of a Redelivery":    {"Redelivery", &v1alpha1.Redelivery{}, running, true},
+		"progress of a Redelivery": {"Redelivery", running, progress, false},
+		"end of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{}, ended, true},
+		"start of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{},
+			&v1alpha1.DeletionRequest{Status: v1alpha1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
 	} {
 		if got := inputChanged(kindOf(c.kind)).Update(event.UpdateEvent{ObjectOld: c.before, ObjectNew: c.after}); got != c.want {
 			t.Errorf("%s: got %v, want %v", name, got, c.want)

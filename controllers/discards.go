@@ -37,7 +37,8 @@ type discardAnnouncer struct {
 type discardKey struct{ namespace, source, destination string }
 
 func (k discardKey) compare(other discardKey) int {
-	return cmp.Or(strings.Compare(k.namespace, other.namespace), strings.Compare(k.source, other.source), strings.Compare(k.destination, other.destination))
+	return cmp.Or(strings.Compare(k.namespace, other.namespace), strings.Compare(k.source, other.source),
+		strings.Compare(k.destination, other.destination))
 }
 
 // announce sends Events for the new discards of the pods' reports. The object of the Event is the
@@ -128,5 +129,6 @@ func (a *discardAnnouncer) object(ctx context.Context, key discardKey) client.Ob
 	if a.reader.Get(ctx, types.NamespacedName{Namespace: key.namespace, Name: key.destination}, destination) == nil {
 		return destination
 	}
-	return &corev1.Namespace{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Namespace"}, ObjectMeta: metav1.ObjectMeta{Name: key.namespace}}
+	return &corev1.Namespace{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Namespace"},
+		ObjectMeta: metav1.ObjectMeta{Name: key.namespace}}
 }

@@ -50,12 +50,14 @@ func TestDiscardEvents(t *testing.T) {
 	ahead := func(namespace, source string, n int, prefix string) adminapi.ConfigReport {
 		c := adminapi.ConfigReport{Namespace: namespace}
 		for i := range n {
-			c.Discards = append(c.Discards, adminapi.Discard{Source: source, Destination: fmt.Sprint(prefix, i), Messages: 2, At: at.Add(time.Duration(i) * time.Minute)})
+			c.Discards = append(c.Discards, adminapi.Discard{Source: source, Destination: fmt.Sprint(prefix, i), Messages: 2,
+				At: at.Add(time.Duration(i) * time.Minute)})
 		}
 		return c
 	}
 	var got recordedEvents
-	a := discardAnnouncer{reader: existingObjects{names: map[string]bool{"WebhookDestination many/d2": true, "WebhookDestination many/d3": true, "Source few/web": true}}, events: &got, announced: map[discardKey]bool{}}
+	a := discardAnnouncer{reader: existingObjects{names: map[string]bool{"WebhookDestination many/d2": true,
+		"WebhookDestination many/d3": true, "Source few/web": true}}, events: &got, announced: map[discardKey]bool{}}
 	const because = ", because one of them, their connection or an endpoint was deleted; create it again to keep them"
 	const together = ", because one of each pair, their connection or an endpoint was deleted; create it again to keep them; the condition Ready of the objects that exist has each time"
 	for _, step := range []struct {
@@ -64,7 +66,8 @@ func TestDiscardEvents(t *testing.T) {
 		want    []string
 	}{
 		{"nothing", nil, nil},
-		{"few in a namespace, many in others", []adminapi.ConfigReport{ahead("many", "gone", 50, "d"), ahead("few", "web", 3, "d"), ahead("none", "gone", 4, "d")}, []string{
+		{"few in a namespace, many in others", []adminapi.ConfigReport{ahead("many", "gone", 50, "d"), ahead("few", "web", 3, "d"),
+			ahead("none", "gone", 4, "d")}, []string{
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d0" will be discarded at 2026-03-01T12:10:00Z` + because,
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d1" will be discarded at 2026-03-01T12:11:00Z` + because,
 			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,

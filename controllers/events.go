@@ -27,7 +27,8 @@ func silentPodEvents(recorder events.EventRecorder) func(pod Pod, silent bool) {
 			recorder.Eventf(&workload, nil, corev1.EventTypeWarning, reasonPodSilent, "Report",
 				"dispatcher pod %s is ready, but has not answered the operator for %s; the statuses of its objects show its last report", pod.Name, answerGrace)
 		} else {
-			recorder.Eventf(&workload, nil, corev1.EventTypeNormal, reasonPodAnswers, "Report", "dispatcher pod %s answers the operator again", pod.Name)
+			recorder.Eventf(&workload, nil, corev1.EventTypeNormal, reasonPodAnswers, "Report",
+				"dispatcher pod %s answers the operator again", pod.Name)
 		}
 	}
 }

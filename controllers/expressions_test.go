@@ -30,7 +30,8 @@ var _ = Describe("The budget of filter expressions", func() {
 
 		w.stop()
 		for _, namespace := range accepted { // A namespace with a live config is compiled first.
-			Expect(cluster.Delete(w.ctx, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: liveconfig.SecretName(namespace)}})).To(Succeed())
+			Expect(cluster.Delete(w.ctx, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release,
+				Name: liveconfig.SecretName(namespace)}})).To(Succeed())
 		}
 		for range 10 { // One of them is compiled before those that were accepted.
 			later = append(later, w.newNamespace())

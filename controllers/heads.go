@@ -30,13 +30,15 @@ func (h *heads) dispatchers(namespace string) compile.Dispatchers {
 
 // present returns the part of the next head that depends on the namespace's objects. If one of the last config
 // does not exist, it reads the definitions of the kinds, because the reason can be that they are deleted.
-func (h *heads) present(ctx context.Context, namespace string, config liveconfig.Config, uids map[liveconfig.Ref]string, last liveSecret) (compile.Present, error) {
+func (h *heads) present(ctx context.Context, namespace string, config liveconfig.Config, uids map[liveconfig.Ref]string,
+	last liveSecret) (compile.Present, error) {
 	served := h.served.current
 	if last.history.Misses(uids) {
 		served = h.served.read
 	}
 	kinds, err := served(ctx)
-	return compile.Present{UIDs: uids, Kinds: kinds, Reserved: last.history.Reserve(config, h.dispatchers(namespace), last.released, h.now())}, err
+	return compile.Present{UIDs: uids, Kinds: kinds, Reserved: last.history.Reserve(config, h.dispatchers(namespace), last.released, h.now())},
+		err
 }
 
 // bytes returns a function that returns the size of a namespace's next head.

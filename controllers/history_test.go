@@ -142,7 +142,8 @@ var _ = Describe("The history of a live config", func() {
 		Eventually(func() []string { return w.events(metav1.NamespaceDefault, namespace) }).Should(ContainElement("Warning DiscardAhead"))
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		for _, name := range []string{"web", "crm"} {
-			Expect(slices.DeleteFunc(w.events(namespace, name), func(e string) bool { return e != "Warning DiscardAhead" })).To(HaveLen(1), "Events of "+name)
+			Expect(slices.DeleteFunc(w.events(namespace, name), func(e string) bool { return e != "Warning DiscardAhead" })).To(HaveLen(1),
+				"Events of "+name)
 		}
 	})
 

@@ -98,7 +98,8 @@ func (i *configInputs) all(ctx context.Context) (map[string][]compile.Object, er
 func (i *configInputs) confirmNone(ctx context.Context, namespace string, served map[string]string) error {
 	for _, k := range i.kinds {
 		list := k.NewList()
-		if err := i.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); apierrors.IsNotFound(err) && served[k.Compile.Section] == "" {
+		if err := i.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); apierrors.IsNotFound(err) &&
+			served[k.Compile.Section] == "" {
 			continue
 		} else if err != nil {
 			return fmt.Errorf("confirm that namespace %s has no objects: %w", namespace, err)

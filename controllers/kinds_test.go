@@ -70,9 +70,11 @@ var suppressions = kinds.Kind{
 		Section: "suppressions",
 		Entries: func(c *liveconfig.Config) *[]liveconfig.Deletion { return &c.Deletions },
 		ID:      func(e liveconfig.Deletion) (string, string) { return e.Name, e.Revision },
-		Compiler: func(compile.Snapshot, liveconfig.Config, compile.Verdicts, []*Suppression) func(*Suppression) (liveconfig.Deletion, bool, compile.Verdict) {
+		Compiler: func(compile.Snapshot, liveconfig.Config, compile.Verdicts, []*Suppression) func(*Suppression) (liveconfig.Deletion, bool,
+			compile.Verdict) {
 			return func(o *Suppression) (liveconfig.Deletion, bool, compile.Verdict) {
-				entry := liveconfig.Deletion{Name: o.Name, Generation: o.Generation, Revision: "of-" + o.Spec.UserID, UserID: o.Spec.UserID, Ended: true, Suppress: true}
+				entry := liveconfig.Deletion{Name: o.Name, Generation: o.Generation, Revision: "of-" + o.Spec.UserID, UserID: o.Spec.UserID,
+					Ended: true, Suppress: true}
 				v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "the spec is valid", Revision: entry.Revision}
 				if o.Spec.UserID == "" {
 					v.Accepted, v.Reason, v.Message = false, v1alpha1.ReasonInvalidSpec, "spec.userId: must be set"

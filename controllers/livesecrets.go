@@ -167,7 +167,8 @@ func (s *liveSecrets) writeRoot(ctx context.Context, u *liveUpdate, data map[str
 		// The write that ends the reservations also empties the annotation, so that it does
 		// not end later ones.
 		annotations[liveconfig.AnnotationRelease] = ""
-		log.FromContext(ctx).Info("reservations of write keys released by annotation", "annotation", liveconfig.AnnotationRelease, "value", u.last.release, "remaining", len(u.head.Reserved))
+		log.FromContext(ctx).Info("reservations of write keys released by annotation", "annotation", liveconfig.AnnotationRelease, "value",
+			u.last.release, "remaining", len(u.head.Reserved))
 	}
 	wanted := corev1ac.Secret(s.key(u.namespace).Name, s.release).
 		WithLabels(map[string]string{liveconfig.LabelLive: "true", liveconfig.LabelNamespace: u.namespace}).
@@ -177,7 +178,8 @@ func (s *liveSecrets) writeRoot(ctx context.Context, u *liveUpdate, data map[str
 		return err
 	}
 	u.next.resourceVersion, u.next.release = *wanted.ResourceVersion, wanted.Annotations[liveconfig.AnnotationRelease]
-	log.FromContext(ctx).Info("live config written", "revision", u.encoded.Revision, "number", u.head.Number, "bytes", u.encoded.Chunks.Len(), "parts", len(u.encoded.Parts.List))
+	log.FromContext(ctx).Info("live config written", "revision", u.encoded.Revision, "number", u.head.Number, "bytes", u.encoded.Chunks.Len(),
+		"parts", len(u.encoded.Parts.List))
 	return nil
 }
 

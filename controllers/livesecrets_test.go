@@ -19,7 +19,8 @@ var partOfA = "posthorn-part-a-" + strings.Repeat("0", 64)
 // created again, and a deletion may have the last known version.
 func TestPredicates(t *testing.T) {
 	source := func(uid string, generation int64, labels map[string]string) *v1alpha1.Source {
-		return &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation, Labels: labels}}
+		return &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation,
+			Labels: labels}}
 	}
 	before := source("1", 1, map[string]string{"team": "shop"})
 	for name, test := range map[string]struct {
@@ -36,9 +37,11 @@ func TestPredicates(t *testing.T) {
 		}
 	}
 
-	s := &liveSecrets{release: "posthorn-system", parts: newPartSecrets(nil, nil, "posthorn-system", secretOwner{}), written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
+	s := &liveSecrets{release: "posthorn-system", parts: newPartSecrets(nil, nil, "posthorn-system", secretOwner{}),
+		written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
 	secret := func(namespace, version string) *metav1.PartialObjectMetadata {
-		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveconfig.SecretName("a"), ResourceVersion: version}}
+		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveconfig.SecretName("a"),
+			ResourceVersion: version}}
 	}
 	part := func(version string) *metav1.PartialObjectMetadata {
 		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: partOfA, ResourceVersion: version}}
@@ -46,8 +49,10 @@ func TestPredicates(t *testing.T) {
 	s.parts.record("a", partOfA, "7")
 	own := s.notOwnWrite()
 	for name, test := range map[string]struct{ got, want bool }{
-		"own update":        {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
-		"foreign update":    {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}), true},
+		"own update": {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}),
+			false},
+		"foreign update": {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}),
+			true},
 		"relisted":          {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
 		"another namespace": {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
 		"own creation":      {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},

@@ -242,7 +242,8 @@ func newMapper(cfg *rest.Config, client *http.Client) (meta.RESTMapper, error) {
 	discovered, err := apiutil.NewDynamicRESTMapper(cfg, client)
 	core := meta.NewDefaultRESTMapper(nil)
 	for _, kind := range []schema.GroupVersionKind{
-		corev1.SchemeGroupVersion.WithKind("Secret"), corev1.SchemeGroupVersion.WithKind("Pod"), appsv1.SchemeGroupVersion.WithKind("StatefulSet"),
+		corev1.SchemeGroupVersion.WithKind("Secret"), corev1.SchemeGroupVersion.WithKind("Pod"),
+		appsv1.SchemeGroupVersion.WithKind("StatefulSet"),
 	} {
 		core.Add(kind, meta.RESTScopeNamespace)
 	}
@@ -315,7 +316,9 @@ func setup(mgr manager.Manager, o Options) error {
 	if err := mgr.Add(served); err != nil {
 		return fmt.Errorf("set up the check of the kinds: %w", err)
 	}
-	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr), pods: o.Pods, interval: o.backlogInterval, reports: reports, events: mgr.GetEventRecorder(eventSource), ledgers: map[string]*ledgers{}, announced: map[string]bool{}}); err != nil {
+	if err := mgr.Add(&backlogKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr),
+		pods: o.Pods, interval: o.backlogInterval, reports: reports, events: mgr.GetEventRecorder(eventSource), ledgers: map[string]*ledgers{},
+		announced: map[string]bool{}}); err != nil {
 		return fmt.Errorf("set up the record of backlogs: %w", err)
 	}
 	return errors.Join(

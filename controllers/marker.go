@@ -69,7 +69,8 @@ func (m *marker) mark(ctx context.Context, namespace string, failed bool) error 
 	} else if !apierrors.IsNotFound(err) {
 		return fmt.Errorf("look up Secret %s: %w", key, err)
 	}
-	secret := corev1ac.Secret(key.Name, key.Namespace).WithData(liveconfig.MarkerData(names)).WithLabels(map[string]string{liveconfig.LabelLive: "true"})
+	secret := corev1ac.Secret(key.Name,
+		key.Namespace).WithData(liveconfig.MarkerData(names)).WithLabels(map[string]string{liveconfig.LabelLive: "true"})
 	if err := m.owner.apply(ctx, m.client, secret); err != nil {
 		return err
 	}

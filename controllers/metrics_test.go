@@ -17,7 +17,8 @@ import (
 var _ = Describe("The operator's metrics", func() {
 	It("are exactly those in docs/metrics.md", func() {
 		address := process.FreeAddr()
-		gone := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: backlogSecret}, StringData: map[string]string{"dispatcher-9": "3"}}
+		gone := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: backlogSecret},
+			StringData: map[string]string{"dispatcher-9": "3"}}
 		Expect(cluster.Create(context.Background(), gone)).To(Succeed())
 		w := newWorld(func(w *world) { w.options.MetricsBindAddress = address })
 		namespace := w.newNamespace()

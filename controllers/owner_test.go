@@ -76,7 +76,8 @@ var _ = Describe("The owner of the operator's Secrets", func() {
 		namespace := w.newNamespace()
 		w.apply(namespace, webSource)
 		Eventually(logs.String).Should(ContainSubstring(`statefulsets.apps \"removed\" not found`))
-		Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &corev1.Secret{})).To(MatchError(ContainSubstring("not found")))
+		Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)},
+			&corev1.Secret{})).To(MatchError(ContainSubstring("not found")))
 	})
 
 	It("is added to an existing admin certificate without replacing it", func() {
@@ -85,7 +86,8 @@ var _ = Describe("The owner of the operator's Secrets", func() {
 		Expect(err).NotTo(HaveOccurred())
 		key := client.ObjectKey{Namespace: release, Name: adminapi.CertificateSecret}
 		DeferCleanup(func() {
-			Expect(client.IgnoreNotFound(cluster.Delete(ctx, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name}}))).To(Succeed())
+			Expect(client.IgnoreNotFound(cluster.Delete(ctx,
+				&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name}}))).To(Succeed())
 		})
 		Expect(newAdminCertificate(own, secretOwner{direct: own, namespace: release}, time.Now).ensure(ctx)).To(Succeed())
 		var before, after corev1.Secret

@@ -40,7 +40,8 @@ type partSecrets struct {
 }
 
 func newPartSecrets(c client.Client, direct client.Reader, release string, owner secretOwner) *partSecrets {
-	return &partSecrets{client: c, direct: direct, release: release, owner: owner, versions: map[string]map[string]string{}, superseded: map[string]bool{}}
+	return &partSecrets{client: c, direct: direct, release: release, owner: owner, versions: map[string]map[string]string{},
+		superseded: map[string]bool{}}
 }
 
 // list returns the metadata of the existing parts of a namespace, by name.
@@ -156,7 +157,8 @@ func (p *partSecrets) delete(ctx context.Context, namespace, name, resourceVersi
 // prune removes the parts of a namespace that are not listed by its root: all if every pod has confirmed
 // the root, else the oldest ones beyond maxSuperseded. A pod that has not applied the root then keeps the
 // config that it has.
-func (p *partSecrets) prune(ctx context.Context, namespace string, existing map[string]metav1.PartialObjectMetadata, listed []liveconfig.Part, confirmed bool) error {
+func (p *partSecrets) prune(ctx context.Context, namespace string, existing map[string]metav1.PartialObjectMetadata,
+	listed []liveconfig.Part, confirmed bool) error {
 	old := map[string]metav1.PartialObjectMetadata{}
 	p.mu.Lock()
 	for name, version := range p.versions[namespace] { // The cache may lack the newest ones.

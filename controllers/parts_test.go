@@ -173,7 +173,8 @@ var _ = Describe("A live config that does not fit into one Secret", func() {
 		// The operator may create it first.
 		_ = cluster.Create(w.ctx, &other)
 		alone := original[orphaned]
-		Expect(cluster.Patch(w.ctx, alone.DeepCopy(), client.RawPatch("application/merge-patch+json", []byte(`{"metadata": {"ownerReferences": null}}`)))).To(Succeed())
+		Expect(cluster.Patch(w.ctx, alone.DeepCopy(), client.RawPatch("application/merge-patch+json",
+			[]byte(`{"metadata": {"ownerReferences": null}}`)))).To(Succeed())
 		Eventually(func(g Gomega) {
 			parts := w.parts(g, namespace)
 			g.Expect(parts).To(HaveLen(len(before)))
@@ -196,8 +197,9 @@ var _ = Describe("A live config that does not fit into one Secret", func() {
 		for _, of := range []string{namespace, other} {
 			name := "posthorn-part-" + of + "-" + strings.Repeat("0", 64)
 			Expect(cluster.Create(w.ctx, &corev1.Secret{
-				ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: name, Labels: map[string]string{liveconfig.LabelLive: "part", liveconfig.LabelPart: of}},
-				Data:       map[string][]byte{liveconfig.PartKey: []byte("orphan")},
+				ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: name,
+					Labels: map[string]string{liveconfig.LabelLive: "part", liveconfig.LabelPart: of}},
+				Data: map[string][]byte{liveconfig.PartKey: []byte("orphan")},
 			})).To(Succeed())
 			names = append(names, name)
 		}

@@ -140,8 +140,9 @@ func (p *primer) readAll(ctx context.Context) (map[string]liveSecret, map[string
 	return secrets, configs, nil
 }
 
-// setOwners adds the namespaces that only the pods report, and loads the owners of the write keys. A key that several live configs have in effect belongs to the oldest
-// Source. One that is in effect in one of them belongs to this one, even if another one reserves it.
+// setOwners adds the namespaces that only the pods report, and loads the owners of the write keys. A key that several
+// live configs have in effect belongs to the oldest Source. One that is in effect in one of them belongs to this one,
+// even if another one reserves it.
 func (p *primer) setOwners(secrets map[string]liveSecret) {
 	pods, complete := p.heads.reports()
 	for _, pod := range pods {

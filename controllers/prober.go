@@ -105,7 +105,8 @@ type probe struct {
 	starting bool
 }
 
-func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(reportChange), silenced func(pod Pod, silent bool)) *prober {
+func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(reportChange),
+	silenced func(pod Pod, silent bool)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed, silenced: silenced, after: downAfter,
 		atOnce: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
@@ -472,7 +473,8 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 			case isReady(pod, name, state):
 				ready[name] = true
 				complete = complete && (probe.requested || last.report != nil)
-				pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
+				pods = append(pods, health.Pod{Name: name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated,
+					Starting: probe.starting})
 			case !probe.failing:
 				unready[name] = state
 			}
@@ -495,7 +497,8 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 	}
 	for _, name := range absent {
 		if last := p.last[name]; !ready[name] {
-			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated, Unowned: p.unowned[name]})
+			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated,
+				Unowned: p.unowned[name]})
 		}
 	}
 	for slot := range p.slots {

@@ -144,7 +144,9 @@ func TestPodThatIsNotReady(t *testing.T) {
 // Of a pod that runs and is not ready, only the states of the live configs are used.
 func TestUnreadyPod(t *testing.T) {
 	ctx := t.Context()
-	p := newProber(nil, time.Second, nil, func(reportChange) { t.Error("changed was called") }, func(Pod, bool) { t.Error("silenced was called") })
+	p := newProber(nil, time.Second, nil, func(reportChange) { t.Error("changed was called") }, func(Pod, bool) {
+		t.Error("silenced was called")
+	})
 	ready, unready := podreport.NewIndex(adminapi.Report{Pod: "before"}), &adminapi.Report{Configs: []adminapi.ConfigReport{{Namespace: "shop", Number: 7}}}
 	p.listed, p.notReady = true, []string{"dispatcher-0"}
 	p.last["dispatcher-0"] = lastReport{report: ready, answered: time.Now()}
@@ -248,7 +250,8 @@ func TestEndOfTheGraceChangesNothing(t *testing.T) {
 
 // ofOneSlot is an answer of a pod of a replicated log with one slot, with the report of the slot; nil for a standby.
 func ofOneSlot(slot *adminapi.Report) podreport.Changes {
-	c := podreport.Changes{Report: &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Number: 1}}, Slots: map[int]*adminapi.Report{}}
+	c := podreport.Changes{Report: &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Number: 1}},
+		Slots: map[int]*adminapi.Report{}}
 	if slot != nil {
 		c.Slots[0] = slot
 	}
@@ -263,7 +266,8 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 	pods := []Pod{{Name: "dispatcher-0", URL: "a"}, {Name: "dispatcher-1", URL: "b"}}
 	probes := []*probe{newProbe(p, pods[0], false), newProbe(p, pods[1], false)}
 	owner := func(epoch uint64, accepted int64) *adminapi.Report {
-		return &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch}, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
+		return &adminapi.Report{Ready: true, Replication: &adminapi.ReplicationReport{Epoch: epoch},
+			Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: accepted}}}}}
 	}
 	var standby *adminapi.Report
 	silent := &adminapi.Report{}
@@ -275,7 +279,8 @@ func TestReplicatedLogHasOneStore(t *testing.T) {
 		{"an owner and a standby", [2]*adminapi.Report{owner(1, 5), standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
 		{"no answer of the owner", [2]*adminapi.Report{silent, standby}, health.Pod{Report: podreport.NewIndex(*owner(1, 5))}},
 		{"the standby has taken over", [2]*adminapi.Report{silent, owner(2, 7)}, health.Pod{Report: podreport.NewIndex(*owner(2, 7))}},
-		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)}, health.Pod{Report: podreport.NewIndex(*owner(2, 8))}},
+		{"the former owner does not know it", [2]*adminapi.Report{owner(1, 5), owner(2, 8)},
+			health.Pod{Report: podreport.NewIndex(*owner(2, 8))}},
 		{"two standbys", [2]*adminapi.Report{standby, standby}, health.Pod{Report: podreport.NewIndex(*owner(2, 8)), Absent: true}},
 	} {
 		for i, report := range step.reports {
@@ -378,7 +383,8 @@ func TestSeveralSlots(t *testing.T) {
 	poll := func(pod int, owned slots, listed ...int) reportChange {
 		t.Helper()
 		last = reportChange{}
-		answer = podreport.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed), Replication: &adminapi.ReplicationReport{Number: 3, Slots: listed}}, Slots: owned}
+		answer = podreport.Changes{Report: &adminapi.Report{Ready: true, Cursor: fmt.Sprint(pod, listed),
+			Replication: &adminapi.ReplicationReport{Number: 3, Slots: listed}}, Slots: owned}
 		r, err := p.fetch(t.Context(), pods[pod], probes[pod])
 		if err != nil {
 			t.Fatal(err)

@@ -220,7 +220,8 @@ var _ = Describe("The operator", func() {
 		noise := make([]byte, 1000<<10) // close to the size limit of the API server
 		makeSecret := func(name string) {
 			GinkgoHelper()
-			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
+			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
+				Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
 			Expect(cluster.Create(w.ctx, secret)).To(Succeed())
 		}
 		for i := range 5 {
@@ -240,7 +241,8 @@ var _ = Describe("The operator", func() {
 		seen.mu.Lock()
 		defer seen.mu.Unlock()
 		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
-		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key", release+"/"+liveconfig.SecretName(namespace), release+"/"+backlogSecret))
+		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key",
+			release+"/"+liveconfig.SecretName(namespace), release+"/"+backlogSecret))
 	})
 })
 

@@ -107,7 +107,8 @@ func (k *backlogKeeper) statefulSet(ctx context.Context) (ref corev1.ObjectRefer
 	if !found {
 		n = 1
 	}
-	return corev1.ObjectReference{APIVersion: u.GetAPIVersion(), Kind: u.GetKind(), Namespace: k.release, Name: u.GetName(), UID: u.GetUID()}, int(n), err
+	return corev1.ObjectReference{APIVersion: u.GetAPIVersion(), Kind: u.GetKind(), Namespace: k.release, Name: u.GetName(), UID: u.GetUID()},
+		int(n), err
 }
 
 // ledgerSecrets returns the names of the pods with recorded ledgers.
@@ -180,7 +181,8 @@ func stoppedReport(last lastReport) (r adminapi.Report) {
 		n := adminapi.NamespaceReport{Namespace: name}
 		backlog := int64(0)
 		for d := range namespace.Destinations() {
-			kept := adminapi.DestinationReport{Name: d.Name, Ledger: d.Ledger, DeadLettersStored: d.DeadLettersStored, DeadLettersForwarded: d.DeadLettersForwarded}
+			kept := adminapi.DestinationReport{Name: d.Name, Ledger: d.Ledger, DeadLettersStored: d.DeadLettersStored,
+				DeadLettersForwarded: d.DeadLettersForwarded}
 			if last.hasBacklog(d) {
 				kept.OldestPending, backlog = d.OldestPending, backlog+d.Pending
 			} else {
@@ -189,7 +191,8 @@ func stoppedReport(last lastReport) (r adminapi.Report) {
 			n.Destinations = append(n.Destinations, kept)
 		}
 		for _, s := range namespace.Sources {
-			kept := adminapi.SourceReport{Name: s.Name, Accepted: s.Accepted, Rejected: s.Rejected, Duplicates: s.Duplicates, LastAccepted: s.LastAccepted, Messages: s.Messages}
+			kept := adminapi.SourceReport{Name: s.Name, Accepted: s.Accepted, Rejected: s.Rejected, Duplicates: s.Duplicates,
+				LastAccepted: s.LastAccepted, Messages: s.Messages}
 			deliverAbove(&kept.Messages, backlog)
 			n.Sources = append(n.Sources, kept)
 		}

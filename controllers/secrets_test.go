@@ -19,12 +19,14 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
 		}}
 	}
-	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelNamespace: "a"}, partOfA: {liveconfig.LabelNamespace: "a"}} {
+	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelNamespace: "a"},
+		partOfA: {liveconfig.LabelNamespace: "a"}} {
 		got, err := strip(secret("posthorn-system", name))
 		if err != nil {
 			t.Fatal(err)
 		}
-		wanted := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: name, ResourceVersion: "7", Labels: want}}
+		wanted := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: name, ResourceVersion: "7",
+			Labels: want}}
 		if diff := cmp.Diff(wanted, got); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", name, diff)
 		}

@@ -168,7 +168,8 @@ func (c *reportChanges) of(namespace string) (reports, pods uint64) {
 
 func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, changes *reportChanges, own *trigger) error {
 	r := &statusReconciler{
-		Client: mgr.GetClient(), kinds: o.kinds, verdicts: verdicts, reports: reports, changes: changes, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
+		Client: mgr.GetClient(), kinds: o.kinds, verdicts: verdicts, reports: reports, changes: changes, now: o.Now,
+		numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
 		events: mgr.GetEventRecorder(eventSource), budget: newWriteBudget(),
 		memos: map[string]map[types.UID]*memo{},
 	}

@@ -37,7 +37,8 @@ func BenchmarkPodChange(b *testing.B) {
 				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: uid, Generation: 1, ResourceVersion: "1"},
 				Spec:       v1alpha1.WebhookDestinationSpec{Endpoints: []v1alpha1.Endpoint{{Name: "primary", URL: "https://hooks.example/in"}}},
 			})
-			verdicts[uid] = generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
+			verdicts[uid] = generationVerdict{generation: 1,
+				Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
 		}
 		cache.set(namespace, verdicts)
 	}
@@ -54,7 +55,8 @@ func BenchmarkPodChange(b *testing.B) {
 			n := adminapi.NamespaceReport{Namespace: namespace}
 			for i := range perNamespace {
 				n.Destinations = append(n.Destinations, adminapi.DestinationReport{
-					Name: fmt.Sprintf("destination-%03d", i), Generation: 1, Revision: "r", Ledger: adminapi.Ledger{Accepted: delivered, Delivered: delivered},
+					Name: fmt.Sprintf("destination-%03d", i), Generation: 1, Revision: "r",
+					Ledger:    adminapi.Ledger{Accepted: delivered, Delivered: delivered},
 					Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now}},
 				})
 			}

@@ -207,7 +207,8 @@ var _ = Describe("status", func() {
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		w.waitIdle()
 		written := func() [2]float64 {
-			return [2]float64{counterValue("posthorn_operator_compiles_total", "written"), counterValue("posthorn_operator_status_writes_total", "WebhookDestination")}
+			return [2]float64{counterValue("posthorn_operator_compiles_total", "written"),
+				counterValue("posthorn_operator_status_writes_total", "WebhookDestination")}
 		}
 		before := written()
 		const changes = 5
@@ -263,7 +264,8 @@ var _ = Describe("status", func() {
 			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
 				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, namespace)
 			o := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
-			Expect(cluster.Status().Patch(w.ctx, &o, client.RawPatch(types.ApplyPatchType, []byte(patch)), client.FieldOwner("auditor"))).To(Succeed())
+			Expect(cluster.Status().Patch(w.ctx, &o, client.RawPatch(types.ApplyPatchType, []byte(patch)),
+				client.FieldOwner("auditor"))).To(Succeed())
 		}
 		foreign("crm")
 		w.start()
@@ -273,7 +275,8 @@ var _ = Describe("status", func() {
 
 		d = w.destination(Default, namespace, "crm")
 		Expect(meta.FindStatusCondition(d.Status.Conditions, "Stalled")).To(BeNil(), "a condition that is not true any more is removed")
-		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").LastTransitionTime.Time).To(BeTemporally("==", yesterday.Time), "the time of the last transition is kept")
+		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").LastTransitionTime.Time).To(BeTemporally("==", yesterday.Time),
+			"the time of the last transition is kept")
 		Expect(d.Status.Endpoints).To(HaveLen(1), "an endpoint that the spec does not have is removed")
 		Expect(d.Status.Endpoints[0].Name).To(Equal("primary"))
 		Expect(slices.ContainsFunc(d.ManagedFields, func(m metav1.ManagedFieldsEntry) bool {
@@ -288,7 +291,8 @@ var _ = Describe("status", func() {
 		for name, stalled := range map[string]bool{"crm": true, "bad": false} {
 			d := w.destination(Default, namespace, name)
 			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "Stalled")).To(Equal(stalled), "Stalled of %s", name)
-			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "example.org/Audited")).To(BeTrue(), "the condition of another controller of %s", name)
+			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "example.org/Audited")).To(BeTrue(),
+				"the condition of another controller of %s", name)
 		}
 		before := w.waitIdle()
 		w.waitPolls(5)
@@ -352,9 +356,11 @@ var _ = Describe("status", func() {
 			no, id := false, int64(65532)
 			yes := true
 			pod := &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: fmt.Sprintf("%s-%d", component, i), Labels: map[string]string{"app.kubernetes.io/component": component}},
+				ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: fmt.Sprintf("%s-%d", component, i),
+					Labels: map[string]string{"app.kubernetes.io/component": component}},
 				Spec: corev1.PodSpec{
-					SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+					SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id,
+						SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 					Containers: []corev1.Container{{Name: "c", Image: "posthorn", SecurityContext: &corev1.SecurityContext{
 						AllowPrivilegeEscalation: &no, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 					}}},

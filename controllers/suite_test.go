@@ -102,7 +102,8 @@ func newWorld(change ...func(*world)) *world {
 	w.pods = pods(w.dispatcher.pod())
 	w.options = Options{
 		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
-		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, backlogInterval: 100 * time.Millisecond, servedInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
+		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, backlogInterval: 100 * time.Millisecond,
+		servedInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
 		Policy: compile.Policy{CheckHost: func(host string) error {
 			if host == "169.254.169.254" {
 				return fmt.Errorf("%s is denied", host)
@@ -114,7 +115,8 @@ func newWorld(change ...func(*world)) *world {
 		c(w)
 	}
 	DeferCleanup(func() {
-		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Audience{}, &v1alpha1.DeletionRequest{}, &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
+		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Audience{}, &v1alpha1.DeletionRequest{}, &v1alpha1.Source{},
+			&v1alpha1.WebhookDestination{}} {
 			var namespaces corev1.NamespaceList
 			Expect(cluster.List(w.ctx, &namespaces)).To(Succeed())
 			for _, ns := range namespaces.Items {
@@ -218,7 +220,8 @@ func (w *world) reserved(g Gomega, namespace string) (hashes []string) {
 func (w *world) releaseKeys(namespace, value string) {
 	GinkgoHelper()
 	Eventually(func(g Gomega) { g.Expect(w.reserved(g, namespace)).NotTo(BeEmpty()) }).Should(Succeed())
-	_, err := server.Kubectl("", "annotate", "secret", "--overwrite", "--namespace", release, "--selector", liveconfig.LabelNamespace+"="+namespace, liveconfig.AnnotationRelease+"="+value)
+	_, err := server.Kubectl("", "annotate", "secret", "--overwrite", "--namespace", release, "--selector",
+		liveconfig.LabelNamespace+"="+namespace, liveconfig.AnnotationRelease+"="+value)
 	Expect(err).NotTo(HaveOccurred())
 }
 
@@ -497,7 +500,8 @@ func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
 	for _, namespace := range slices.Sorted(maps.Keys(namespaces)) {
 		config := d.running[namespace]
 		t := adminapi.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
-		report.Configs = append(report.Configs, adminapi.ConfigReport{Namespace: namespace, Number: d.numbers[namespace], Parked: d.parked[namespace], Discards: d.discards[namespace], Reserved: d.reserved[namespace]})
+		report.Configs = append(report.Configs, adminapi.ConfigReport{Namespace: namespace, Number: d.numbers[namespace],
+			Parked: d.parked[namespace], Discards: d.discards[namespace], Reserved: d.reserved[namespace]})
 		for _, s := range config.Sources {
 			r := adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
 			if f := d.calls[namespace+"/"+s.Name]; f != nil {

@@ -64,7 +64,8 @@ func (c *verdictCache) namespaces() []string {
 type objects [][]compile.Object
 
 // listNamespace lists a namespace's objects of all kinds.
-func listNamespace(ctx context.Context, r client.Reader, table kinds.Table, namespace string, options ...client.ListOption) (objects, error) {
+func listNamespace(ctx context.Context, r client.Reader, table kinds.Table, namespace string,
+	options ...client.ListOption) (objects, error) {
 	all := make(objects, len(table))
 	options = append(options, client.InNamespace(namespace))
 	for i, k := range table {

@@ -79,7 +79,8 @@ func (d *Dispatcher) Backup(ctx context.Context, w io.Writer) error {
 	return nil
 }
 
-func takeBackup(ctx context.Context, dir string, store *pebblestore.Store, hold func() func(), version string, w io.Writer) (backup.Index, error) {
+func takeBackup(ctx context.Context, dir string, store *pebblestore.Store, hold func() func(), version string,
+	w io.Writer) (backup.Index, error) {
 	var states map[string][]byte
 	check := func() error {
 		if store.Full() {

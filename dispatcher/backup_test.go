@@ -44,7 +44,8 @@ func closedData(t *testing.T) (dir, table, members string) {
 		for j := range 200 {
 			body := make([]byte, 500)
 			_, _ = rnd.Read(body)
-			all = append(all, queue.Message{Source: "shop/web", ID: fmt.Sprint(i, "-", j), Type: "track", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"x":%q}`, hex.EncodeToString(body))})
+			all = append(all, queue.Message{Source: "shop/web", ID: fmt.Sprint(i, "-", j), Type: "track", AcceptedAt: time.Now(),
+				Body: fmt.Appendf(nil, `{"x":%q}`, hex.EncodeToString(body))})
 		}
 		_, err := store.Append(t.Context(), all)
 		must(err)

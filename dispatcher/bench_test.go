@@ -51,7 +51,8 @@ func benchmarkPipeline(b *testing.B, tracer trace.Tracer) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, err := New(Options{DataDir: b.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Egress: policy, Tracer: tracer, Logger: slog.New(slog.DiscardHandler)})
+	d, err := New(Options{DataDir: b.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"},
+		Egress: policy, Tracer: tracer, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}

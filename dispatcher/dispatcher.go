@@ -159,7 +159,8 @@ func New(o Options) (*Dispatcher, error) {
 	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
 		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
-		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.registerer,
+		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger,
+		Registerer: d.registerer,
 	})
 	d.ingest = ingest.New(ingest.Options{
 		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
@@ -242,7 +243,8 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: inFlight,
+		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters,
+		MaxInFlight:     inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.Lease.MaySend, MayExpire: o.Lease.MayExpire,
 		Changes: d.changes,
 	})
@@ -264,7 +266,8 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 	if err != nil {
 		return err
 	}
-	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: jobRecords, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
+	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: jobRecords, Takes: d.engine.Takes,
+		Changes: d.changes, Logger: o.Logger})
 	if d.notices, err = notices.New(notices.Options{
 		Gate: d.gate, Store: d.store, Changes: d.Changes, Pod: o.Pod, Namespace: o.Namespace,
 		DiskLeft: d.gate.DiskLeft, Logger: o.Logger,

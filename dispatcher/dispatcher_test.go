@@ -40,7 +40,8 @@ func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, s
 	if err != nil {
 		t.Fatal(err)
 	}
-	o := Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}}
+	o := Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "p0", Egress: policy,
+		Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}}
 	for _, f := range tune {
 		f(&o)
 	}
@@ -67,7 +68,8 @@ func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, s
 
 func send(t *testing.T, d *Dispatcher, id string) (int, string) {
 	t.Helper()
-	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"//v1/track", // With an empty segment, as with a host setting that ends with a slash.
+	// With an empty segment, as with a host setting that ends with a slash.
+	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"//v1/track",
 		strings.NewReader(fmt.Sprintf(`{"userId":"u","event":"E","messageId":%q}`, id)))
 	req.SetBasicAuth(liveconfigtest.Key, "")
 	resp, err := http.DefaultClient.Do(req)
@@ -162,7 +164,8 @@ func TestNotReadyWithoutUsableConfig(t *testing.T) {
 // The listener for probes serves nothing else.
 func TestProbeListener(t *testing.T) {
 	d, _ := started(t, t.TempDir(), func(o *Options) { o.ProbeListen = "127.0.0.1:0" })
-	for path, want := range map[string]int{"/healthz": http.StatusOK, "/readyz": http.StatusServiceUnavailable, "/metrics": http.StatusNotFound, "/v1/track": http.StatusNotFound} {
+	for path, want := range map[string]int{"/healthz": http.StatusOK, "/readyz": http.StatusServiceUnavailable,
+		"/metrics": http.StatusNotFound, "/v1/track": http.StatusNotFound} {
 		if got := get(t, "http://"+d.ProbeAddr().String()+path).StatusCode; got != want {
 			t.Errorf("status of GET %s: got %d, want %d", path, got, want)
 		}
@@ -195,7 +198,8 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 			refused[namespace.Namespace] = namespace.Refused.Error
 		}
 	}
-	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `to namespace "shop"`) {
+	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" ||
+		!strings.Contains(refused["other"], `to namespace "shop"`) {
 		t.Errorf("refused: %v", refused)
 	}
 	// While a namespace's Sources are unknown, an unknown key may belong to it, so the response
@@ -382,7 +386,8 @@ func TestAdminIsNotForPages(t *testing.T) {
 	d.Synced()
 	ask := func(method, path, host string, header ...string) int {
 		t.Helper()
-		req, _ := http.NewRequestWithContext(t.Context(), method, "http://"+d.AdminAddr().String()+path, strings.NewReader(`{"destination":"shop/crm"}`))
+		req, _ := http.NewRequestWithContext(t.Context(), method, "http://"+d.AdminAddr().String()+path,
+			strings.NewReader(`{"destination":"shop/crm"}`))
 		for i := 0; i < len(header); i += 2 {
 			req.Header.Set(header[i], header[i+1])
 		}
@@ -403,7 +408,8 @@ func TestAdminIsNotForPages(t *testing.T) {
 	}{
 		{"a tool", ask("POST", "/deadletters/purge", ""), 200},
 		{"a tool that names localhost", ask("POST", "/deadletters/purge", "localhost:8081"), 200},
-		{"a page of another site", ask("POST", "/deadletters/purge", "", "Origin", "https://evil.example", "Sec-Fetch-Site", "cross-site", "Content-Type", "text/plain"), 403},
+		{"a page of another site", ask("POST", "/deadletters/purge", "", "Origin", "https://evil.example", "Sec-Fetch-Site", "cross-site",
+			"Content-Type", "text/plain"), 403},
 		{"an image of another site", ask("GET", "/trace?message=a", "", "Sec-Fetch-Site", "cross-site", "Sec-Fetch-Mode", "no-cors"), 403},
 		{"a frame of another site", ask("GET", "/bodies/tail", "", "Sec-Fetch-Site", "cross-site", "Sec-Fetch-Mode", "navigate"), 403},
 		{"a probe of another site", ask("GET", "/healthz", "", "Sec-Fetch-Site", "cross-site"), 200},
@@ -557,7 +563,8 @@ func TestCountersSurviveARestart(t *testing.T) {
 		d.Set("shop", config)
 		d.Synced()
 		if run == 1 {
-			if got := source(d); got.Rejected != before.Rejected || got.Duplicates != before.Duplicates || got.Accepted != before.Accepted || got.LastRejection != before.LastRejection ||
+			if got := source(d); got.Rejected != before.Rejected || got.Duplicates != before.Duplicates || got.Accepted != before.Accepted ||
+				got.LastRejection != before.LastRejection ||
 				!got.LastRejected.Equal(before.LastRejected) || !got.LastAccepted.Equal(before.LastAccepted) {
 				t.Errorf("after a restart: got %+v, want %+v", got, before)
 			}
@@ -582,7 +589,9 @@ func TestCountersSurviveARestart(t *testing.T) {
 // the log do not have the answer.
 func TestAnswerSurvivesARestart(t *testing.T) {
 	const answer = "the customer is unknown here"
-	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, answer, http.StatusForbidden) }))
+	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, answer, http.StatusForbidden)
+	}))
 	t.Cleanup(receiver.Close)
 	var log bytes.Buffer
 	dir, config := t.TempDir(), liveconfigtest.Encode(t, liveconfigtest.Config(receiver.URL))
@@ -621,7 +630,8 @@ func TestAnswerSurvivesARestart(t *testing.T) {
 }
 
 func TestTooLittleMemoryIsRefused(t *testing.T) {
-	_, err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Memory: memory.Min - 1})
+	_, err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"},
+		Memory: memory.Min - 1})
 	if err == nil || !strings.Contains(err.Error(), "set --memory to 200000000 or more") {
 		t.Errorf("New: %v, want an error with the minimum", err)
 	}

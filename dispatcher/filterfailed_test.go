@@ -50,11 +50,15 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	settled := func(delivered, filtered, dead int64) {
 		t.Helper()
 		wait.True(t, "nothing is pending", func() bool { return d.store.DestinationStats("shop/crm").Ledger.Pending == 0 })
-		check.Equal(t, "ledger", d.store.DestinationStats("shop/crm").Ledger, queue.Ledger{Accepted: delivered + filtered + dead, Delivered: delivered, Filtered: filtered, DeadLettered: dead})
+		check.Equal(t, "ledger", d.store.DestinationStats("shop/crm").Ledger,
+			queue.Ledger{Accepted: delivered + filtered + dead, Delivered: delivered, Filtered: filtered, DeadLettered: dead})
 	}
 	settled(1, 2, 2)
 	var letters []queue.DeadLetter
-	check.NoError(t, "dead letters", d.store.DeadLetters(t.Context(), "shop/crm", "", func(l queue.DeadLetter) bool { letters = append(letters, l); return true }))
+	check.NoError(t, "dead letters", d.store.DeadLetters(t.Context(), "shop/crm", "", func(l queue.DeadLetter) bool {
+		letters = append(letters, l)
+		return true
+	}))
 	check.Equal(t, "dead letters", len(letters), 2)
 	for _, l := range letters {
 		check.Equal(t, "reason of "+l.ID, l.Failure.Reason, queue.ReasonFilterFailed)
@@ -86,13 +90,15 @@ func TestAFailedFilterMakesADeadLetter(t *testing.T) {
 	if f := filterFailure(); f != nil {
 		t.Errorf("failure of the filter in the report after an edit: got %+v; want none", f)
 	}
-	p, err := redelivery.Run(t.Context(), d.gate, d.store, "shop/crm", adminapi.DeadLetterSelector{Reasons: []string{queue.ReasonFilterFailed}}, redelivery.Options{})
+	p, err := redelivery.Run(t.Context(), d.gate, d.store, "shop/crm",
+		adminapi.DeadLetterSelector{Reasons: []string{queue.ReasonFilterFailed}}, redelivery.Options{})
 	check.NoError(t, "redelivery", err)
 	check.Equal(t, "redelivered", p.Redelivered, 2)
 	settled(2, 2, 3)
 	mu.Lock()
 	defer mu.Unlock()
-	for _, key := range []string{"/crm sent", "/crm failed-1", "/mail sent", "/mail filtered", "/mail failed-1", "/mail failed-2", "/mail absent"} {
+	for _, key := range []string{"/crm sent", "/crm failed-1", "/mail sent", "/mail filtered", "/mail failed-1", "/mail failed-2",
+		"/mail absent"} {
 		if got[key] != 1 {
 			t.Errorf("requests for %q: got %d, want 1", key, got[key])
 		}

@@ -26,7 +26,8 @@ func TestEveryPortIsStrict(t *testing.T) {
 			net.Addr
 			encrypted bool
 			large     int
-		}{"calls": {d.Addr(), false, 300 << 10}, "calls over TLS": {d.TLSAddr(), true, 300 << 10}, "admin": {d.AdminAddr(), adminTLS != nil, 17 << 10}} {
+		}{"calls": {d.Addr(), false, 300 << 10}, "calls over TLS": {d.TLSAddr(), true, 300 << 10},
+			"admin": {d.AdminAddr(), adminTLS != nil, 17 << 10}} {
 			for headers, want := range map[string]string{
 				"": "HTTP/1.1 200 ",
 				"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n": "HTTP/1.1 400 ",
@@ -40,7 +41,8 @@ func TestEveryPortIsStrict(t *testing.T) {
 				}
 				c := raw
 				if port.encrypted {
-					c = tls.Client(raw, &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: true}) //nolint:gosec // the certificate is not the subject
+					//nolint:gosec // the certificate is not the subject
+					c = tls.Client(raw, &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: true})
 				}
 				_ = c.SetDeadline(time.Now().Add(wait.Limit))
 				ending := "\r\n"

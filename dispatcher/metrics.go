@@ -63,19 +63,21 @@ var namespaceFamilies = []struct {
 	{"posthorn_config_parked_objects", promtext.Gauge, "Objects that are missing in a namespace's live config although they were not deleted; their messages are parked.", func(w *promtext.Writer, n *namespaceSeries) {
 		w.Sample(float64(n.parked), n.labels)
 	}},
-	{"posthorn_config_age_seconds", promtext.Gauge, "Time since a namespace's live config took effect.", func(w *promtext.Writer, n *namespaceSeries) {
-		if n.applied {
-			w.Sample(n.age.Seconds(), n.labels)
-		}
-	}},
+	{"posthorn_config_age_seconds", promtext.Gauge, "Time since a namespace's live config took effect.",
+		func(w *promtext.Writer, n *namespaceSeries) {
+			if n.applied {
+				w.Sample(n.age.Seconds(), n.labels)
+			}
+		}},
 	{"posthorn_config_revision", promtext.Gauge, "48 bits of a hash over the revisions of a namespace's objects, as a number: equal where the same config runs.", func(w *promtext.Writer, n *namespaceSeries) {
 		if n.applied {
 			w.Sample(n.revision, n.labels)
 		}
 	}},
-	{"posthorn_queue_log_bytes", promtext.Gauge, "Approximate bytes of a Source's undelivered calls.", eachSource(func(w *promtext.Writer, s *sourceSeries) {
-		w.Sample(float64(s.stats.LogBytes), s.labels)
-	})},
+	{"posthorn_queue_log_bytes", promtext.Gauge, "Approximate bytes of a Source's undelivered calls.",
+		eachSource(func(w *promtext.Writer, s *sourceSeries) {
+			w.Sample(float64(s.stats.LogBytes), s.labels)
+		})},
 	{"posthorn_source_messages_total", promtext.Counter, "A Source's messages whose processing ended since the start, by outcome; a call counts once per destination.", eachSource(func(w *promtext.Writer, s *sourceSeries) {
 		delivery.WriteOutcomes(w, s.labels, s.ended)
 	})},
@@ -138,7 +140,8 @@ func (d *Dispatcher) namespaceSeries(now time.Time) (all []namespaceSeries) {
 
 // reportedNamespaces returns the namespaces with a config, and those whose config is rejected or
 // missing, sorted.
-func reportedNamespaces(view *liveconfig.View, refused map[string]adminapi.RefusedConfig, states map[string]admission.ConfigState) []string {
+func reportedNamespaces(view *liveconfig.View, refused map[string]adminapi.RefusedConfig,
+	states map[string]admission.ConfigState) []string {
 	names := map[string]bool{}
 	for _, name := range view.Namespaces() {
 		names[name] = true

@@ -19,7 +19,8 @@ import (
 // docs/metrics.md.
 func TestMetricsAreDocumented(t *testing.T) {
 	endpoints := map[string]string{"down": "http://127.0.0.1:1/hook"}
-	for name, status := range map[string]int{"fine": http.StatusOK, "rejects": http.StatusBadRequest, "moved": http.StatusFound, "fails": http.StatusInternalServerError} {
+	for name, status := range map[string]int{"fine": http.StatusOK, "rejects": http.StatusBadRequest, "moved": http.StatusFound,
+		"fails": http.StatusInternalServerError} {
 		sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
 		t.Cleanup(sink.Close)
 		endpoints[name] = sink.URL + "/hook-path"
@@ -33,7 +34,8 @@ func TestMetricsAreDocumented(t *testing.T) {
 		destination.Name, destination.Endpoints = name, []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(endpoints[name])}}
 		config.Destinations = append(config.Destinations, destination)
 	}
-	config.Audiences = []liveconfig.Audience{{Name: "shoppers", Generation: 1, Revision: "a1", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50}}
+	config.Audiences = []liveconfig.Audience{{Name: "shoppers", Generation: 1, Revision: "a1", Source: "web", Key: "shoppers",
+		Kind: liveconfig.KindAudience, MaxRemovalPercent: 50}}
 	d.Set("shop", liveconfigtest.Encode(t, config))
 	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")})
 	d.Synced()
@@ -104,7 +106,8 @@ func TestMetricsAreDocumented(t *testing.T) {
 		}
 	}
 	// The WAL was synced for every accepted request, and its log is not empty while "fails" lacks its messages.
-	for _, never := range []string{"posthorn_queue_sync_seconds_count 0\n", `posthorn_queue_log_bytes{namespace="shop",source="web"} 0` + "\n", `posthorn_config_revision{namespace="shop"} 0` + "\n"} {
+	for _, never := range []string{"posthorn_queue_sync_seconds_count 0\n", `posthorn_queue_log_bytes{namespace="shop",source="web"} 0` + "\n",
+		`posthorn_config_revision{namespace="shop"} 0` + "\n"} {
 		if strings.Contains(text, never) {
 			t.Errorf("unexpected: %s", never)
 		}

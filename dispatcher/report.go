@@ -110,7 +110,8 @@ func (s *configStates) get(configs *admission.Configs, discards map[string][]adm
 
 func configReports(states map[string]admission.ConfigState, discards map[string][]adminapi.Discard) (list []adminapi.ConfigReport) {
 	add := func(namespace string, s admission.ConfigState) {
-		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace], Reserved: s.Reserved}
+		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace],
+			Reserved: s.Reserved}
 		if c.Number > 0 && !s.Removed || !c.Missing.IsZero() || len(c.Parked)+len(c.Discards)+len(c.Reserved) > 0 {
 			list = append(list, c)
 		}
@@ -130,7 +131,8 @@ func configReports(states map[string]admission.ConfigState, discards map[string]
 // namespaceReport returns the reports of a config's objects.
 func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.NamespaceReport {
 	n := adminapi.NamespaceReport{
-		Namespace: config.Namespace, Revision: config.Revision, Destinations: d.engine.Report(config.Config), Audiences: d.members.Report(config.Config),
+		Namespace: config.Namespace, Revision: config.Revision, Destinations: d.engine.Report(config.Config),
+		Audiences: d.members.Report(config.Config),
 		Deletions: d.forget.Report(config.Config), Redeliveries: d.redeliveries.Report(config.Config),
 	}
 	for i := range n.Destinations {
@@ -149,7 +151,8 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 		n.Sources = append(n.Sources, adminapi.SourceReport{
 			Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 			Accepted: stats.Accepted, Duplicates: counters.Duplicates, Rejected: counters.Rejected,
-			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection, Defects: counters.Defects,
+			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
+			Defects:         counters.Defects,
 			StoragePressure: counters.StoragePressure, Share: share, Messages: adminapi.Ledger(stats.Ledger),
 		})
 	}

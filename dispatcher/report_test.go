@@ -57,7 +57,8 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 		for i, path := range []string{"/accepts", "/fails", "/rejects"} {
 			one := template
 			one.Name, one.Revision = fmt.Sprint("d", i), fmt.Sprint(revision)
-			one.Endpoints = []liveconfig.Endpoint{{Name: "a", URL: liveconfig.NewSecret(receiver.URL + path)}, {Name: "b", URL: liveconfig.NewSecret(receiver.URL)}}[:1+i%2]
+			one.Endpoints = []liveconfig.Endpoint{{Name: "a", URL: liveconfig.NewSecret(receiver.URL + path)},
+				{Name: "b", URL: liveconfig.NewSecret(receiver.URL)}}[:1+i%2]
 			config.Destinations = append(config.Destinations, one)
 		}
 		paused := template
@@ -80,7 +81,8 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 			reader.poll(d)
 		}
 	}
-	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(podreport.Index{}, "Cursor", "Storage")}
+	options := []cmp.Option{cmp.Exporter(func(reflect.Type) bool { return true }), cmpopts.EquateEmpty(),
+		cmpopts.IgnoreFields(podreport.Index{}, "Cursor", "Storage")}
 	var diff string
 	wait.True(t, "the merged changes equal the report: "+diff, func() bool {
 		reader.poll(d)
@@ -107,7 +109,8 @@ func TestConfigStatesInChanges(t *testing.T) {
 	config := liveconfigtest.Config("http://127.0.0.1:1/")
 	none := config
 	none.Destinations = nil
-	tombstone := liveconfig.Tombstone{Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"}}
+	tombstone := liveconfig.Tombstone{Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(),
+		Sources: []string{"web"}}
 	d.Set("shop", liveconfigtest.Numbered(t, 7, config))
 	d.Synced()
 	var reader merged

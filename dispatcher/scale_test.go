@@ -26,7 +26,8 @@ func manyConfig(namespace int) liveconfig.Config {
 	for i := range c.Destinations {
 		c.Destinations[i] = d
 		c.Destinations[i].Name = fmt.Sprintf("destination-%03d", i)
-		c.Destinations[i].Endpoints = []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(fmt.Sprintf("https://hooks.example.com/%d/%d", namespace, i))}}
+		c.Destinations[i].Endpoints = []liveconfig.Endpoint{{Name: "primary",
+			URL: liveconfig.NewSecret(fmt.Sprintf("https://hooks.example.com/%d/%d", namespace, i))}}
 	}
 	return c
 }
@@ -72,7 +73,8 @@ func startMany(b *testing.B, dir string, configs map[string]liveconfig.Stored) *
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, err := New(Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Egress: policy, Logger: slog.New(slog.DiscardHandler)})
+	d, err := New(Options{DataDir: dir, ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Egress: policy,
+		Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}

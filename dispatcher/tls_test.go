@@ -53,7 +53,9 @@ func (w lineWriter) Write(line []byte) (int, error) {
 
 // Calls are accepted over TLS, too: by HTTP/1.1 and HTTP/2.
 func TestCallsOverTLS(t *testing.T) {
-	if _, err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}}); err == nil {
+	if _,
+		err := New(Options{DataDir: t.TempDir(), ServerOptions: ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
+		TLSListen: "127.0.0.1:0"}}); err == nil {
 		t.Fatal("there is TLS without a certificate")
 	}
 	authority := httptest.NewUnstartedServer(nil) // For its certificate.
@@ -78,8 +80,10 @@ func TestCallsOverTLS(t *testing.T) {
 		var protocols http.Protocols
 		protocols.SetHTTP1(!version)
 		protocols.SetHTTP2(version)
-		transport := &http.Transport{Protocols: &protocols, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "example.com"}}
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://"+d.TLSAddr().String()+"/v1/track", strings.NewReader(`{"userId":"u","event":"E"}`))
+		transport := &http.Transport{Protocols: &protocols,
+			TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "example.com"}}
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://"+d.TLSAddr().String()+"/v1/track",
+			strings.NewReader(`{"userId":"u","event":"E"}`))
 		if err != nil {
 			t.Fatal(err)
 		}

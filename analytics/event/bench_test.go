@@ -133,7 +133,8 @@ func BenchmarkLongNumbers(b *testing.B) {
 // strconv is slow.
 func BenchmarkNumbers(b *testing.B) {
 	for name, number := range map[string]string{
-		"integers": "12345", "decimals": "27.5", "doubles": "0.30000000000000004", "identifiers": "12345678901234567890", "smallest": "5e-324", "small": "1e-310",
+		"integers": "12345", "decimals": "27.5", "doubles": "0.30000000000000004", "identifiers": "12345678901234567890", "smallest": "5e-324",
+		"small":   "1e-310",
 		"borders": "1.100000000000000132106081704614e300", "halves": "9007199254740993e0", "digits": "1." + strings.Repeat("3", 1000) + "e-300",
 	} {
 		b.Run(name, func(b *testing.B) {

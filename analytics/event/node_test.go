@@ -278,7 +278,8 @@ func (g *generator) string() {
 		case 0:
 			g.add(pick(g, `\"`, `\\`, `\/`, `\b`, `\f`, `\n`, `\r`, `\t`))
 		case 1:
-			g.add(pick(g, `\u0022`, `\u005c`, `\u002F`, `\u0000`, `\u001F`, `\u001f`, `\u0008`, `\u000a`, `\u000B`, `\u007f`, `\u00e9`, `\u2028`, `\u2029`, `\uFFFF`, `\uFEFF`))
+			g.add(pick(g, `\u0022`, `\u005c`, `\u002F`, `\u0000`, `\u001F`, `\u001f`, `\u0008`, `\u000a`, `\u000B`, `\u007f`, `\u00e9`, `\u2028`,
+				`\u2029`, `\uFFFF`, `\uFEFF`))
 		case 2:
 			g.add(fmt.Sprintf(pick(g, `\u%04x`, `\u%04X`), g.r.IntN(1<<16)))
 		case 3:
@@ -329,7 +330,8 @@ func (g *generator) number() {
 	case 6:
 		text = strconv.FormatFloat(g.r.Float64(), 'f', 17+g.r.IntN(40), 64)
 	case 7:
-		text = pick(g, "0", "0.0", "0e0", "0E+5", "0.000e-3", "1.0", "1e0", "1E2", "1.50", "1e21", "1e20", "1e-6", "1e-7", "0.000001", "0.0000001",
+		text = pick(g, "0", "0.0", "0e0", "0E+5", "0.000e-3", "1.0", "1e0", "1E2", "1.50", "1e21", "1e20", "1e-6", "1e-7", "0.000001",
+			"0.0000001",
 			"123456789012345680000", "1e300", "1.7976931348623157e308", "5e-324", "4.9E-324", "2.2250738585072014e-308", "0.1", "1.10",
 			"9007199254740991", "9007199254740992", "9007199254740994", "100000000000000000000", "1000000000000000000000", "0.30000000000000004")
 	case 8:
@@ -344,8 +346,10 @@ func (g *generator) number() {
 	case 12: // 64-bit identifiers and nanoseconds
 		text = strconv.FormatUint(g.r.Uint64()|1<<60, 10)
 	case 13:
-		text = pick(g, "1e400", "1e-400", "12345678901234567890", "9007199254740993", "0.1234567890123456789", "1e99999999999999999999", "0e99999999999999999999",
-			"1.7976931348623159e308", "1.7976931348623158e308", "1152921504606846976", "3e-324", "2e-324", "2.4703282292062327e-324", "2.4703282292062328e-324", "1e-99999999999999999999")
+		text = pick(g, "1e400", "1e-400", "12345678901234567890", "9007199254740993", "0.1234567890123456789", "1e99999999999999999999",
+			"0e99999999999999999999",
+			"1.7976931348623159e308", "1.7976931348623158e308", "1152921504606846976", "3e-324", "2e-324", "2.4703282292062327e-324",
+			"2.4703282292062328e-324", "1e-99999999999999999999")
 	case 14:
 		text = strconv.Itoa(1+g.r.IntN(9)) + strconv.FormatUint(g.r.Uint64(), 10) + "." + strconv.FormatUint(g.r.Uint64(), 10)
 	case 15:
@@ -356,7 +360,8 @@ func (g *generator) number() {
 			text = digits + pick(g, "", "0", "1", strings.Repeat("0", g.r.IntN(800))+"1") + "e" + exponent
 		}
 	case 17: // the smallest and the largest doubles
-		text = strconv.Itoa(1+g.r.IntN(9)) + "." + strconv.FormatUint(g.r.Uint64(), 10) + "e" + pick(g, "308", "307", "-306", "-307", "-308", strconv.Itoa(-309-g.r.IntN(17)))
+		text = strconv.Itoa(1+g.r.IntN(9)) + "." + strconv.FormatUint(g.r.Uint64(), 10) + "e" + pick(g, "308", "307", "-306", "-307", "-308",
+			strconv.Itoa(-309-g.r.IntN(17)))
 	case 18: // all digits of a large double, up to 309
 		text = strings.TrimSuffix(strconv.FormatFloat(math.Abs(double), 'f', 0, 64), "-")
 	}
@@ -388,7 +393,8 @@ func (g *generator) damage() {
 	case 2:
 		g.b = append(g.b[:i], g.b[i+1:]...)
 	case 3:
-		g.b = append(g.b[:i:i], append([]byte(pick(g, ",", `"`, "}", "]", "{", "[", "0", "-", ".", "e5", "\ufeff", "\u00a0", "//", "NaN")), g.b[i:]...)...)
+		g.b = append(g.b[:i:i], append([]byte(pick(g, ",", `"`, "}", "]", "{", "[", "0", "-", ".", "e5", "\ufeff", "\u00a0", "//", "NaN")),
+			g.b[i:]...)...)
 	}
 }
 

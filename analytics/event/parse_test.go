@@ -265,9 +265,11 @@ func TestRejected(t *testing.T) {
 		{"traits of a wrong type", Identify, `{"userId":"u","traits":5}`, CodeInvalidField, `"traits"`},
 		{"properties of a wrong type", Track, `{"userId":"u","event":"e","properties":true}`, CodeInvalidField, `"properties"`},
 		{"messageId too long", Page, `{"userId":"u","messageId":"` + strings.Repeat("日", 100) + `x"}`, CodeMessageIDTooLong, "100 characters"},
-		{"messageId of lone surrogates too long", Page, `{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 101) + `"}`, CodeMessageIDTooLong, "100 characters"},
+		{"messageId of lone surrogates too long", Page, `{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 101) + `"}`,
+			CodeMessageIDTooLong, "100 characters"},
 		{"messageId in Latin-1", Page, `{"userId":"u","messageId":"` + "\xe8-1" + `"}`, CodeInvalidField, `"messageId" is not valid UTF-8`},
-		{"messageId with a raw surrogate", Page, `{"userId":"u","messageId":"` + "a\xed\xa0\xbd" + `"}`, CodeInvalidField, `"messageId" is not valid UTF-8`},
+		{"messageId with a raw surrogate", Page, `{"userId":"u","messageId":"` + "a\xed\xa0\xbd" + `"}`, CodeInvalidField,
+			`"messageId" is not valid UTF-8`},
 		{"the second messageId of two", Page, `{"userId":"u","messageId":"a","messageId":"` + "\xff" + `"}`, CodeInvalidField, `"messageId"`},
 		{"userId with an overlong form", Track, `{"event":"e","userId":"` + "\xc0\xaf" + `"}`, CodeInvalidField, `"userId"`},
 		{"anonymousId with half a character", Page, `{"anonymousId":"` + "\xe2\x82" + `"}`, CodeInvalidField, `"anonymousId"`},
@@ -303,7 +305,8 @@ func TestRejected(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if len(batch.Calls) != 2 || !slices.Equal(batch.Indexes, []int{0, 2}) || len(batch.Rejected) != 1 || batch.Rejected[0].Index != 1 || batch.WriteKey != "k" {
+			if len(batch.Calls) != 2 || !slices.Equal(batch.Indexes, []int{0, 2}) || len(batch.Rejected) != 1 || batch.Rejected[0].Index != 1 ||
+				batch.WriteKey != "k" {
 				t.Fatalf("batch: got %d calls at %v, rejections %v and write key %q, want calls 0 and 2, rejection 1 and write key k", len(batch.Calls), batch.Indexes, batch.Rejected, batch.WriteKey)
 			}
 			check(batch.Rejected[0].Err)
@@ -330,7 +333,9 @@ func TestLimitsAreReached(t *testing.T) {
 	if _, err := request(Page).Parse([]byte(page(MaxBodyBytes + 1))); code(err) != CodeCallTooLarge {
 		t.Errorf("call beyond the size of a body: got error %v, want %s", err, CodeCallTooLarge)
 	}
-	if _, err := request(Page).Parse([]byte(`{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 50) + strings.Repeat("\U0001f600", 50) + `"}`)); err != nil {
+	if _,
+		err := request(Page).Parse([]byte(`{"userId":"u","messageId":"` + strings.Repeat(`\ud83d`, 50) + strings.Repeat("\U0001f600",
+		50) + `"}`)); err != nil {
 		t.Errorf("messageId of the largest size: got error %v, want none", err)
 	}
 	body := func(size int) []byte {
@@ -483,7 +488,8 @@ func TestBatch(t *testing.T) {
 	}{
 		{"nothing", "", "", "", `{}`, "{}//"},
 		{"taken over", `{"a":1}`, `{"All":false}`, `"2026-05-04T12:00:00Z"`, `{}`, `{"a":1}/{"All":false}/"2026-05-04T12:00:00Z"`},
-		{"null in the call", `{"a":1}`, `{"All":false}`, `"2026-05-04T12:00:00Z"`, `{"context":null,"integrations":null,"sentAt":null}`, `{"a":1}/{"All":false}/"2026-05-04T12:00:00Z"`},
+		{"null in the call", `{"a":1}`, `{"All":false}`, `"2026-05-04T12:00:00Z"`, `{"context":null,"integrations":null,"sentAt":null}`,
+			`{"a":1}/{"All":false}/"2026-05-04T12:00:00Z"`},
 		{"the call wins", `{"a":1,"b":2}`, `{"All":false,"x":true}`, `"2026-05-04T12:00:00Z"`, `{"context":{"b":3,"c":4},"integrations":{"All":true},"sentAt":"2026-05-04T12:00:01Z"}`,
 			`{"a":1,"b":3,"c":4}/{"All":true,"x":true}/"2026-05-04T12:00:01Z"`},
 		{"not deeper", `{"a":{"x":1,"y":2}}`, "", "", `{"context":{"a":{"x":3}}}`, `{"a":{"x":3}}//`},

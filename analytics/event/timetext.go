@@ -143,7 +143,8 @@ func fullYear(digits string) int {
 // dashed reads a date as in 10-Nov-09.
 func (t *textTime) dashed(w string) bool {
 	parts := strings.Split(w, "-")
-	if len(parts) != 3 || t.year >= 0 || monthOf(parts[1]) == 0 || !isDigits(parts[0]) || !isDigits(parts[2]) || len(parts[2]) != 2 && len(parts[2]) != 4 {
+	if len(parts) != 3 || t.year >= 0 || monthOf(parts[1]) == 0 || !isDigits(parts[0]) || !isDigits(parts[2]) ||
+		len(parts[2]) != 2 && len(parts[2]) != 4 {
 		return false
 	}
 	t.day, _ = strconv.Atoi(parts[0])

@@ -240,7 +240,8 @@ const (
 
 // DeadLetterReasons are the reasons that a dead letter can have.
 var DeadLetterReasons = []string{
-	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonFilterFailed, ReasonTimedOut, ReasonConnectionRefused,
+	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonFilterFailed,
+	ReasonTimedOut, ReasonConnectionRefused,
 	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
 	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
 }

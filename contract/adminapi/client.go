@@ -163,7 +163,8 @@ func (c *Client) Purge(ctx context.Context, a DeadLetterAction, onProgress func(
 	return c.act(ctx, "purge", a, onProgress)
 }
 
-func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onProgress func(DeadLetterProgress)) (p DeadLetterProgress, err error) {
+func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onProgress func(DeadLetterProgress)) (p DeadLetterProgress,
+	err error) {
 	body, err := json.Marshal(a)
 	if err != nil {
 		return p, err

@@ -112,7 +112,8 @@ func TestReportTimeout(t *testing.T) {
 		transport := transportFunc(func(*http.Request) (*http.Response, error) {
 			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader("{}"))}, nil
 		})
-		c := &Client{URL: "http://dispatcher/", HTTP: &http.Client{Transport: transport}, ReportTimeout: time.Second, ReportSlots: make(chan struct{}, 1)}
+		c := &Client{URL: "http://dispatcher/", HTTP: &http.Client{Transport: transport}, ReportTimeout: time.Second,
+			ReportSlots: make(chan struct{}, 1)}
 		c.ReportSlots <- struct{}{}
 		time.AfterFunc(2*c.ReportTimeout, func() { <-c.ReportSlots })
 		if _, err := c.Report(t.Context(), ""); err != nil {

@@ -21,7 +21,8 @@ func TestFieldsAreCamelCase(t *testing.T) {
 		for of.Kind() == reflect.Pointer || of.Kind() == reflect.Slice || of.Kind() == reflect.Map {
 			of = of.Elem()
 		}
-		if of.Kind() != reflect.Struct || seen[of] || of == reflect.TypeFor[time.Time]() || reflect.PointerTo(of).Implements(reflect.TypeFor[json.Marshaler]()) {
+		if of.Kind() != reflect.Struct || seen[of] || of == reflect.TypeFor[time.Time]() ||
+			reflect.PointerTo(of).Implements(reflect.TypeFor[json.Marshaler]()) {
 			return
 		}
 		seen[of] = true

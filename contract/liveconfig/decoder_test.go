@@ -129,7 +129,8 @@ func oddTexts(t testing.TB) []string {
 		replace(`"version":1`, `"version":2`),
 		replace(`"name":"crm"`, `"name":""`),
 		replace(`"sources":["web"]`, `"sources":["ios"]`),
-		text + "{}", text + " ", text[:len(text)-1], text[:len(text)/2], "", "null", list, list + `"`, list + `{"`, list + `{"\`, list + `{}`, list + `{}]`,
+		text + "{}", text + " ", text[:len(text)-1], text[:len(text)/2], "", "null", list, list + `"`, list + `{"`, list + `{"\`, list + `{}`,
+		list + `{}]`,
 	}
 }
 

@@ -25,7 +25,9 @@ func full() Config {
 	s := NewSecret("https://hooks.example/" + canary)
 	return Config{
 		Version: FormatVersion, Namespace: "shop",
-		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
+		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true,
+			WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5,
+			Burst: 10}},
 		Destinations: []Destination{{
 			Name: "crm", Generation: 3, Revision: "r2", State: Active, PausedReason: "x", Sources: []string{"web"}, SourcesUnknown: true,
 			Endpoints: []Endpoint{{
@@ -36,17 +38,22 @@ func full() Config {
 					Parameters: map[string]string{"audience": "b"}, TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
 				},
 			}},
-			Signing:      SigningSchemes{{Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary), Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
-			Success:      AnyEndpoint,
-			Delivery:     Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4, RetryStatusCodes: []int{409}},
+			Signing: SigningSchemes{{Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary),
+				Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
+			Success: AnyEndpoint,
+			Delivery: Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4,
+				RetryStatusCodes: []int{409}},
 			ExactNumbers: true,
 			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 		}},
-		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience, MaxRemovalPercent: 50}},
-		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", UID: "1", Ended: true, DeadlineSeconds: 60, Sources: []string{"web"}, Suppress: true}},
+		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience,
+			MaxRemovalPercent: 50}},
+		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", UID: "1", Ended: true, DeadlineSeconds: 60,
+			Sources: []string{"web"}, Suppress: true}},
 		Redeliveries: []Redelivery{{
 			Name: "again", Generation: 1, Revision: "r5", ID: "cd34", UID: "2", Destination: "crm", Phase: RedeliveryRun, DryRun: true, Rate: 2.5,
-			Reasons: []string{"Expired"}, StatusCodes: []int{422}, Types: []string{"track"}, Events: []string{"E"}, Since: time.Unix(1, 0).UTC(), Until: time.Unix(2, 0).UTC(),
+			Reasons: []string{"Expired"}, StatusCodes: []int{422}, Types: []string{"track"}, Events: []string{"E"}, Since: time.Unix(1, 0).UTC(),
+			Until: time.Unix(2, 0).UTC(),
 		}},
 	}
 }
@@ -161,7 +168,8 @@ func TestDecodeIsStrict(t *testing.T) {
 		"no endpoint":    {func(c *Config) { c.Destinations[0].Endpoints = nil }, "0 endpoints"},
 		"six endpoints": {func(c *Config) {
 			for n := range 5 {
-				c.Destinations[0].Endpoints = append(c.Destinations[0].Endpoints, Endpoint{Name: string(rune('a' + n)), URL: NewSecret("https://hooks.example")})
+				c.Destinations[0].Endpoints = append(c.Destinations[0].Endpoints,
+					Endpoint{Name: string(rune('a' + n)), URL: NewSecret("https://hooks.example")})
 			}
 		}, "6 endpoints"},
 		"url":           {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
@@ -205,7 +213,8 @@ func TestDecodeIsStrict(t *testing.T) {
 // get its calls, in any order of the configs.
 func TestAWriteKeyHasOneNamespace(t *testing.T) {
 	namespace := func(name string) Revisioned {
-		return Revisioned{Config: Config{Namespace: name, Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
+		return Revisioned{Config: Config{Namespace: name,
+			Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
 	}
 	for _, configs := range [][]Revisioned{{namespace("a"), namespace("b")}, {namespace("b"), namespace("a")}} {
 		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Namespace != "a" {
@@ -219,7 +228,8 @@ func TestAWriteKeyHasOneNamespace(t *testing.T) {
 
 // Both write keys of a rotation belong to the Source.
 func TestSourceByEitherWriteKey(t *testing.T) {
-	view := NewView([]Revisioned{{Config: Config{Namespace: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
+	view := NewView([]Revisioned{{Config: Config{Namespace: "a",
+		Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
 	for _, key := range []string{"old", "new"} {
 		if ref, ok := view.SourceByWriteKey(key); !ok || ref.Key() != "a/web" {
 			t.Errorf("Source of key %q: got %v (%v), want a/web", key, ref.Key(), ok)

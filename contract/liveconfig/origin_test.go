@@ -14,9 +14,11 @@ func TestCanonicalOrigin(t *testing.T) {
 		"https://*.Shop.example:443": "https://*.shop.example", "capacitor://localhost": "capacitor://localhost",
 		"capacitor://localhost:80": "capacitor://localhost:80", "app://-": "app://-", "app://.": "app://.",
 		"chrome-extension://abcdefghijklmnopabcdefghijklmnop": "chrome-extension://abcdefghijklmnopabcdefghijklmnop",
-		"http://[::1]:3000": "http://[::1]:3000", "http://[0:0:0:0:0:0:0:1]:80": "http://[::1]", "https://[2001:DB8::1]:443": "https://[2001:db8::1]",
-		"": "", "shop.example": "", "https://shop.example/": "", "https://user@shop.example": "", "https://shop.example https://b.example": "",
-		"https://a.*.example": "", "https://*": "", "https://" + strings.Repeat("a", maxOrigin): "",
+		"http://[::1]:3000": "http://[::1]:3000", "http://[0:0:0:0:0:0:0:1]:80": "http://[::1]",
+		"https://[2001:DB8::1]:443": "https://[2001:db8::1]",
+		"":                          "", "shop.example": "", "https://shop.example/": "", "https://user@shop.example": "",
+		"https://shop.example https://b.example": "",
+		"https://a.*.example":                    "", "https://*": "", "https://" + strings.Repeat("a", maxOrigin): "",
 	} {
 		if got := CanonicalOrigin(text); got != want {
 			t.Errorf("%.60q: got %q, want %q", text, got, want)
@@ -26,9 +28,10 @@ func TestCanonicalOrigin(t *testing.T) {
 
 func TestEntriesFor(t *testing.T) {
 	for origin, want := range map[string][]string{
-		"null":                               {"*", "null"},
-		"https://localhost":                  {"*", "https://localhost"},
-		"https://A.b.shop.example:443":       {"*", "https://a.b.shop.example", "https://*.b.shop.example", "https://*.shop.example", "https://*.example"},
+		"null":              {"*", "null"},
+		"https://localhost": {"*", "https://localhost"},
+		"https://A.b.shop.example:443": {"*", "https://a.b.shop.example", "https://*.b.shop.example", "https://*.shop.example",
+			"https://*.example"},
 		"http://a.shop.example:8080":         {"*", "http://a.shop.example:8080", "http://*.shop.example:8080", "http://*.example:8080"},
 		"https://.shop.example":              {"*", "https://.shop.example"},
 		"https://evil.example/.shop.example": {"*"},

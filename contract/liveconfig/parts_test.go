@@ -201,7 +201,8 @@ func TestPartsBelongToANamespace(t *testing.T) {
 	if shop.List[0].Name == bank.List[0].Name {
 		t.Errorf("both parts have the name %s", shop.List[0].Name)
 	}
-	for _, name := range []string{SecretName("shop"), SecretName("part-shop"), MarkerName, "posthorn-part-shop", "posthorn-part-shop-" + strings.Repeat("x", 64), "posthorn-part--" + strings.Repeat("0", 64)} {
+	for _, name := range []string{SecretName("shop"), SecretName("part-shop"), MarkerName, "posthorn-part-shop",
+		"posthorn-part-shop-" + strings.Repeat("x", 64), "posthorn-part--" + strings.Repeat("0", 64)} {
 		if namespace, ok := PartNamespaceOf(name); ok {
 			t.Errorf("PartNamespaceOf(%q) = %q, true; want false", name, namespace)
 		}

@@ -50,7 +50,8 @@ func (r SourceRef) Key() string { return r.Namespace + "/" + r.Source.Name }
 // unusable lists namespaces that exist although they have no config here: it is missing or could not
 // be loaded. Their messages are parked: neither sent nor discarded.
 func NewView(configs []Revisioned, unusable ...string) *View {
-	v := &View{namespaces: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, complete: len(unusable) == 0, suppressed: map[namespaceUser][]string{}}
+	v := &View{namespaces: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{},
+		complete: len(unusable) == 0, suppressed: map[namespaceUser][]string{}}
 	for _, namespace := range unusable {
 		v.unusable[namespace] = true
 	}

@@ -60,7 +60,8 @@ type rareEndpoint struct {
 	firstAttemptsPending, firstAttemptsSkipped int64
 }
 
-var endpointStates = []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
+var endpointStates = []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded,
+	adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
 
 // otherState is a state that this release does not know.
 const otherState = 255
@@ -143,7 +144,8 @@ func (d *destinations) replace(changed []adminapi.DestinationReport, removed []s
 // compact returns a report and its endpoints.
 func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
 	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
-	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending), nanoseconds(r.NextAttempt), r.FilterFailure}); rare != (rareDestination{}) {
+	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending),
+		nanoseconds(r.NextAttempt), r.FilterFailure}); rare != (rareDestination{}) {
 		c.rare = new(rareDestination)
 		*c.rare = rare
 	}
@@ -151,7 +153,8 @@ func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDes
 	for i := range r.Endpoints {
 		e := &r.Endpoints[i]
 		endpoints[i] = compactEndpoint{since: nanoseconds(e.Since), lastSuccess: nanoseconds(e.LastSuccess)}
-		rare := rareEndpoint{consecutiveFailures: e.ConsecutiveFailures, lastFailure: e.LastFailure, firstAttemptsPending: e.FirstAttemptsPending, firstAttemptsSkipped: e.FirstAttemptsSkipped}
+		rare := rareEndpoint{consecutiveFailures: e.ConsecutiveFailures, lastFailure: e.LastFailure, firstAttemptsPending: e.FirstAttemptsPending,
+			firstAttemptsSkipped: e.FirstAttemptsSkipped}
 		if known := slices.Index(endpointStates, e.State); known >= 0 {
 			endpoints[i].state = uint8(known)
 		} else {
@@ -167,7 +170,8 @@ func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDes
 
 func (d *destinations) equalExceptNumbers(o *destinations) bool {
 	return slices.EqualFunc(d.all, o.all, func(a, b compactDestination) bool {
-		return a.filterError() == b.filterError() && (a.destinationConfig == b.destinationConfig || reflect.DeepEqual(a.destinationConfig, b.destinationConfig))
+		return a.filterError() == b.filterError() && (a.destinationConfig == b.destinationConfig ||
+			reflect.DeepEqual(a.destinationConfig, b.destinationConfig))
 	}) && slices.EqualFunc(d.endpoints, o.endpoints, func(a, b compactEndpoint) bool {
 		return a.state == b.state && a.since == b.since && a.failure() == b.failure()
 	})

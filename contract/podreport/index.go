@@ -67,7 +67,9 @@ func (x *Index) Config(namespace string) adminapi.ConfigReport {
 	if x == nil {
 		return adminapi.ConfigReport{}
 	}
-	i, ok := slices.BinarySearchFunc(x.Configs, namespace, func(c adminapi.ConfigReport, name string) int { return strings.Compare(c.Namespace, name) })
+	i, ok := slices.BinarySearchFunc(x.Configs, namespace, func(c adminapi.ConfigReport, name string) int {
+		return strings.Compare(c.Namespace, name)
+	})
 	if !ok {
 		return adminapi.ConfigReport{}
 	}
@@ -78,7 +80,8 @@ func (x *Index) Config(namespace string) adminapi.ConfigReport {
 // times and failures of the latest calls and attempts, as they change all the time under traffic. No
 // condition depends on them. Each Index may be nil.
 func (x *Index) EqualExceptNumbers(o *Index, namespace string) bool {
-	return equalDiscards(x.Config(namespace).Discards, o.Config(namespace).Discards) && x.Namespace(namespace).equalExceptNumbers(o.Namespace(namespace))
+	return equalDiscards(x.Config(namespace).Discards, o.Config(namespace).Discards) &&
+		x.Namespace(namespace).equalExceptNumbers(o.Namespace(namespace))
 }
 
 // equalDiscards reports whether two lists of discards announce the same: they may differ in the number
@@ -104,7 +107,8 @@ func (n *NamespaceIndex) equalExceptNumbers(o *NamespaceIndex) bool {
 		return n == o
 	}
 	return n.Revision == o.Revision && reflect.DeepEqual(n.Refused, o.Refused) &&
-		reflect.DeepEqual(n.Audiences, o.Audiences) && reflect.DeepEqual(n.Deletions, o.Deletions) && reflect.DeepEqual(n.Redeliveries, o.Redeliveries) &&
+		reflect.DeepEqual(n.Audiences, o.Audiences) && reflect.DeepEqual(n.Deletions, o.Deletions) &&
+		reflect.DeepEqual(n.Redeliveries, o.Redeliveries) &&
 		maps.EqualFunc(n.Sources, o.Sources, func(a, b *adminapi.SourceReport) bool { return stateOf(a) == stateOf(b) }) &&
 		n.destinations.equalExceptNumbers(&o.destinations)
 }
@@ -129,7 +133,8 @@ func stateOf(r *adminapi.SourceReport) sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Replication: r.Replication, namespaces: map[string]*NamespaceIndex{}}
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Replication: r.Replication,
+		namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
 		before = x.namespaces

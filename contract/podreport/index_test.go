@@ -38,15 +38,18 @@ func TestMerge(t *testing.T) {
 		want    adminapi.Report
 		changed []string
 	}{
-		{"an empty delta", adminapi.Report{Cursor: "2", Delta: true, Ready: true}, adminapi.Report{Cursor: "2", Ready: true, Namespaces: full.Namespaces}, nil},
+		{"an empty delta", adminapi.Report{Cursor: "2", Delta: true, Ready: true},
+			adminapi.Report{Cursor: "2", Ready: true, Namespaces: full.Namespaces}, nil},
 		{
 			"changed, added and removed objects", adminapi.Report{Cursor: "2", Delta: true, Namespaces: []adminapi.NamespaceReport{removed}},
-			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2", adminapi.DestinationReport{Name: "y", Revision: "1"}, adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2",
+				adminapi.DestinationReport{Name: "y", Revision: "1"}, adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
 			[]string{"a"},
 		},
 		{
 			"a complete namespace", adminapi.Report{Cursor: "2", Delta: true, Namespaces: []adminapi.NamespaceReport{complete}},
-			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2", adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
+			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{namespace("a", "2",
+				adminapi.DestinationReport{Name: "z", Revision: "2"}), full.Namespaces[1]}},
 			[]string{"a"},
 		},
 		{
@@ -54,7 +57,8 @@ func TestMerge(t *testing.T) {
 			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[1], namespace("c", "1")}},
 			[]string{"a", "c"},
 		},
-		{"an equal full report", adminapi.Report{Cursor: "2", Namespaces: full.Namespaces}, adminapi.Report{Cursor: "2", Namespaces: full.Namespaces}, nil},
+		{"an equal full report", adminapi.Report{Cursor: "2", Namespaces: full.Namespaces},
+			adminapi.Report{Cursor: "2", Namespaces: full.Namespaces}, nil},
 		{
 			"another full report", adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[0], namespace("c", "1")}},
 			adminapi.Report{Cursor: "2", Namespaces: []adminapi.NamespaceReport{full.Namespaces[0], namespace("c", "1")}},

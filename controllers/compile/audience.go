@@ -20,7 +20,8 @@ var Audiences = NewKind(Definition[*v1alpha1.Audience, liveconfig.Audience]{
 	Section: "audiences",
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Audience { return &c.Audiences },
 	ID:      func(e liveconfig.Audience) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.Audience) func(*v1alpha1.Audience) (liveconfig.Audience, bool, Verdict) {
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.Audience) func(*v1alpha1.Audience) (liveconfig.Audience,
+		bool, Verdict) {
 		sources, owners := objectsOf[*v1alpha1.Source](s), keyOwners(objects)
 		return func(o *v1alpha1.Audience) (liveconfig.Audience, bool, Verdict) {
 			entry, verdict := s.audience(o, sources, owners)
@@ -34,7 +35,8 @@ var Audiences = NewKind(Definition[*v1alpha1.Audience, liveconfig.Audience]{
 // it belongs to.
 func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
 	r := newResolver(nil)
-	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.SourceRef.Name, Key: keyOf(o), Kind: string(cmp.Or(o.Spec.Type, v1alpha1.AudienceTypeAudience)), MaxRemovalPercent: 50}
+	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.SourceRef.Name, Key: keyOf(o),
+		Kind: string(cmp.Or(o.Spec.Type, v1alpha1.AudienceTypeAudience)), MaxRemovalPercent: 50}
 	if percent := o.Spec.MaxRemovalPercent; percent != nil {
 		c.MaxRemovalPercent = int(*percent)
 	}

@@ -20,7 +20,8 @@ func TestSnakeCase(t *testing.T) {
 		"Total Revenue (180 Days)": "total_revenue_180_days", "top10 buyers": "top10_buyers", "Top10Buyers": "top10_buyers",
 		"180Days": "180_days", "Top 10%": "top_10", "Q3'24": "q324", "Today's Buyers": "todays_buyers", "Today’s": "todays",
 		"  a -- b __ c.d/e  ": "a_b_c_d_e", "---": "", "": "", "🙂": "", "a🙂b": "a_b",
-		"顧客": "顧客", "Ещё Раз": "ещё_раз", "Новый Год": "новый_год", "Άλφα": "αλφα", "データ ガス": "データ_ガス", "हिन्दी भाषा": "हिन्दी_भाषा", "ไทย ที่": "ไทย_ที่", "İstanbul": "istanbul", "한국 어": "한국_어", "♥️": "", "straße": "straße", "x²": "x2",
+		"顧客": "顧客", "Ещё Раз": "ещё_раз", "Новый Год": "новый_год", "Άλφα": "αλφα", "データ ガス": "データ_ガス", "हिन्दी भाषा": "हिन्दी_भाषा",
+		"ไทย ที่": "ไทย_ที่", "İstanbul": "istanbul", "한국 어": "한국_어", "♥️": "", "straße": "straße", "x²": "x2",
 	} {
 		if got := SnakeCase(in); got != want {
 			t.Errorf("SnakeCase(%q) = %q, want %q", in, got, want)
@@ -32,7 +33,8 @@ func TestSnakeCase(t *testing.T) {
 }
 
 func audience(name string, age time.Duration, spec v1alpha1.AudienceSpec) v1alpha1.Audience {
-	return v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 2, CreationTimestamp: metav1.NewTime(time.Unix(1e9, 0).Add(-age))}, Spec: spec}
+	return v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 2,
+		CreationTimestamp: metav1.NewTime(time.Unix(1e9, 0).Add(-age))}, Spec: spec}
 }
 
 func TestAudiences(t *testing.T) {
@@ -61,7 +63,9 @@ func TestAudiences(t *testing.T) {
 	if _, _, err := liveconfig.Decode(data); err != nil {
 		t.Fatalf("the dispatcher rejects the config: %v", err)
 	}
-	if len(c.Audiences) != 8 || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int { return slices.Compare([]byte(a.Name), []byte(b.Name)) }) {
+	if len(c.Audiences) != 8 || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int {
+		return slices.Compare([]byte(a.Name), []byte(b.Name))
+	}) {
 		t.Fatalf("audiences %+v", c.Audiences)
 	}
 	for _, a := range c.Audiences {
@@ -72,7 +76,8 @@ func TestAudiences(t *testing.T) {
 			"sticky":  {v1alpha1.ReasonAccepted, "first_name"},
 			"nowhere": {v1alpha1.ReasonNoSource, ""}, "nameless": {v1alpha1.ReasonInvalidSpec, ""}, "odd": {v1alpha1.ReasonInvalidSpec, ""},
 		}[a.Name]
-		if reason, _ := v.Cause(); reason != want.reason || v.Key != want.key || a.Key != want.key || v.OK() != (want.key != "") || v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
+		if reason, _ := v.Cause(); reason != want.reason || v.Key != want.key || a.Key != want.key || v.OK() != (want.key != "") ||
+			v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
 			t.Errorf("%s: %+v %+v", a.Name, a, v)
 		}
 	}

@@ -138,7 +138,8 @@ func (b *builder) oauth2(field string, o *v1alpha1.OAuth2Authentication) *liveco
 	case v1alpha1.ClientAuthenticationBody:
 		c.SecretInBody = true
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, field+".clientAuthentication", "%q is unknown; use %s or %s", o.ClientAuthentication, v1alpha1.ClientAuthenticationHeader, v1alpha1.ClientAuthenticationBody)
+		b.add(v1alpha1.ReasonInvalidSpec, field+".clientAuthentication", "%q is unknown; use %s or %s", o.ClientAuthentication,
+			v1alpha1.ClientAuthenticationHeader, v1alpha1.ClientAuthenticationBody)
 	}
 	if len(o.Scopes) > maxScopes {
 		b.add(v1alpha1.ReasonInvalidSpec, field+".scopes", "%d scopes; at most %d are allowed", len(o.Scopes), maxScopes)

@@ -16,7 +16,8 @@ import (
 func largeNamespace(n int) Snapshot {
 	s := Snapshot{Namespace: "shop", Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"key": []byte("write-key")}}}}
 	meta := func(name string, i int) metav1.ObjectMeta {
-		return metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1, UID: types.UID(fmt.Sprintf("9c1b8f2e-0000-4000-8000-%012x", i*7919))}
+		return metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1,
+			UID: types.UID(fmt.Sprintf("9c1b8f2e-0000-4000-8000-%012x", i*7919))}
 	}
 	s.Objects = append(s.Objects, &v1alpha1.Source{ObjectMeta: meta("web", 0), Spec: v1alpha1.SourceSpec{
 		WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: "key"}}},

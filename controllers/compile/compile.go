@@ -108,7 +108,8 @@ func objectsOf[O Object](s Snapshot) []O {
 		}
 	}
 	slices.SortFunc(sorted, func(a, b O) int {
-		return cmp.Or(strings.Compare(a.GetName(), b.GetName()), a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), strings.Compare(string(a.GetUID()), string(b.GetUID())))
+		return cmp.Or(strings.Compare(a.GetName(), b.GetName()), a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time),
+			strings.Compare(string(a.GetUID()), string(b.GetUID())))
 	})
 	return slices.CompactFunc(sorted, func(a, b O) bool { return a.GetName() == b.GetName() })
 }

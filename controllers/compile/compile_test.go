@@ -245,7 +245,9 @@ func TestOneBadObjectHarmsNoOther(t *testing.T) {
 				}
 			}
 			config, verdicts := table.Compile(s)
-			if diff := cmp.Diff(want.Destinations[0], config.Destinations[slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "crm" })]); diff != "" {
+			if diff := cmp.Diff(want.Destinations[0], config.Destinations[slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool {
+				return d.Name == "crm"
+			})]); diff != "" {
 				t.Errorf("%s: the healthy destination's config changed:\n%s", name, diff)
 			}
 			if diff := cmp.Diff(wantVerdicts["destinations"]["crm"], verdicts["destinations"]["crm"]); diff != "" {
@@ -271,7 +273,8 @@ func TestRevision(t *testing.T) {
 		s := load(t, "testdata/full.in.yaml")
 		change(&s)
 		config, verdicts := table.Compile(s)
-		if config.Destinations[0].Revision != verdicts["destinations"]["crm"].Revision || config.Sources[0].Revision != verdicts["sources"]["web"].Revision {
+		if config.Destinations[0].Revision != verdicts["destinations"]["crm"].Revision ||
+			config.Sources[0].Revision != verdicts["sources"]["web"].Revision {
 			t.Error("verdict and config have different revisions")
 		}
 		return config.Sources[0].Revision, config.Destinations[0].Revision
@@ -286,7 +289,8 @@ func TestRevision(t *testing.T) {
 		{"a default spelled out", func(s *Snapshot) { yes := true; sourcesOf(s)[0].Spec.Enabled = &yes }, false, false},
 		{"content without version", func(s *Snapshot) { s.Secrets["crm"].Data["sharedSecret"] = []byte("other") }, false, false},
 		{"version of a used Secret", func(s *Snapshot) { s.Secrets["crm"] = Secret{Version: "x", Data: s.Secrets["crm"].Data} }, false, true},
-		{"version of the write key's Secret", func(s *Snapshot) { s.Secrets["web-key"] = Secret{Version: "x", Data: s.Secrets["web-key"].Data} }, true, false},
+		{"version of the write key's Secret", func(s *Snapshot) { s.Secrets["web-key"] = Secret{Version: "x", Data: s.Secrets["web-key"].Data} },
+			true, false},
 		{"an unused Secret", func(s *Snapshot) { s.Secrets["unused"] = Secret{Version: "1"} }, false, false},
 		{"a literal URL", func(s *Snapshot) { destinationsOf(s)[0].Spec.Endpoints[0].URL += "x" }, false, true},
 		{"a literal header", func(s *Snapshot) { v := "test"; destinationsOf(s)[0].Spec.Endpoints[0].Headers[0].Value = &v }, false, true},
@@ -345,7 +349,8 @@ func TestTooLarge(t *testing.T) {
 	}
 	_, verdicts := table.Compile(s)
 	got := table.tooLarge(verdicts, 2<<20, DefaultLimit, last)
-	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge, "bad": v1alpha1.ReasonInvalidURL} {
+	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge,
+		"bad": v1alpha1.ReasonInvalidURL} {
 		v := got["destinations"][name]
 		if v.Reason != want || v.Accepted != (want == v1alpha1.ReasonAccepted) {
 			t.Errorf("%s: %+v, want reason %s", name, v, want)
@@ -367,7 +372,8 @@ func TestMessagesAreBounded(t *testing.T) {
 	for range 1000 {
 		p.add(v1alpha1.ReasonNoSource, "spec", "ääääääääääääääääää")
 	}
-	if _, message := p.verdict(); len(message) > maxMessageBytes || !strings.HasSuffix(message, "…") || strings.ContainsRune(message, '\uFFFD') {
+	if _, message := p.verdict(); len(message) > maxMessageBytes || !strings.HasSuffix(message, "…") ||
+		strings.ContainsRune(message, '\uFFFD') {
 		t.Errorf("%d bytes: …%q", len(message), message[len(message)-20:])
 	}
 }
@@ -380,7 +386,8 @@ func FuzzCompileIsTotal(f *testing.F) {
 		from := &v1alpha1.ValueFromSecret{SecretKeyRef: ref}
 		s := Snapshot{
 			Namespace: "shop", Policy: Policy{CheckHost: func(string) error { return errors.New("denied") }},
-			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
+			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret,
+				corev1.TLSPrivateKeyKey: secret}}},
 			Objects: []Object{&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}, &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
 				SourceRefs: []v1alpha1.ObjectReference{{Name: name}, {Name: "a"}},
 				Endpoints: []v1alpha1.Endpoint{
@@ -388,9 +395,11 @@ func FuzzCompileIsTotal(f *testing.F) {
 					{Name: "x", URLFrom: from, Headers: []v1alpha1.Header{{Name: header, ValueFrom: from}, {Name: "X-B", Value: &header}},
 						TLS: &v1alpha1.EndpointTLS{CASecretKeyRef: &ref, ClientCertSecretRef: &v1alpha1.SecretReference{Name: "s"}}},
 				},
-				Signing:  &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.SigningType(name), SecretKeyRef: ref}, {Type: v1alpha1.HMACSHA1, SecretKeyRef: ref, PreviousSecretKeyRef: &ref}}},
-				Delivery: v1alpha1.Delivery{MaxInFlight: int32(number), Timeout: &metav1.Duration{Duration: 1}, RateLimit: &v1alpha1.RequestRateLimit{RequestsPerSecond: int32(number)}},
-				Filter:   &v1alpha1.Filter{Expression: expression, Events: []string{header}},
+				Signing: &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.SigningType(name), SecretKeyRef: ref},
+					{Type: v1alpha1.HMACSHA1, SecretKeyRef: ref, PreviousSecretKeyRef: &ref}}},
+				Delivery: v1alpha1.Delivery{MaxInFlight: int32(number), Timeout: &metav1.Duration{Duration: 1},
+					RateLimit: &v1alpha1.RequestRateLimit{RequestsPerSecond: int32(number)}},
+				Filter: &v1alpha1.Filter{Expression: expression, Events: []string{header}},
 			}}},
 		}
 		config, verdicts := table.Compile(s)
@@ -404,7 +413,8 @@ func FuzzCompileIsTotal(f *testing.F) {
 		if len(verdicts["sources"]) != 1 || len(verdicts["destinations"]) != 1 {
 			t.Fatal("an object has no verdict")
 		}
-		if text := verdicts["destinations"]["d"].Message + verdicts["sources"]["a"].Message; len(secret) > 8 && !bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
+		if text := verdicts["destinations"]["d"].Message + verdicts["sources"]["a"].Message; len(secret) > 8 &&
+			!bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
 			t.Fatalf("a message contains the secret: %s", text)
 		}
 	})

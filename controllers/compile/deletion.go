@@ -12,7 +12,8 @@ var Deletions = NewKind(Definition[*v1alpha1.DeletionRequest, liveconfig.Deletio
 	Section: "deletions",
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Deletion { return &c.Deletions },
 	ID:      func(e liveconfig.Deletion) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, _ []*v1alpha1.DeletionRequest) func(*v1alpha1.DeletionRequest) (liveconfig.Deletion, bool, Verdict) {
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts,
+		_ []*v1alpha1.DeletionRequest) func(*v1alpha1.DeletionRequest) (liveconfig.Deletion, bool, Verdict) {
 		sources := objectsOf[*v1alpha1.Source](s)
 		return func(o *v1alpha1.DeletionRequest) (liveconfig.Deletion, bool, Verdict) {
 			entry, verdict := s.deletion(o, sources)

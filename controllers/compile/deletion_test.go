@@ -25,10 +25,12 @@ func TestDeletions(t *testing.T) {
 		return out
 	}
 	started := metav1.Now()
-	ended := v1alpha1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}}
+	ended := v1alpha1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionFailed,
+		Status: metav1.ConditionTrue}}}
 	requests := []v1alpha1.DeletionRequest{
 		request("all", "1", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
-		request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1", JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
+		request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1",
+			JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
 		request("ended", "6", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
 		request("ended-suppresses", "7", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
 		request("no-user", "5", v1alpha1.DeletionRequestSpec{}),
@@ -67,7 +69,8 @@ func TestDeletions(t *testing.T) {
 		ids[d.ID] = d.Name
 	}
 	want := []string{
-		"all: Accepted, runs true, ends after 0 s", "all-again: Accepted, runs true, ends after 60 s", "ended-suppresses: Accepted, runs false, ends after 0 s",
+		"all: Accepted, runs true, ends after 0 s", "all-again: Accepted, runs true, ends after 60 s",
+		"ended-suppresses: Accepted, runs false, ends after 0 s",
 		"no-user: InvalidSpec, runs false, ends after 0 s", "some: Accepted, runs true, ends after 0 s",
 		"some-missing: NoSource, runs false, ends after 0 s", "started: Accepted, runs true, ends after 0 s",
 	}
@@ -123,7 +126,8 @@ func TestJobIDs(t *testing.T) {
 		}
 	}
 	deletion := func() *v1alpha1.DeletionRequest {
-		return &v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"}, Spec: v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1alpha1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
+		return &v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"},
+			Spec: v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1alpha1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
 	}
 	if got, want := DeletionRequestID("shop", deletion()), "456c5ce97077228cfe731700b9b7eefe"; got != want {
 		t.Errorf("the ID of a DeletionRequest is %s, want %s", got, want)

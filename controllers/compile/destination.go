@@ -24,7 +24,8 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 	Section: sectionDestinations,
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Destination { return &c.Destinations },
 	ID:      func(e liveconfig.Destination) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts,
+		objects []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
 		sources := objectsOf[*v1alpha1.Source](s)
 		if s.Memo != nil {
 			s.Memo.begin(sources)
@@ -93,7 +94,8 @@ func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
 
 // destination compiles one WebhookDestination. Sources are sorted by name, and all are the
 // destinations of the namespace. It also returns the versions of the Secrets that it has used.
-func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) destinationMemo {
+func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source,
+	all []*v1alpha1.WebhookDestination) destinationMemo {
 	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
 		Name:         o.Name,
@@ -109,7 +111,8 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	c.SourcesUnknown = b.sourcesUnknown
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
 	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted,
+		Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
 		b.apply(&v, "")
@@ -196,7 +199,8 @@ func (b *builder) endpoints(endpoints []v1alpha1.Endpoint) []liveconfig.Endpoint
 	for i := range endpoints {
 		e := &endpoints[i]
 		if e.Name == "" || slices.ContainsFunc(compiled, func(c liveconfig.Endpoint) bool { return c.Name == e.Name }) {
-			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%d].name", i), "%q is empty or not unique; give each endpoint its own name", e.Name)
+			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%d].name", i),
+				"%q is empty or not unique; give each endpoint its own name", e.Name)
 			continue
 		}
 		compiled = append(compiled, b.endpoint(fmt.Sprintf("spec.endpoints[%s]", e.Name), e))
@@ -350,7 +354,8 @@ func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 		switch s.Type {
 		case v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC:
 		default:
-			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s, %s or %s", s.Type, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC)
+			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s, %s or %s", s.Type,
+				v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC)
 			continue
 		}
 		c := liveconfig.SigningScheme{Type: string(s.Type), Format: b.hmacFormat(field+".hmac", s)}
@@ -439,7 +444,8 @@ func (b *builder) successPolicy(policy v1alpha1.SuccessPolicy) string {
 	case v1alpha1.EveryEndpoint:
 		return liveconfig.EveryEndpoint
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.successPolicy", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint, v1alpha1.EveryEndpoint)
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.successPolicy", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint,
+			v1alpha1.EveryEndpoint)
 	}
 	return liveconfig.AnyEndpoint
 }
@@ -450,18 +456,21 @@ func (b *builder) exactNumbers(format v1alpha1.NumberFormat) bool {
 	case v1alpha1.NumbersExact:
 		return true
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.body.numbers", "%q is unknown; use %s or %s", format, v1alpha1.NumbersString, v1alpha1.NumbersExact)
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.body.numbers", "%q is unknown; use %s or %s", format, v1alpha1.NumbersString,
+			v1alpha1.NumbersExact)
 	}
 	return false
 }
 
 func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 	c := liveconfig.Delivery{
-		TimeoutMS:     b.upTo(b.policy.maxTimeout(), "--max-delivery-timeout", "spec.delivery.timeout", d.Timeout, DefaultMaxTimeout, 100*time.Millisecond, liveconfig.MaxTimeout),
-		RetryWindowMS: b.upTo(b.policy.maxRetryWindow(), "--max-retry-window", "spec.delivery.retry.window", d.Retry.Window, DefaultMaxRetryWindow, time.Second, liveconfig.MaxRetryWindow),
-		MinBackoffMS:  b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
-		MaxBackoffMS:  b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
-		MaxInFlight:   64,
+		TimeoutMS: b.upTo(b.policy.maxTimeout(), "--max-delivery-timeout", "spec.delivery.timeout", d.Timeout, DefaultMaxTimeout,
+			100*time.Millisecond, liveconfig.MaxTimeout),
+		RetryWindowMS: b.upTo(b.policy.maxRetryWindow(), "--max-retry-window", "spec.delivery.retry.window", d.Retry.Window,
+			DefaultMaxRetryWindow, time.Second, liveconfig.MaxRetryWindow),
+		MinBackoffMS: b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
+		MaxBackoffMS: b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
+		MaxInFlight:  64,
 
 		RetryStatusCodes: b.statusCodes(d.Retry.StatusCodes),
 	}

@@ -67,7 +67,8 @@ func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 			if o.Spec.Filter == nil || o.Spec.Filter.Expression == "" {
 				continue
 			}
-			x := &filterExpression{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time, text: o.Spec.Filter.Expression, accepted: isAccepted(o)}
+			x := &filterExpression{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time,
+				text: o.Spec.Filter.Expression, accepted: isAccepted(o)}
 			if last := before[x.name]; last != nil && last.uid == x.uid && last.generation == x.generation && last.text == x.text {
 				changed = changed || x.accepted && !last.accepted
 				x.size, x.accepted = last.size, x.accepted || last.accepted

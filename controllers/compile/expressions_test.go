@@ -27,7 +27,8 @@ func filtered(name, filter string, minute int) *v1alpha1.WebhookDestination {
 }
 
 func accepted(d *v1alpha1.WebhookDestination, generation int64) {
-	d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, ObservedGeneration: generation}}
+	d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted,
+		ObservedGeneration: generation}}
 }
 
 // inNamespaces returns destinations as the argument of Set, for each namespace.
@@ -66,7 +67,8 @@ func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, obj
 			continue
 		}
 		names += d.Name
-		if v.Accepted || d.State != liveconfig.Paused || d.PausedReason != v1alpha1.ReasonExpressionBudget || d.Filter.Expression != "" || v.Revision != d.Revision {
+		if v.Accepted || d.State != liveconfig.Paused || d.PausedReason != v1alpha1.ReasonExpressionBudget || d.Filter.Expression != "" ||
+			v.Revision != d.Revision {
 			t.Errorf("%s is refused: got %+v, verdict %+v; want it paused, without the expression", d.Name, d, v)
 		}
 	}
@@ -120,7 +122,8 @@ func TestTheBudgetOfAllNamespaces(t *testing.T) {
 	list := func(d ...*v1alpha1.WebhookDestination) []*v1alpha1.WebhookDestination { return d }
 	kept, older, newer := filtered("kept", thousand, 9), filtered("older", thousand, 1), filtered("newer", thousand, 2)
 	accepted(kept, 1)
-	of := map[string][]*v1alpha1.WebhookDestination{"a": list(newer), "b": list(older), "c": list(kept), "d": list(filtered("broken", "call.a ==", 0))}
+	of := map[string][]*v1alpha1.WebhookDestination{"a": list(newer), "b": list(older), "c": list(kept),
+		"d": list(filtered("broken", "call.a ==", 0))}
 	var e Expressions
 	over := func(step, want string, again ...string) {
 		t.Helper()

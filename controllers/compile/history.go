@@ -182,7 +182,8 @@ func (h History) HeadBytes(exact bool, present Present, d Dispatchers, now time.
 
 // Settled reports whether nothing changes in the head or in Verified without a change of an object.
 func (h History) Settled(d Dispatchers, now time.Time) bool {
-	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared) && !h.removable(d)
+	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared) &&
+		!h.removable(d)
 }
 
 // Confirmed reports whether every pod, ready or not, has applied the last config.
@@ -312,7 +313,8 @@ func expired(k liveconfig.ReservedKey, now time.Time) bool {
 // object's data. A parked object gets one if its deletion is certain, because the history since its
 // last config is unbroken, or after liveconfig.ParkingTime. An object that is missing with its kind gets none: it is
 // not deleted, and the next history begins without it.
-func (h History) Next(revision string, present Present, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head, changed bool) {
+func (h History) Next(revision string, present Present, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head,
+	changed bool) {
 	head = liveconfig.Head{
 		Version: liveconfig.HeadVersion, Number: h.Head.Number, Since: h.Head.Since, Revision: revision,
 		UIDs: present.UIDs, Kinds: h.kinds(present), Tombstones: h.tombstones(present, d, now, grace), Reserved: present.Reserved,
@@ -371,7 +373,8 @@ func (t Table) Existing(objects []Object) map[liveconfig.Ref]string {
 	existing := map[liveconfig.Ref]string{}
 	for _, o := range objects {
 		for _, k := range t {
-			if k.is(o) && slices.Contains([]string{liveconfig.SectionSources, liveconfig.SectionDestinations, liveconfig.SectionAudiences}, k.Section) {
+			if k.is(o) && slices.Contains([]string{liveconfig.SectionSources, liveconfig.SectionDestinations, liveconfig.SectionAudiences},
+				k.Section) {
 				existing[liveconfig.Ref{Section: k.Section, Name: o.GetName()}] = string(o.GetUID())
 			}
 		}

@@ -78,11 +78,13 @@ func TestNextHead(t *testing.T) {
 		tombstones []liveconfig.Tombstone
 		kept       map[string]string // The kinds of the head.
 	}{
-		"nothing changed":                 {existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
-		"another revision":                {revision: "r2", existing: uids},
-		"another UID":                     {existing: map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}},
-		"kind not served":                 {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds(""), since: -1, kept: map[string]string{"sources": "s"}},
-		"kind replaced":                   {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds("k2"), since: -1, kept: map[string]string{"sources": "s"}},
+		"nothing changed":  {existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"another revision": {revision: "r2", existing: uids},
+		"another UID":      {existing: map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}},
+		"kind not served": {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds(""), since: -1,
+			kept: map[string]string{"sources": "s"}},
+		"kind replaced": {head: ofKinds(last, "k1"), existing: onlyWeb, kinds: kinds("k2"), since: -1,
+			kept: map[string]string{"sources": "s"}},
 		"kind replaced, object restored":  {head: ofKinds(last, "k1"), existing: restored, kinds: kinds("k2"), kept: kinds("k2")},
 		"kind replaced, cache is older":   {head: ofKinds(last, "k1"), existing: uids, kinds: kinds("k2"), unchanged: true},
 		"kind not served, unknown before": {existing: onlyWeb, kinds: kinds(""), since: -1, kept: map[string]string{"sources": "s"}},
@@ -94,37 +96,53 @@ func TestNextHead(t *testing.T) {
 		"object deleted":                  {revision: "r2", existing: onlyWeb, tombstones: []liveconfig.Tombstone{deleted}},
 		"a pod has a newer config":        {existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number + 5)}, since: -1},
 		"object missing after a restore":  {existing: onlyWeb, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
-		"tombstone from a backup":         {head: buried(last, tombstone(refERP, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
-		"a pod is ahead of the clock":     {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
-		"last config unknown":             {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
-		"without a number":                {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
+		"tombstone from a backup": {head: buried(last, tombstone(refERP, 0)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"a pod is ahead of the clock": {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
+		"last config unknown":         {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
+		"without a number":            {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
 
-		"parked, deletion certain":   {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
-		"parked, history incomplete": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 6*24*time.Hour))}, unchanged: true},
-		"parked for a week":          {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 7*24*time.Hour))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"parked, deletion certain": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))},
+			tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"parked, history incomplete": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 6*24*time.Hour))},
+			unchanged: true},
+		"parked for a week": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 7*24*time.Hour))},
+			tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
 		"parked by a restored Secret": {existing: uids, since: -1,
 			pods: []adminapi.ConfigReport{pod(number+5, parks(refERP, number+5, 0))}},
 		"parked and existing": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refCRM, 100, 0))}, unchanged: true},
 
-		"first change, all pods compared":     {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}},
-		"first change, no pods":               {restart: true, revision: "r2", existing: uids, since: -1},
-		"first change, a silent pod":          {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, silent: true, since: -1},
-		"first change, an unready pod":        {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unready: []adminapi.ConfigReport{pod(number - 1)}},
-		"first change, an unheard pod":        {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unheard: true, since: -1},
-		"no change, no pods":                  {restart: true, existing: uids, unchanged: true},
-		"parked, not verified":                {restart: true, existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, unheard: true, unchanged: true},
-		"an unready pod has a newer config":   {existing: uids, unready: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
-		"parked in an unready pod":            {existing: uids, unready: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
-		"unready pods do not confirm":         {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, unready: []adminapi.ConfigReport{pod(number)}, unchanged: true},
-		"unready pods do not prevent removal": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unready: []adminapi.ConfigReport{pod(number - 1)}},
+		"first change, all pods compared": {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}},
+		"first change, no pods":           {restart: true, revision: "r2", existing: uids, since: -1},
+		"first change, a silent pod": {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)},
+			silent: true, since: -1},
+		"first change, an unready pod": {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)},
+			unready: []adminapi.ConfigReport{pod(number - 1)}},
+		"first change, an unheard pod": {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)},
+			unheard: true, since: -1},
+		"no change, no pods": {restart: true, existing: uids, unchanged: true},
+		"parked, not verified": {restart: true, existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))},
+			unheard: true, unchanged: true},
+		"an unready pod has a newer config": {existing: uids, unready: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"parked in an unready pod": {existing: uids, unready: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))},
+			tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"unready pods do not confirm": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids,
+			unready: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"unready pods do not prevent removal": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number)}, unready: []adminapi.ConfigReport{pod(number - 1)}},
 
-		"tombstone within the grace":     {head: buried(last, tombstone(refERP, 9*time.Minute)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
-		"tombstone confirmed":            {head: buried(last, tombstone(refERP, 10*time.Minute)), existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number)}},
+		"tombstone within the grace": {head: buried(last, tombstone(refERP, 9*time.Minute)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"tombstone confirmed": {head: buried(last, tombstone(refERP, 10*time.Minute)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number), pod(number)}},
 		"tombstone of a restored object": {head: buried(last, tombstone(refCRM, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}},
-		"a pod has not confirmed":        {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number - 1)}, unchanged: true},
-		"a pod has data":                 {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number, drains)}, unchanged: true},
-		"a pod does not answer":          {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, silent: true, unchanged: true},
-		"no pods":                        {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, unchanged: true},
+		"a pod has not confirmed": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number), pod(number - 1)}, unchanged: true},
+		"a pod has data": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number, drains)}, unchanged: true},
+		"a pod does not answer": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids,
+			pods: []adminapi.ConfigReport{pod(number)}, silent: true, unchanged: true},
+		"no pods": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, unchanged: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if c.head.Revision == "" {
@@ -153,7 +171,8 @@ func TestNextHead(t *testing.T) {
 				}
 				return
 			}
-			want := liveconfig.Head{Version: liveconfig.HeadVersion, Number: c.number, Since: c.since, Revision: c.revision, UIDs: c.existing, Kinds: c.kept, Tombstones: c.tombstones}
+			want := liveconfig.Head{Version: liveconfig.HeadVersion, Number: c.number, Since: c.since, Revision: c.revision, UIDs: c.existing,
+				Kinds: c.kept, Tombstones: c.tombstones}
 			if want.Number == 0 {
 				want.Number = now.UnixMilli()
 			}
@@ -204,7 +223,8 @@ func TestReservedWriteKeys(t *testing.T) {
 		return liveconfig.Head{Number: number, Reserved: keys}
 	}
 	const day = 24 * time.Hour
-	pod := DispatchersOf(Reports{Ready: []adminapi.ConfigReport{{Number: 5, Reserved: []adminapi.ReservedKey{{SHA256: "pod", RemovedAt: now.Add(-day)}, {SHA256: "old", RemovedAt: now.Add(-8 * day)}}}}})
+	pod := DispatchersOf(Reports{Ready: []adminapi.ConfigReport{{Number: 5,
+		Reserved: []adminapi.ReservedKey{{SHA256: "pod", RemovedAt: now.Add(-day)}, {SHA256: "old", RemovedAt: now.Add(-8 * day)}}}}})
 	known := func(c liveconfig.Config, h liveconfig.Head) History {
 		history := HistoryOf(liveconfig.Revisioned{Config: c, Head: h})
 		history.Verified = true
@@ -221,15 +241,18 @@ func TestReservedWriteKeys(t *testing.T) {
 		released string
 		want     []liveconfig.ReservedKey
 	}{
-		"in effect":                {history: known(config("a"), head(5)), next: config("a")},
-		"removed":                  {history: known(config("b", "a"), head(5)), next: config("b"), want: []liveconfig.ReservedKey{key("a", 0)}},
-		"removed with its Source":  {history: known(config("a"), head(5)), want: []liveconfig.ReservedKey{key("a", 0)}},
-		"reserved before":          {history: known(config(), head(5, key("a", 6*day), key("b", 7*day))), want: []liveconfig.ReservedKey{key("a", 6*day)}},
-		"removed again":            {history: known(config("a"), head(5)), pods: pod, want: []liveconfig.ReservedKey{key("a", 0)}},
-		"in effect again":          {history: known(config(), head(5, key("a", day))), next: config("a")},
-		"released":                 {history: known(config("b"), head(5, key("a", day))), released: "a", want: []liveconfig.ReservedKey{key("b", 0)}},
-		"the config is lost":       {pods: pod, want: []liveconfig.ReservedKey{key("pod", day)}},
-		"the config is a backup":   {history: known(config("a"), head(4)), next: config("a"), pods: pod, want: []liveconfig.ReservedKey{key("pod", day)}},
+		"in effect":               {history: known(config("a"), head(5)), next: config("a")},
+		"removed":                 {history: known(config("b", "a"), head(5)), next: config("b"), want: []liveconfig.ReservedKey{key("a", 0)}},
+		"removed with its Source": {history: known(config("a"), head(5)), want: []liveconfig.ReservedKey{key("a", 0)}},
+		"reserved before": {history: known(config(), head(5, key("a", 6*day), key("b", 7*day))),
+			want: []liveconfig.ReservedKey{key("a", 6*day)}},
+		"removed again":   {history: known(config("a"), head(5)), pods: pod, want: []liveconfig.ReservedKey{key("a", 0)}},
+		"in effect again": {history: known(config(), head(5, key("a", day))), next: config("a")},
+		"released": {history: known(config("b"), head(5, key("a", day))), released: "a",
+			want: []liveconfig.ReservedKey{key("b", 0)}},
+		"the config is lost": {pods: pod, want: []liveconfig.ReservedKey{key("pod", day)}},
+		"the config is a backup": {history: known(config("a"), head(4)), next: config("a"), pods: pod,
+			want: []liveconfig.ReservedKey{key("pod", day)}},
 		"a pod knows a key in use": {next: config("pod"), pods: pod},
 		"more than the bound":      {history: known(config("new"), head(5, append(many, key("oldest", day))...)), want: append(slices.Clone(many[:liveconfig.MaxReservedKeys-1]), key("new", 0))},
 	} {

@@ -44,9 +44,10 @@ func targetOf(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination
 	if o.Spec.DeadLetters.ForwardTo == nil {
 		return targetVersion{}
 	}
-	i, ok := slices.BinarySearchFunc(all, o.Spec.DeadLetters.ForwardTo.DestinationRef.Name, func(d *v1alpha1.WebhookDestination, name string) int {
-		return strings.Compare(d.Name, name)
-	})
+	i, ok := slices.BinarySearchFunc(all, o.Spec.DeadLetters.ForwardTo.DestinationRef.Name,
+		func(d *v1alpha1.WebhookDestination, name string) int {
+			return strings.Compare(d.Name, name)
+		})
 	if !ok {
 		return targetVersion{}
 	}
@@ -67,7 +68,8 @@ func (m *Memo) begin(sources []*v1alpha1.Source) {
 
 // destination returns the result for a destination, which it compiles if an input has changed.
 // The API server raises the generation with every change of the spec.
-func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) destinationMemo {
+func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source,
+	all []*v1alpha1.WebhookDestination) destinationMemo {
 	if m == nil || o.UID == "" || o.Generation == 0 {
 		return s.destination(o, sources, all)
 	}

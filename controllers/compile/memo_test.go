@@ -41,7 +41,8 @@ func TestMemo(t *testing.T) {
 		{"a restored Secret", func() { s.Secrets["destination-00005"] = s.Secrets["destination-00004"] }, 1},
 		{"a forward target that does not exist", func() {
 			edit(6, func(d *v1alpha1.WebhookDestination) {
-				d.Generation, d.Spec.DeadLetters.ForwardTo = 2, &v1alpha1.ForwardTo{DestinationRef: v1alpha1.ObjectReference{Name: "destination-00007x"}}
+				d.Generation, d.Spec.DeadLetters.ForwardTo = 2,
+					&v1alpha1.ForwardTo{DestinationRef: v1alpha1.ObjectReference{Name: "destination-00007x"}}
 			})
 		}, 1},
 		{"its creation", func() {

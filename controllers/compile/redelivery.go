@@ -23,7 +23,8 @@ var Redeliveries = NewKind(Definition[*v1alpha1.Redelivery, liveconfig.Redeliver
 	Section: "redeliveries",
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Redelivery { return &c.Redeliveries },
 	ID:      func(e liveconfig.Redelivery) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.Redelivery) func(*v1alpha1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts,
+		objects []*v1alpha1.Redelivery) func(*v1alpha1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
 		destinations := objectsOf[*v1alpha1.WebhookDestination](s)
 		waits := waitingRedeliveries(objects, destinations)
 		return func(o *v1alpha1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {

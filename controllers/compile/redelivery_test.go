@@ -19,8 +19,9 @@ var redeliveryStart = metav1.NewTime(time.Unix(1_800_000_000, 0))
 // redeliveryOf returns a Redelivery; a larger number is younger.
 func redeliveryOf(number int, destination string, change ...func(*v1alpha1.Redelivery)) v1alpha1.Redelivery {
 	o := v1alpha1.Redelivery{
-		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("r", number), UID: types.UID(fmt.Sprint(number)), Generation: 3, CreationTimestamp: metav1.NewTime(time.Unix(int64(1e9+number), 0))},
-		Spec:       v1alpha1.RedeliverySpec{DestinationRef: v1alpha1.ObjectReference{Name: destination}, Rate: 100},
+		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("r", number), UID: types.UID(fmt.Sprint(number)), Generation: 3,
+			CreationTimestamp: metav1.NewTime(time.Unix(int64(1e9+number), 0))},
+		Spec: v1alpha1.RedeliverySpec{DestinationRef: v1alpha1.ObjectReference{Name: destination}, Rate: 100},
 	}
 	for _, c := range change {
 		c(&o)
@@ -40,7 +41,8 @@ func ended(o *v1alpha1.Redelivery) {
 
 // compileRedeliveries compiles Redeliveries in a namespace with these destinations, and
 // checks the invariants of every result.
-func compileRedeliveries(t *testing.T, destinations []string, objects ...v1alpha1.Redelivery) ([]liveconfig.Redelivery, map[string]Verdict) {
+func compileRedeliveries(t *testing.T, destinations []string, objects ...v1alpha1.Redelivery) ([]liveconfig.Redelivery,
+	map[string]Verdict) {
 	t.Helper()
 	s := Snapshot{Namespace: "shop", Objects: pointers(objects...)}
 	for _, name := range destinations {
@@ -126,7 +128,8 @@ func TestRedeliveryWithoutDestination(t *testing.T) {
 	if diff := cmp.Diff([]string{"r3"}, names); diff != "" {
 		t.Errorf("names in the config; a run that has started continues (-want +got):\n%s", diff)
 	}
-	for name, want := range map[string]string{"r1": v1alpha1.ReasonDestinationNotFound, "r2": v1alpha1.ReasonInvalidSpec, "r3": v1alpha1.ReasonAccepted} {
+	for name, want := range map[string]string{"r1": v1alpha1.ReasonDestinationNotFound, "r2": v1alpha1.ReasonInvalidSpec,
+		"r3": v1alpha1.ReasonAccepted} {
 		v := verdicts[name]
 		if reason, _ := v.Cause(); reason != want {
 			t.Errorf("%s: got reason %s, want %s", name, reason, want)
@@ -155,11 +158,13 @@ func TestRedeliveryLimits(t *testing.T) {
 		},
 		"after the end": {[]v1alpha1.Redelivery{redeliveryOf(1, "a", ended), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},
 		"four at a time": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "b"), redeliveryOf(3, "c"), redeliveryOf(4, "d"), redeliveryOf(5, "e")}, []string{"r1", "r2", "r3", "r4"},
+			[]v1alpha1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "b"), redeliveryOf(3, "c"), redeliveryOf(4, "d"), redeliveryOf(5, "e")},
+			[]string{"r1", "r2", "r3", "r4"},
 			map[string]string{"r5": "4 other Redeliveries of this namespace run"},
 		},
 		"the sum of the rates": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a", rate(6000)), redeliveryOf(2, "b", rate(6000)), redeliveryOf(3, "c", rate(4000))}, []string{"r1", "r3"},
+			[]v1alpha1.Redelivery{redeliveryOf(1, "a", rate(6000)), redeliveryOf(2, "b", rate(6000)), redeliveryOf(3, "c", rate(4000))},
+			[]string{"r1", "r3"},
 			map[string]string{"r2": "with the Redeliveries of this namespace that run, spec.rate would exceed 10000 dead letters a second"},
 		},
 		"a missing destination": {[]v1alpha1.Redelivery{redeliveryOf(1, "none"), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},

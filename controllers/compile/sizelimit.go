@@ -69,7 +69,8 @@ func (l Limit) String() string {
 // If that is not sufficient, the last config remains in effect. If there is none, Chunks is empty and
 // not nil: an invalid config, so that the dispatchers answer 503 to calls. Encode calls last only if
 // necessary; last returns false if there is no last config.
-func (t Table) Encode(m *Memo, c liveconfig.Config, v Verdicts, limit Limit, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
+func (t Table) Encode(m *Memo, c liveconfig.Config, v Verdicts, limit Limit,
+	last func() (liveconfig.Config, bool, error)) (Encoded, error) {
 	chunks, revision, err := m.encode(c)
 	if err != nil {
 		return Encoded{}, err
@@ -95,13 +96,15 @@ func (t Table) encode(m *Memo, e Encoded, limit Limit, headBytes int, last func(
 	case exists:
 		return Encoded{Config: before, Verdicts: t.tooLarge(e.Verdicts, e.Chunks.Len(), limit, before), TooLarge: true}, nil
 	}
-	return Encoded{Verdicts: t.tooLarge(e.Verdicts, e.Chunks.Len(), limit, before), Chunks: liveconfig.Chunks{}, Revision: "none", TooLarge: true}, nil
+	return Encoded{Verdicts: t.tooLarge(e.Verdicts, e.Chunks.Len(), limit, before), Chunks: liveconfig.Chunks{}, Revision: "none",
+		TooLarge: true}, nil
 }
 
 // EncodeWithHead is Encode for a config whose head is in the same Secret, or in the root of the parts.
 // headBytes returns the size of the head after a history, see History.HeadBytes. To avoid evictions, EncodeWithHead
 // omits the routes of deleted destinations; it returns the history that the head must be made from.
-func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit Limit, h History, headBytes func(h History, exact bool) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
+func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit Limit, h History,
+	headBytes func(h History, exact bool) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
 	chunks, revision, err := m.encode(c)
 	if err != nil {
 		return Encoded{}, h, err

@@ -131,7 +131,8 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
 		t.Errorf("destinations of the Source (-want +got):\n%s", diff)
 	}
-	if v := e.Verdicts["destinations"]["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") || !strings.Contains(v.Message, "remove") {
+	if v := e.Verdicts["destinations"]["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") ||
+		!strings.Contains(v.Message, "remove") {
 		t.Errorf("%+v", v)
 	}
 	again := encode(t, s, nil)
@@ -240,7 +241,8 @@ func TestEncodeWithHead(t *testing.T) {
 	uids := map[liveconfig.Ref]string{}
 	for i := range 300 {
 		name := fmt.Sprint("d", i)
-		deleted.Destinations = append(deleted.Destinations, liveconfig.Destination{Name: name, Filter: &liveconfig.Filter{Events: []string{text()}}})
+		deleted.Destinations = append(deleted.Destinations,
+			liveconfig.Destination{Name: name, Filter: &liveconfig.Filter{Events: []string{text()}}})
 		uids[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name}] = text()
 	}
 	withHeadOf := func(r liveconfig.Revisioned) (h History, size func(History, bool) (int, error)) {
@@ -271,7 +273,8 @@ func TestEncodeWithHead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			limit := len(data) + c.spare
-			encoded, history, err := table.EncodeWithHead(nil, config, verdicts, Limit{SecretBytes: limit}, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+			encoded, history, err := table.EncodeWithHead(nil, config, verdicts, Limit{SecretBytes: limit}, c.history, c.size,
+				func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 			if err != nil || encoded.Chunks == nil || encoded.TooLarge != c.tooLarge {
 				t.Fatalf("error %v, %d bytes, too large: got %t, want %t", err, encoded.Chunks.Len(), encoded.TooLarge, c.tooLarge)
 			}

@@ -25,7 +25,8 @@ var Sources = NewKind(Definition[*v1alpha1.Source, liveconfig.Source]{
 	Section: sectionSources,
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Source { return &c.Sources },
 	ID:      func(e liveconfig.Source) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, c liveconfig.Config, v Verdicts, objects []*v1alpha1.Source) func(*v1alpha1.Source) (liveconfig.Source, bool, Verdict) {
+	Compiler: func(s Snapshot, c liveconfig.Config, v Verdicts, objects []*v1alpha1.Source) func(*v1alpha1.Source) (liveconfig.Source,
+		bool, Verdict) {
 		owners, receivers := s.writeKeyOwners(objects), receiversOf(c, v)
 		return func(o *v1alpha1.Source) (liveconfig.Source, bool, Verdict) {
 			entry, verdict := s.source(o, owners)

@@ -39,7 +39,8 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 			return password
 		},
 		"oauth2": func(b *builder) string {
-			if c := b.oauth2("spec", &v1alpha1.OAuth2Authentication{TokenURL: "https://t.example", ClientID: "c", ClientSecretKeyRef: ref}); c != nil {
+			if c := b.oauth2("spec", &v1alpha1.OAuth2Authentication{TokenURL: "https://t.example", ClientID: "c",
+				ClientSecretKeyRef: ref}); c != nil {
 				return c.ClientSecret.Reveal()
 			}
 			return ""
@@ -71,7 +72,8 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 		for _, end := range []string{"\n", "\r\n", "\n\n", "\r\n\r\n", "\r"} {
 			got, b := run(plain + end)
 			check.Equal(t, name+" with a line break at its end", got, want)
-			if len(b.problems) > 0 || len(b.notes) == 0 || !strings.Contains(b.notes[0], "ends with a line break, which is not used") || strings.Contains(strings.Join(b.notes, ""), "canary") {
+			if len(b.problems) > 0 || len(b.notes) == 0 || !strings.Contains(b.notes[0], "ends with a line break, which is not used") ||
+				strings.Contains(strings.Join(b.notes, ""), "canary") {
 				t.Errorf("%s with %q: problems %v, notes %v", name, end, b.problems, b.notes)
 			}
 		}

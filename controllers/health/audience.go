@@ -47,7 +47,8 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 		kept := old.Status.DeepCopy()
 		s.Members, s.LastSync = kept.Members, kept.LastSync
 	} else if synced := !owner.LastSync.IsZero(); synced || owner.Unsent > 0 {
-		s.LastSync = &v1alpha1.AudienceSync{Time: observed.Optional(owner.LastSync), Added: owner.Added, Removed: owner.Removed, Changed: owner.Changed, Pending: owner.Unsent}
+		s.LastSync = &v1alpha1.AudienceSync{Time: observed.Optional(owner.LastSync), Added: owner.Added, Removed: owner.Removed,
+			Changed: owner.Changed, Pending: owner.Unsent}
 		if synced {
 			s.Members = &owner.Members
 		}
@@ -75,7 +76,8 @@ func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	case owner.LastRefused.After(owner.LastSync):
-		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+compile.Truncate(owner.Refusal, maxQuotedBytes))
+		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused,
+			"the latest sync was rejected and changed nothing: "+compile.Truncate(owner.Refusal, maxQuotedBytes))
 	case owner.Unsent > 0: // This includes calls of a sync with another key, kind or Source, which has no numbers.
 		message := fmt.Sprintf("the last sync was accepted; %s not queued yet", plural.Count(owner.Unsent, "identify call"))
 		if owner.Waits != "" {

@@ -19,13 +19,15 @@ import (
 
 func TestAudience(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
-	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r", Key: "shoppers"}
+	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r",
+		Key: "shoppers"}
 	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	pods := func(owner adminapi.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
 		other := adminapi.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
 		report := func(a adminapi.AudienceReport) *podreport.Index {
-			return podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}})
+			return podreport.NewIndex(adminapi.Report{Ready: true,
+				Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}})
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}
@@ -40,12 +42,16 @@ func TestAudience(t *testing.T) {
 		members int64
 	}{
 		{"before the first sync", accepted, pods(adminapi.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
-		{"synced", accepted, pods(adminapi.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"synced", accepted, pods(adminapi.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue,
+			v1alpha1.ReasonSynced, true, 7},
 		{"sending", accepted, pods(adminapi.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
-		{"sending the calls of a sync with another key", accepted, pods(adminapi.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
+		{"sending the calls of a sync with another key", accepted, pods(adminapi.AudienceReport{Unsent: 2, Waits: "storage is filling up"}),
+			metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
 		{"refused", accepted, pods(adminapi.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
-		{"refused before", accepted, pods(adminapi.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
-		{"paused", paused, pods(adminapi.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
+		{"refused before", accepted, pods(adminapi.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}),
+			metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"paused", paused, pods(adminapi.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse,
+			v1alpha1.ReasonUnresolvedRefs, false, 7},
 		{"no pod", accepted, nil, metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, false, -1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -61,7 +67,8 @@ func TestAudience(t *testing.T) {
 			if c.reason == v1alpha1.ReasonSyncRefused && !strings.Contains(synced.Message, "line 7") {
 				t.Errorf("message %q", synced.Message)
 			}
-			if c.reason == v1alpha1.ReasonSending && (!strings.Contains(synced.Message, "2 identify calls not queued yet: storage is filling up") || a.Status.LastSync.Pending != 2) {
+			if c.reason == v1alpha1.ReasonSending && (!strings.Contains(synced.Message, "2 identify calls not queued yet: storage is filling up") ||
+				a.Status.LastSync.Pending != 2) {
 				t.Errorf("message %q, lastSync %+v", synced.Message, a.Status.LastSync)
 			}
 			if ready := meta.IsStatusConditionTrue(a.Status.Conditions, v1alpha1.ConditionReady); ready != c.ready {
@@ -79,7 +86,8 @@ func TestAudience(t *testing.T) {
 	a := audience
 	a.Status = Audience(a, accepted, "shop", pods(adminapi.AudienceReport{Members: 7, LastSync: now}), now)
 	gone := Audience(a, accepted, "shop", nil, now)
-	if gone.Members == nil || *gone.Members != 7 || meta.FindStatusCondition(gone.Conditions, v1alpha1.ConditionSynced).Reason != v1alpha1.ReasonSynced {
+	if gone.Members == nil || *gone.Members != 7 || meta.FindStatusCondition(gone.Conditions,
+		v1alpha1.ConditionSynced).Reason != v1alpha1.ReasonSynced {
 		t.Errorf("without pods: %+v", gone)
 	}
 	more := pods(adminapi.AudienceReport{Members: 8, LastSync: now.Add(time.Second)})

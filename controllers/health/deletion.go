@@ -30,7 +30,8 @@ var DeletionRequests = NewKind(Definition[v1alpha1.DeletionRequest, v1alpha1.Del
 // DeletionRequest returns the status of a DeletionRequest, from the compiler's verdict
 // v and the reports of the ready dispatcher pods. One pod, the owner, sends the
 // notifications. Every change of a notification is a transition.
-func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.DeletionRequestStatus {
+func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod,
+	now time.Time) v1alpha1.DeletionRequestStatus {
 	s := *old.Status.DeepCopy()
 	if v1alpha1.JobEnded(s.JobStatus) {
 		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)

@@ -30,10 +30,12 @@ func TestDeletionRequest(t *testing.T) {
 			if owner {
 				d.Started = started
 				for i, state := range states {
-					d.Notifications = append(d.Notifications, adminapi.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state, Time: started.Add(time.Duration(i) * time.Second)})
+					d.Notifications = append(d.Notifications, adminapi.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state,
+						Time: started.Add(time.Duration(i) * time.Second)})
 				}
 			}
-			return podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{d}}}})
+			return podreport.NewIndex(adminapi.Report{Ready: true,
+				Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{d}}}})
 		}
 		return []Pod{{Name: "a", Report: report(true)}, {Name: "b", Report: report(false)}}
 	}
@@ -69,7 +71,8 @@ func TestDeletionRequest(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := request
-			d.Status.Conditions = []metav1.Condition{{Type: "Foreign", Status: metav1.ConditionTrue, Reason: "Kept", LastTransitionTime: metav1.NewTime(now)}}
+			d.Status.Conditions = []metav1.Condition{{Type: "Foreign", Status: metav1.ConditionTrue, Reason: "Kept",
+				LastTransitionTime: metav1.NewTime(now)}}
 			d.Status = DeletionRequest(d, c.verdict, "shop", c.pods, now)
 			if got := jobSummary(t, d.Status.JobStatus, d.Generation); got != c.want {
 				t.Errorf("conditions %q, want %q", got, c.want)
@@ -113,7 +116,8 @@ func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
 		t.Errorf("observedGeneration %d, want %d", s.ObservedGeneration, generation)
 	}
 	var are []string
-	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady, v1alpha1.ConditionStalled} {
+	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed,
+		v1alpha1.ConditionReady, v1alpha1.ConditionStalled} {
 		c := meta.FindStatusCondition(s.Conditions, conditionType)
 		switch {
 		case c == nil && conditionType == v1alpha1.ConditionStalled:
@@ -155,7 +159,9 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 		if owner {
 			r.Started, r.Completed = now, true
 		}
-		return Pod{Name: name, Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{r}}}})}
+		return Pod{Name: name,
+			Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop",
+				Deletions: []adminapi.DeletionReport{r}}}})}
 	}
 	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {

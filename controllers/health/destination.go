@@ -66,7 +66,8 @@ var destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
 // A paused destination is in the config, so Programmed can be True; Ready is False
 // with the reason of Accepted or ResolvedRefs. Under AnyEndpoint, Delivering is True
 // while one endpoint accepts messages; its message names those that fail.
-func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.WebhookDestinationStatus {
+func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod,
+	now time.Time) v1alpha1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationReports)
 	f.discardAhead = discardAheadOfDestination(pods, namespace, old.Name)

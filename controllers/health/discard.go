@@ -47,7 +47,8 @@ func discardAheadOfDestination(pods []Pod, namespace, name string) string {
 // selects the discards of the object: it calls add with each and the name of the other object. As for
 // conditions, the last report of a pod that is absent or silent counts until it is outdated. Package why
 // recognizes the first words.
-func announcement(pods []Pod, namespace string, of func(all []adminapi.Discard, add func(adminapi.Discard, string)), relation, kind string) string {
+func announcement(pods []Pod, namespace string, of func(all []adminapi.Discard, add func(adminapi.Discard, string)), relation,
+	kind string) string {
 	var others []string
 	var at time.Time
 	for _, pod := range pods {

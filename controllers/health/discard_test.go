@@ -18,8 +18,10 @@ import (
 func discarding(name string, list ...adminapi.Discard) Pod {
 	p := runs(name, healthy("a"))
 	next, _ := p.Report.Merge(adminapi.Report{
-		Pod: name, Ready: true, Delta: true, Configs: []adminapi.ConfigReport{{Namespace: "other", Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Messages: 1, At: at(0)}}}, {Namespace: namespace, Discards: list}},
-		Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "web", Generation: 4, Revision: "r1", Accepted: 1}}}},
+		Pod: name, Ready: true, Delta: true, Configs: []adminapi.ConfigReport{{Namespace: "other",
+			Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Messages: 1, At: at(0)}}}, {Namespace: namespace, Discards: list}},
+		Namespaces: []adminapi.NamespaceReport{{Namespace: namespace,
+			Sources: []adminapi.SourceReport{{Name: "web", Generation: 4, Revision: "r1", Accepted: 1}}}},
 	}, nil)
 	p.Report = next
 	return p
@@ -47,19 +49,25 @@ func TestDiscardAhead(t *testing.T) {
 			"DiscardAhead: " + ready + `; pending messages for WebhookDestination "old" will be discarded at 2026-03-01T12:10:00Z, because the destination` + cause, "Ready: " + ready},
 		{"a deleted Source", []Pod{discarding("p1", discard("ios", "crm", 7, 10*time.Minute))}, accepted(),
 			"Ready: " + ready, "DiscardAhead: " + ready + `; pending messages of Source "ios" will be discarded at 2026-03-01T12:10:00Z, because the Source` + cause},
-		{"a destination among others", []Pod{discarding("p1", discard("web", "a", 1, time.Minute), discard("ios", "crm", 1, 10*time.Minute), discard("web", "d", 1, 2*time.Minute))}, accepted(),
+		{"a destination among others", []Pod{discarding("p1", discard("web", "a", 1, time.Minute), discard("ios", "crm", 1, 10*time.Minute),
+			discard("web", "d", 1, 2*time.Minute))}, accepted(),
 			"DiscardAhead: " + ready + `; pending messages for WebhookDestination "a", "d" will be discarded at 2026-03-01T12:01:00Z, because the destination` + cause,
 			"DiscardAhead: " + ready + `; pending messages of Source "ios" will be discarded at 2026-03-01T12:10:00Z, because the Source` + cause},
-		{"a removed connection, at the earliest time of two pods", []Pod{discarding("p1", discard("web", "crm", 7, 10*time.Minute)), discarding("p2", discard("web", "crm", 1, 9*time.Minute))}, accepted(),
+		{"a removed connection, at the earliest time of two pods",
+			[]Pod{discarding("p1", discard("web", "crm", 7, 10*time.Minute)), discarding("p2", discard("web", "crm", 1, 9*time.Minute))}, accepted(),
 			"DiscardAhead: " + ready + `; pending messages for WebhookDestination "crm" will be discarded at 2026-03-01T12:09:00Z, because the destination` + cause,
 			"DiscardAhead: " + ready + `; pending messages of Source "web" will be discarded at 2026-03-01T12:09:00Z, because the Source` + cause},
-		{"many", []Pod{discarding("p1", discard("a", "crm", 1, time.Minute), discard("b", "crm", 1, time.Second), discard("c", "crm", 1, time.Minute), discard("d", "crm", 1, time.Minute), discard("e", "crm", 1, time.Minute))}, accepted(),
+		{"many", []Pod{discarding("p1", discard("a", "crm", 1, time.Minute), discard("b", "crm", 1, time.Second),
+			discard("c", "crm", 1, time.Minute), discard("d", "crm", 1, time.Minute), discard("e", "crm", 1, time.Minute))}, accepted(),
 			"Ready: " + ready, "DiscardAhead: " + ready + `; pending messages of Source "a", "b", "c", 2 others will be discarded at 2026-03-01T12:00:01Z, because the Source` + cause},
 		{"not ready for another reason, which is long", []Pod{discarding("p1", discard("ios", "crm", 7, 10*time.Minute))}, noSource,
 			"NoSource: " + strings.Repeat("x", 2048), "NoSource: " + strings.Repeat("x", 1876) + `…; pending messages of Source "ios" will be discarded at 2026-03-01T12:10:00Z, because the Source` + cause},
-		{"an absent pod", []Pod{discarding("p1"), with(discarding("p2", discard("ios", "crm", 7, 10*time.Minute)), func(p *Pod) { p.Absent = true })}, accepted(),
+		{"an absent pod", []Pod{discarding("p1"), with(discarding("p2", discard("ios", "crm", 7, 10*time.Minute)), func(p *Pod) {
+			p.Absent = true
+		})}, accepted(),
 			"Ready: " + ready, "DiscardAhead: " + ready + `; pending messages of Source "ios" will be discarded at 2026-03-01T12:10:00Z, because the Source` + cause},
-		{"a pod that is absent for a long time", []Pod{discarding("p1"), with(discarding("p2", discard("ios", "crm", 7, 10*time.Minute)), func(p *Pod) { p.Absent, p.Outdated = true, true })}, accepted(),
+		{"a pod that is absent for a long time", []Pod{discarding("p1"),
+			with(discarding("p2", discard("ios", "crm", 7, 10*time.Minute)), func(p *Pod) { p.Absent, p.Outdated = true, true })}, accepted(),
 			"Ready: " + ready, "Ready: " + ready},
 		{"a pod without a report", []Pod{discarding("p1"), {Name: "p2", Absent: true}}, accepted(), "Ready: " + ready, "Ready: " + ready},
 	} {
@@ -91,7 +99,8 @@ func TestDiscardAheadIsWrittenOnce(t *testing.T) {
 	}
 	d.Status = first
 	ahead.Messages = 3
-	if diff := cmp.Diff(first, pacedDestination(d, accepted(), namespace, []Pod{discarding("p1", ahead)}, at(9*time.Minute), false)); diff != "" {
+	if diff := cmp.Diff(first, pacedDestination(d, accepted(), namespace, []Pod{discarding("p1", ahead)}, at(9*time.Minute),
+		false)); diff != "" {
 		t.Errorf("the announcement was written again:\n%s", diff)
 	}
 }

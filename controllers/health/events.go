@@ -57,7 +57,8 @@ func transition(was, is metav1.Condition) (Event, bool) {
 	}
 	quiet := func(c metav1.Condition) bool {
 		// An outage of the dispatchers is the same for all objects, and has an alert.
-		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNoDispatcher || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNoDispatcher ||
+			c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
 	}
 	event := Event{EventNormal, is.Reason, actions[is.Type], compile.Truncate(is.Message, maxNoteBytes)}
 	switch {

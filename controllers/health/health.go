@@ -148,7 +148,8 @@ type facts struct {
 }
 
 // gather counts the pods that confirm an object's revision.
-func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
+func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time,
+	p reports[R]) facts {
 	f, scratch := facts{verdict: verdict, generation: object.Generation, old: old, now: observed.Timestamp(now)}, new(R)
 	for _, pod := range inOrder(pods) {
 		f.unowned, f.down = f.unowned || pod.Unowned, f.down || pod.NoneReady
@@ -199,10 +200,12 @@ func (f facts) state() liveconfig.State {
 // and, while it is True, Stalled. programmable is false if the object has no effect on
 // the dispatchers. Ready also announces discards ahead.
 func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
-	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
+	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason,
+		Message: f.verdict.Message}
 	resolved := f.resolvedRefs()
 	programmed := f.programmed(programmable)
-	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher runs this revision"}
+	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady,
+		Message: "accepted, and every ready dispatcher runs this revision"}
 	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The last one takes precedence.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message

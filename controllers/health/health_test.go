@@ -124,7 +124,8 @@ func recovering(name string) adminapi.EndpointReport {
 
 // destinationStatus computes a status. It checks the invariants, and that equal inputs
 // return an equal status.
-func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
+func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod,
+	now time.Time) v1alpha1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
 	d.Status = pacedDestination(d, v, namespace, pods, now, true)
@@ -236,7 +237,8 @@ func TestDestinationConditions(t *testing.T) {
 			if got := summary(d.Status.Conditions); got != tc.want {
 				t.Errorf("got  %s\nwant %s", got, tc.want)
 			}
-			if message := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionDelivering).Message; !strings.Contains(message, tc.message) {
+			if message := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionDelivering).Message; !strings.Contains(message,
+				tc.message) {
 				t.Errorf("message %q does not contain %q", message, tc.message)
 			}
 		})
@@ -420,7 +422,9 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 	fresh := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
 	d := destination(v1alpha1.AnyEndpoint, "a")
 	for _, conditionType := range destinationConditions[:5] {
-		d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: conditionType, Status: metav1.ConditionUnknown, Reason: v1alpha1.ReasonPending, Message: "waiting for the operator", LastTransitionTime: metav1.Unix(0, 0)})
+		d.Status.Conditions = append(d.Status.Conditions,
+			metav1.Condition{Type: conditionType, Status: metav1.ConditionUnknown, Reason: v1alpha1.ReasonPending,
+				Message: "waiting for the operator", LastTransitionTime: metav1.Unix(0, 0)})
 	}
 	if got := destinationStatus(t, d, accepted(), []Pod{runs("p1", idle("a"))}, t0); cmp.Diff(fresh.Status, got.Status) != "" {
 		t.Errorf("with the defaults: %s", cmp.Diff(fresh.Status, got.Status))
@@ -430,8 +434,10 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 	}
 	written := *fresh.DeepCopy()
 	slices.Reverse(written.Status.Conditions)
-	written.Status.Conditions = append(written.Status.Conditions, metav1.Condition{Type: "Synced", Status: metav1.ConditionTrue, Reason: "Foreign"})
-	if got := destinationStatus(t, written, accepted(), []Pod{runs("p1", idle("a"))}, at(time.Hour)); cmp.Diff(fresh.Status, got.Status) != "" {
+	written.Status.Conditions = append(written.Status.Conditions,
+		metav1.Condition{Type: "Synced", Status: metav1.ConditionTrue, Reason: "Foreign"})
+	if got := destinationStatus(t, written, accepted(), []Pod{runs("p1", idle("a"))}, at(time.Hour)); cmp.Diff(fresh.Status,
+		got.Status) != "" {
 		t.Errorf("with a foreign condition: %s", cmp.Diff(fresh.Status, got.Status))
 	}
 }
@@ -439,10 +445,14 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
 	p1.change(func(d *adminapi.DestinationReport) {
-		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: d.Endpoints}
+		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1",
+			Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1,
+			OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: d.Endpoints}
 	})
 	p2.change(func(d *adminapi.DestinationReport) {
-		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: d.Endpoints}
+		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1",
+			Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10,
+			OldestPending: at(-2 * time.Hour), Endpoints: d.Endpoints}
 	})
 	p1.change(func(d *adminapi.DestinationReport) {
 		d.Endpoints[0].FirstAttemptsPending, d.Endpoints[0].FirstAttemptsSkipped = 3, 5
@@ -452,7 +462,8 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	})
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := observed.Timestamp(at(d)); return &x }
-	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
+	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44,
+		Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
 	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 		t.Error(diff)
 	}
@@ -489,7 +500,8 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		for name, c := range map[string]struct {
 			pod  Pod
 			want int64
-		}{"lower counters are not written": {p1, 11}, "higher counters are written": {more, 12}, "pending messages of the other pod are missing": {fewer, 11}} {
+		}{"lower counters are not written": {p1, 11}, "higher counters are written": {more, 12},
+			"pending messages of the other pod are missing": {fewer, 11}} {
 			d := destinationStatus(t, d, accepted(), []Pod{c.pod, {Name: "p2", Absent: true}}, at(time.Minute))
 			if got := d.Status.Delivery.Delivered; got != c.want {
 				t.Errorf("%s: delivered: got %d, want %d", name, got, c.want)
@@ -498,7 +510,8 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	})
 	t.Run("a pod has rejected the config", func(t *testing.T) {
 		refused := runs("p2", healthy("a"))
-		refused.Report = podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "no"}}}})
+		refused.Report = podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace,
+			Refused: &adminapi.RefusedConfig{Error: "no"}}}})
 		d := destinationStatus(t, d, accepted(), []Pod{p1, refused}, at(time.Minute))
 		if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 			t.Error(diff)
@@ -546,7 +559,8 @@ func TestTransitionTimes(t *testing.T) {
 		t.Helper()
 		d = destinationStatus(t, d, v, []Pod{runs("p1", e)}, now)
 		for conditionType, after := range want {
-			if got := meta.FindStatusCondition(d.Status.Conditions, conditionType).LastTransitionTime; !got.Time.Equal(observed.Timestamp(at(after)).Time) {
+			if got := meta.FindStatusCondition(d.Status.Conditions,
+				conditionType).LastTransitionTime; !got.Time.Equal(observed.Timestamp(at(after)).Time) {
 				t.Errorf("at %v: %s changed at %v, want %v", now.Sub(t0), conditionType, got.Sub(t0.Truncate(time.Second)), after)
 			}
 		}
@@ -555,7 +569,8 @@ func TestTransitionTimes(t *testing.T) {
 	step(at(time.Minute), accepted(), healthy("a"), map[string]time.Duration{"Ready": 0, "Delivering": time.Minute})
 	step(at(2*time.Minute), accepted(), failing("a", "TimedOut", 0), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
 	step(at(3*time.Minute), accepted(), open("a", "TimedOut"), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
-	step(at(4*time.Minute), refused(v1alpha1.ReasonInvalidURL), open("a", "TimedOut"), map[string]time.Duration{"Ready": 4 * time.Minute, "Accepted": 4 * time.Minute, "Programmed": 0, "Delivering": 2 * time.Minute})
+	step(at(4*time.Minute), refused(v1alpha1.ReasonInvalidURL), open("a", "TimedOut"),
+		map[string]time.Duration{"Ready": 4 * time.Minute, "Accepted": 4 * time.Minute, "Programmed": 0, "Delivering": 2 * time.Minute})
 	if got := d.Status.RevisionTime; !got.Time.Equal(observed.Timestamp(t0).Time) {
 		t.Errorf("revisionTime %v", got)
 	}
@@ -583,7 +598,8 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 		}, false},
 		{"degraded, but delivering", accepted(), func(r *adminapi.DestinationReport) { r.Endpoints[0] = recovering("a") }, false},
 		{"failing", accepted(), func(r *adminapi.DestinationReport) { r.Endpoints[0] = failing("a", "TimedOut", 0) }, true},
-		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"}, func(*adminapi.DestinationReport) {}, true},
+		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"},
+			func(*adminapi.DestinationReport) {}, true},
 		{"pod behind", accepted(), func(r *adminapi.DestinationReport) { r.Revision = "r0" }, true},
 		{"disabled", disabled(), func(*adminapi.DestinationReport) {}, true},
 	} {
@@ -635,7 +651,8 @@ func TestPaceOfFailures(t *testing.T) {
 	if got := soon(healthy("a"), -time.Hour); got != "True/Delivering" {
 		t.Errorf("with a clock that was set back: %s", got)
 	}
-	if got := summary(Destination(d, accepted(), namespace, []Pod{runs("p1", healthy("a"))}, at(time.Second)).Conditions[4:]); got != "True/Delivering" {
+	if got := summary(Destination(d, accepted(), namespace, []Pod{runs("p1", healthy("a"))},
+		at(time.Second)).Conditions[4:]); got != "True/Delivering" {
 		t.Errorf("when numbers are due: %s", got)
 	}
 }
@@ -659,7 +676,9 @@ func source() v1alpha1.Source {
 
 func takes(name string, r adminapi.SourceReport) Pod {
 	r.Name, r.Generation, r.Revision = "web", 2, "r1"
-	return Pod{Name: name, Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
+	return Pod{Name: name,
+		Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace,
+			Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
 }
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
@@ -720,8 +739,10 @@ func TestSourceNumbers(t *testing.T) {
 	for i := range 150 {
 		v.Destinations = append(v.Destinations, fmt.Sprintf("d%03d", i))
 	}
-	p1 := takes("p1", adminapi.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute), Messages: adminapi.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 4, Pending: 5}})
-	p2 := takes("p2", adminapi.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second), Messages: adminapi.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
+	p1 := takes("p1", adminapi.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute),
+		Messages: adminapi.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 4, Pending: 5}})
+	p2 := takes("p2", adminapi.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second),
+		Messages: adminapi.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
 	s := sourceStatus(t, source(), v, []Pod{p1, p2}, t0)
 	want := &v1alpha1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
 	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
@@ -780,7 +801,8 @@ func TestClockAhead(t *testing.T) {
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), report(24*time.Hour), at(24*time.Hour))
 	d = destinationStatus(t, d, accepted(), report(time.Minute), at(time.Minute))
 	e := d.Status.Endpoints[0]
-	for what, got := range map[string]time.Time{"lastSuccessTime": d.Status.LastSuccessTime.Time, "the endpoint's": e.LastSuccessTime.Time, "its failure's": e.LastFailure.Time.Time} {
+	for what, got := range map[string]time.Time{"lastSuccessTime": d.Status.LastSuccessTime.Time, "the endpoint's": e.LastSuccessTime.Time,
+		"its failure's": e.LastFailure.Time.Time} {
 		if !got.Equal(observed.Timestamp(at(time.Minute)).Time) {
 			t.Errorf("%s is %v, want %v", what, got, at(time.Minute))
 		}
@@ -838,7 +860,8 @@ func TestTransitions(t *testing.T) {
 	}
 	var none v1alpha1.SourceStatus
 	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
-	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure || got[0].Type != EventWarning {
+	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure ||
+		got[0].Type != EventWarning {
 		t.Errorf("got %+v", got)
 	}
 }
@@ -853,7 +876,9 @@ func TestInvariantsAreChecked(t *testing.T) {
 		"its generation": func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
 		"reason":         func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[4].Reason = "" },
 		"stalled": func(d *v1alpha1.WebhookDestination) {
-			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m", LastTransitionTime: observed.Timestamp(t0)})
+			d.Status.Conditions = append(d.Status.Conditions,
+				metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m",
+					LastTransitionTime: observed.Timestamp(t0)})
 		},
 		"message":           func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
 		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].LastTransitionTime = metav1.Time{} },

@@ -176,11 +176,13 @@ func copyOf[T any, O pointer[T]](o O) O {
 }
 
 // The condition types of the kinds that run once, in their order in a status.
-var jobConditions = []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady, v1alpha1.ConditionStalled}
+var jobConditions = []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady,
+	v1alpha1.ConditionStalled}
 
 // conditionTypes returns the condition types of another kind, with its traffic condition.
 func conditionTypes(traffic string) []string {
-	return []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic, v1alpha1.ConditionStalled}
+	return []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic,
+		v1alpha1.ConditionStalled}
 }
 
 // Own returns the conditions of these types that the operator has written, in the order

@@ -20,7 +20,8 @@ func paced[O compile.Object](k Kind, o O, v compile.Verdict, namespace string, p
 }
 
 // pacedDestination, pacedSource and pacedAudience return the status that Kind.Next computes.
-func pacedDestination(o v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
+func pacedDestination(o v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time,
+	numbersDue bool) v1alpha1.WebhookDestinationStatus {
 	return paced(Destinations, &o, v, namespace, pods, now, numbersDue).Status
 }
 
@@ -28,7 +29,8 @@ func pacedSource(o v1alpha1.Source, v compile.Verdict, namespace string, pods []
 	return paced(Sources, &o, v, namespace, pods, now, numbersDue).Status
 }
 
-func pacedAudience(o v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
+func pacedAudience(o v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time,
+	numbersDue bool) v1alpha1.AudienceStatus {
 	return paced(Audiences, &o, v, namespace, pods, now, numbersDue).Status
 }
 

@@ -27,11 +27,14 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 		if state.IntN(2) == 0 {
 			return nil
 		}
-		return []*adminapi.Failure{{Time: at(-time.Minute), Reason: "TimedOut"}, {Time: at(0), Reason: "Rejected", StatusCode: 500}}[random.IntN(2)]
+		return []*adminapi.Failure{{Time: at(-time.Minute), Reason: "TimedOut"},
+			{Time: at(0), Reason: "Rejected", StatusCode: 500}}[random.IntN(2)]
 	}
-	states := []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
+	states := []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded,
+		adminapi.EndpointCircuitOpen, adminapi.EndpointGone}
 	ledger := func() adminapi.Ledger {
-		return adminapi.Ledger{Accepted: number(), Delivered: number(), Filtered: number(), DeadLettered: number(), Discarded: number(), Pending: number()}
+		return adminapi.Ledger{Accepted: number(), Delivered: number(), Filtered: number(), DeadLettered: number(), Discarded: number(),
+			Pending: number()}
 	}
 	d := destination(v1alpha1.AnyEndpoint, "primary")
 	source := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 4}}
@@ -41,21 +44,24 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 		if state.IntN(4) > 0 {
 			discards = nil
 		}
-		return Pod{Name: "pod", Report: podreport.NewIndex(adminapi.Report{Ready: true, Configs: []adminapi.ConfigReport{{Namespace: namespace, Discards: discards}}, Namespaces: []adminapi.NamespaceReport{{
-			Namespace: namespace,
-			Sources: []adminapi.SourceReport{{
-				Name: "web", Generation: 4, Revision: "r1", Accepted: number(), Rejected: number(), Duplicates: number(),
-				LastAccepted: when(), LastRejected: []time.Time{{}, at(-time.Second), at(0)}[state.IntN(3)], Messages: ledger(), StoragePressure: state.IntN(4) == 0,
-			}},
-			Destinations: []adminapi.DestinationReport{{
-				Name: d.Name, Generation: 4, Revision: []string{"r0", "r1"}[state.IntN(2)], Ledger: ledger(),
-				DeadLettersStored: number(), DeadLettersForwarded: number(), Retrying: number(), OldestPending: when(), NextAttempt: when(),
-				Endpoints: []adminapi.EndpointReport{{
-					Name: "primary", State: states[state.IntN(len(states))], LastSuccess: when(), ConsecutiveFailures: state.IntN(2) * (1 + random.IntN(3)),
-					LastFailure: failure(), FirstAttemptsPending: number(), FirstAttemptsSkipped: number(),
+		return Pod{Name: "pod", Report: podreport.NewIndex(adminapi.Report{Ready: true,
+			Configs: []adminapi.ConfigReport{{Namespace: namespace, Discards: discards}}, Namespaces: []adminapi.NamespaceReport{{
+				Namespace: namespace,
+				Sources: []adminapi.SourceReport{{
+					Name: "web", Generation: 4, Revision: "r1", Accepted: number(), Rejected: number(), Duplicates: number(),
+					LastAccepted: when(), LastRejected: []time.Time{{}, at(-time.Second), at(0)}[state.IntN(3)], Messages: ledger(),
+					StoragePressure: state.IntN(4) == 0,
 				}},
-			}},
-		}}})}
+				Destinations: []adminapi.DestinationReport{{
+					Name: d.Name, Generation: 4, Revision: []string{"r0", "r1"}[state.IntN(2)], Ledger: ledger(),
+					DeadLettersStored: number(), DeadLettersForwarded: number(), Retrying: number(), OldestPending: when(), NextAttempt: when(),
+					Endpoints: []adminapi.EndpointReport{{
+						Name: "primary", State: states[state.IntN(len(states))], LastSuccess: when(),
+						ConsecutiveFailures: state.IntN(2) * (1 + random.IntN(3)),
+						LastFailure:         failure(), FirstAttemptsPending: number(), FirstAttemptsSkipped: number(),
+					}},
+				}},
+			}}})}
 	}
 	equal, transitions := 0, 0
 	for i := range uint64(5_000) {
@@ -88,7 +94,8 @@ func TestIdleNumbers(t *testing.T) {
 		p.change(func(d *adminapi.DestinationReport) { d.Pending, d.Retrying = 0, 0; change(d) })
 		return []Pod{p}
 	}
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pod(func(d *adminapi.DestinationReport) { d.Filtered = 5 }), t0)
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(),
+		pod(func(d *adminapi.DestinationReport) { d.Filtered = 5 }), t0)
 	for name, c := range map[string]struct {
 		change func(*adminapi.DestinationReport)
 		want   bool

@@ -28,7 +28,8 @@ func present[T any](numbers *T) *T {
 // has been False for less than recoveryDelay.
 func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time.Time) []metav1.Condition {
 	before, after := meta.FindStatusCondition(old, conditionType), meta.FindStatusCondition(fresh, conditionType)
-	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue || aboutSpec(before.Reason) {
+	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue ||
+		aboutSpec(before.Reason) {
 		return fresh
 	}
 	// After the clock was set back, the condition must not remain False until that time.

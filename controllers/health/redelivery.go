@@ -188,7 +188,8 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 		return Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: plural.Count(s.Redelivered, "dead letter") + " redelivered"}
 	}
 	if limit := spec.ActiveDeadlineSeconds; limit != nil && now.Sub(s.StartTime.Time) >= time.Duration(*limit)*time.Second {
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: "the run did not end within spec.activeDeadlineSeconds; " + counts}
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded,
+			Message: "the run did not end within spec.activeDeadlineSeconds; " + counts}
 	}
 	switch {
 	case p.done < p.begun || missing > 0 && now.Sub(d.UnavailableSince.Time) < maxUnavailable:

@@ -33,7 +33,8 @@ func redeliveryPods(reports ...*adminapi.RedeliveryReport) (pods []Pod) {
 			if report.Revision == "" {
 				report.Revision = "r"
 			}
-			pod.Report = podreport.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}})
+			pod.Report = podreport.NewIndex(adminapi.Report{Ready: true,
+				Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}})
 		}
 		pods = append(pods, pod)
 	}
@@ -84,21 +85,27 @@ func TestRedelivery(t *testing.T) {
 		counts [3]int64
 		phase  liveconfig.RedeliveryPhase
 	}{
-		{"missing destination", missing, 0, nil, redeliveryPods(begun), ": DestinationNotFound", "nothing is redelivered: no destination", [3]int64{}, liveconfig.RedeliveryBegin},
-		{"invalid", invalid, 0, nil, redeliveryPods(begun), "Stalled: InvalidSpec", "nothing is redelivered: bad", [3]int64{}, liveconfig.RedeliveryBegin},
-		{"waits for another one", waits, 0, nil, redeliveryPods(begun), "Accepted: Waiting", "another one runs", [3]int64{}, liveconfig.RedeliveryBegin},
+		{"missing destination", missing, 0, nil, redeliveryPods(begun), ": DestinationNotFound", "nothing is redelivered: no destination",
+			[3]int64{}, liveconfig.RedeliveryBegin},
+		{"invalid", invalid, 0, nil, redeliveryPods(begun), "Stalled: InvalidSpec", "nothing is redelivered: bad", [3]int64{},
+			liveconfig.RedeliveryBegin},
+		{"waits for another one", waits, 0, nil, redeliveryPods(begun), "Accepted: Waiting", "another one runs", [3]int64{},
+			liveconfig.RedeliveryBegin},
 		{"no pod", accepted, 0, nil, nil, "Accepted: Waiting", "no dispatcher is ready", [3]int64{}, liveconfig.RedeliveryBegin},
-		{"one of two pods has begun", accepted, 0, nil, redeliveryPods(begun, &report{}), "Accepted: Waiting", "waiting for every dispatcher to record the run", [3]int64{}, liveconfig.RedeliveryBegin},
+		{"one of two pods has begun", accepted, 0, nil, redeliveryPods(begun, &report{}), "Accepted: Waiting",
+			"waiting for every dispatcher to record the run", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"a pod does not answer", accepted, 0, nil, redeliveryPods(begun, nil), "Accepted: Waiting", "waiting for every dispatcher to record the run; a dispatcher does not answer; check the logs of the dispatchers", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"begun for a deleted object", accepted, 0, nil, redeliveryPods(&report{Begun: true, UID: "0"}), "Accepted: Waiting", "waiting for every dispatcher to record the run", [3]int64{}, liveconfig.RedeliveryBegin},
-		{"all pods have begun", accepted, 0, nil, redeliveryPods(begun, begun), "Accepted: Running", "the dispatchers count the dead letters", [3]int64{}, liveconfig.RedeliveryRun},
+		{"all pods have begun", accepted, 0, nil, redeliveryPods(begun, begun), "Accepted: Running", "the dispatchers count the dead letters",
+			[3]int64{}, liveconfig.RedeliveryRun},
 		{"one pod has the record of a completed run", accepted, 0, nil, redeliveryPods(begun, &report{AlreadyDone: true}), "Accepted Complete Ready: AlreadyDone", "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again", [3]int64{}, ""},
 		{"running", accepted, 2, nil, redeliveryPods(done(4), &report{Begun: true, Matched: 6, Redelivered: 1}), "Accepted: Running", "5 of 10 dead letters redelivered so far", [3]int64{10, 5, 0}, liveconfig.RedeliveryRun},
 		{"running, with an error", accepted, 1, nil, redeliveryPods(&report{Begun: true, Matched: 6, Redelivered: 1, Error: "storage is full"}), "Accepted: Running", "1 of 6 dead letters redelivered so far; storage is full", [3]int64{6, 1, 0}, liveconfig.RedeliveryRun},
 		{"the destination was deleted", missing, 1, nil, redeliveryPods(&report{Begun: true, Matched: 6}), ": Running", "0 of 6 dead letters redelivered so far", [3]int64{6, 0, 0}, liveconfig.RedeliveryRun},
 		{"all done, not recorded", accepted, 2, nil, redeliveryPods(done(4), done(0)), "Accepted: Running", "4 of 4 dead letters redelivered; waiting for the dispatchers to record the end", [3]int64{4, 4, 0}, liveconfig.RedeliveryRecord},
 		{"complete", accepted, 2, allDone, redeliveryPods(completed(4), done(3)), "Accepted Complete Ready: Redelivered", "7 dead letters redelivered", [3]int64{7, 7, 0}, ""},
-		{"complete, while a pod restarts", accepted, 2, allDone, redeliveryPods(completed(4), nil), "Accepted Complete Ready: Redelivered", "4 dead letters redelivered", [3]int64{4, 4, 0}, ""},
+		{"complete, while a pod restarts", accepted, 2, allDone, redeliveryPods(completed(4), nil), "Accepted Complete Ready: Redelivered",
+			"4 dead letters redelivered", [3]int64{4, 4, 0}, ""},
 		{"dry run", accepted, 1, func(o *v1alpha1.Redelivery) { dryRun(o); allDone(o) }, redeliveryPods(&report{Begun: true, Matched: 9, Done: true, Completed: true}), "Accepted Complete Ready: Counted", "9 dead letters would be redelivered", [3]int64{9, 0, 0}, ""},
 		{"without a receiver", accepted, 1, nil, redeliveryPods(&report{Begun: true, Matched: 7, Redelivered: 4, Left: 3, Done: true}), "Accepted Failed Stalled: NotRedelivered", "4 of 7 dead letters redelivered; 3 dead letters kept, because the Source or the endpoint was removed from the destination", [3]int64{7, 4, 3}, ""},
 		{"a failed part", accepted, 2, nil, redeliveryPods(done(2), &report{Begun: true, Matched: 7, Done: true, Failed: true, Error: "storage is full"}), "Accepted Failed Stalled: NotRedelivered", "2 of 9 dead letters redelivered; storage is full", [3]int64{9, 2, 7}, ""},

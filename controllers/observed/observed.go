@@ -138,7 +138,8 @@ func (e *Endpoint) add(r adminapi.EndpointReport, outdated bool) {
 }
 
 func severity(s adminapi.EndpointState) int {
-	return slices.Index([]adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}, s)
+	return slices.Index([]adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded,
+		adminapi.EndpointCircuitOpen, adminapi.EndpointGone}, s)
 }
 
 func (e Endpoint) status(before v1alpha1.EndpointStatus, now time.Time, counted bool) v1alpha1.EndpointStatus {
@@ -158,7 +159,8 @@ func (e Endpoint) status(before v1alpha1.EndpointStatus, now time.Time, counted 
 	if severity(adminapi.EndpointState(s.State)) < 0 {
 		s.State = v1alpha1.EndpointIdle
 	}
-	if f := e.LastFailure; f != nil && (s.LastFailure == nil || Ahead(&s.LastFailure.Time, now) || !Timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
+	if f := e.LastFailure; f != nil && (s.LastFailure == nil || Ahead(&s.LastFailure.Time, now) ||
+		!Timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
 		s.LastFailure = &v1alpha1.DeliveryFailure{Time: Timestamp(f.Time), Reason: f.Reason, StatusCode: int32(f.StatusCode), Message: f.Message}
 	}
 	return s

@@ -29,7 +29,8 @@ func (a *access) admit(w http.ResponseWriter, r *http.Request) bool {
 	case key == "" && known:
 		return true
 	case key != "" && (known || equal(key, a.key) && a.used.CompareAndSwap(false, true)):
-		http.SetCookie(w, &http.Cookie{Name: name, Value: a.session, Path: "/", HttpOnly: true, SameSite: http.SameSiteStrictMode}) //nolint:gosec // plain HTTP on the loopback interface
+		//nolint:gosec // plain HTTP on the loopback interface
+		http.SetCookie(w, &http.Cookie{Name: name, Value: a.session, Path: "/", HttpOnly: true, SameSite: http.SameSiteStrictMode})
 		http.Redirect(w, r, "/", http.StatusSeeOther)
 	case key != "":
 		http.Error(w, "this link is not valid, or another browser has opened it; end the command and run it again", http.StatusForbidden)

@@ -51,11 +51,13 @@ func spark(label string, past []point, of func(point) int64) template.HTML {
 	}
 	var line strings.Builder
 	for i, p := range past {
-		fmt.Fprintf(&line, "%c%.1f %.1f", "ML"[min(i, 1)], float64(i)*sparkWidth/float64(len(past)-1), sparkHeight-2-float64(of(p))*(sparkHeight-4)/float64(most))
+		fmt.Fprintf(&line, "%c%.1f %.1f", "ML"[min(i, 1)], float64(i)*sparkWidth/float64(len(past)-1),
+			sparkHeight-2-float64(of(p))*(sparkHeight-4)/float64(most))
 	}
 	area := fmt.Sprintf("%sL%d %dL0 %dZ", line.String(), sparkWidth, sparkHeight, sparkHeight)
 	return template.HTML(fmt.Sprintf(`<svg class="spark" viewBox="0 0 %d %d" preserveAspectRatio="none" role="img" aria-label="%s, last %d minutes, at most %d in %d s"><path class="area" d="%s"/><path class="line" d="%s"/></svg>`, //nolint:gosec // numbers and an escaped label
-		sparkWidth, sparkHeight, template.HTMLEscapeString(label), len(past)*int(interval.Seconds())/60, most, int(interval.Seconds()), area, line.String()))
+		sparkWidth, sparkHeight, template.HTMLEscapeString(label), len(past)*int(interval.Seconds())/60, most, int(interval.Seconds()), area,
+		line.String()))
 }
 
 // part is a phase of an attempt.

@@ -185,7 +185,8 @@ func (p *Page) readObjects(ctx context.Context) error {
 	var audiences v1alpha1.AudienceList
 	var deletions v1alpha1.DeletionRequestList
 	var problems manifest.Problems
-	paths := map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, prefix + "/audiences": &audiences, prefix + "/deletionrequests": &deletions}
+	paths := map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, prefix + "/audiences": &audiences,
+		prefix + "/deletionrequests": &deletions}
 	if p.options.Standalone {
 		paths["/problems"] = &problems
 	}

@@ -97,7 +97,8 @@ func (p *Page) newDetail(ctx context.Context, v view, namespace, name, result st
 		var reported adminapi.DestinationReport
 		v.indices[pod].Namespace(namespace).ReadDestination(name, &reported)
 		for _, e := range reported.Endpoints {
-			class := map[adminapi.EndpointState]string{adminapi.EndpointHealthy: "ok", adminapi.EndpointIdle: "idle", adminapi.EndpointDegraded: "notice"}[e.State]
+			class := map[adminapi.EndpointState]string{adminapi.EndpointHealthy: "ok", adminapi.EndpointIdle: "idle",
+				adminapi.EndpointDegraded: "notice"}[e.State]
 			if e.State.Open() {
 				class = "problem"
 			}
@@ -115,7 +116,8 @@ func (p *Page) newDetail(ctx context.Context, v view, namespace, name, result st
 	past := p.past.series[k].list()
 	p.mu.Unlock()
 	d.History, d.Rate = len(past) > 1, rate(past, delivered)
-	d.DeliveredSpark, d.PendingSpark, d.FailedSpark = spark("messages delivered", past, delivered), spark("messages pending", past, pending), spark("dead letters", past, failed)
+	d.DeliveredSpark, d.PendingSpark, d.FailedSpark = spark("messages delivered", past, delivered), spark("messages pending", past, pending),
+		spark("dead letters", past, failed)
 	return d, nil
 }
 

@@ -10,7 +10,8 @@ import (
 	"github.com/posthorn/posthorn/internal/plural"
 )
 
-var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until": until, "clock": clock, "span": span, "size": size, "parts": parts, "lower": strings.ToLower,
+var functions = template.FuncMap{"num": num, "short": short, "ago": ago, "until": until, "clock": clock, "span": span, "size": size,
+	"parts": parts, "lower": strings.ToLower,
 	"sentence": sentence, "shell": shell, "plural": func(n any, what string) string { return plural.Formatted(fmt.Sprint(n), what) },
 	"percent": func(part, whole int) string {
 		if whole == 0 {

@@ -94,18 +94,22 @@ type deletion struct {
 }
 
 func (p *Page) newOverview(v view, query string) overview {
-	o := overview{Query: query, Pods: v.pods, Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
+	o := overview{Query: query, Pods: v.pods, Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(),
+		Destinations: len(v.destinations)}
 	for _, list := range v.sources {
 		o.Sources += len(list)
 	}
 	for _, m := range v.problems {
-		o.Problems = append(o.Problems, problem{Object: cmp.Or(m.Object, m.Position()), Text: "manifest rejected: " + m.Detail(), Fix: "correct the manifest"})
+		o.Problems = append(o.Problems, problem{Object: cmp.Or(m.Object, m.Position()), Text: "manifest rejected: " + m.Detail(),
+			Fix: "correct the manifest"})
 	}
 	if v.missing != nil {
-		o.Problems = append(o.Problems, problem{Object: "dispatchers", Text: "some are not connected: " + v.missing.Error(), Fix: "check their logs; their numbers are missing here"})
+		o.Problems = append(o.Problems, problem{Object: "dispatchers", Text: "some are not connected: " + v.missing.Error(),
+			Fix: "check their logs; their numbers are missing here"})
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.silent)) {
-		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check its log; its last numbers are shown"})
+		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(),
+			Fix: "check its log; its last numbers are shown"})
 	}
 	for _, slot := range v.unowned {
 		o.Accepting = false
@@ -226,7 +230,8 @@ func newSources(v view) (list []sourceRow) {
 		}
 	}
 	slices.SortFunc(list, func(a, b sourceRow) int {
-		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), cmp.Compare(b.Calls.Rejected, a.Calls.Rejected), cmp.Compare(b.Calls.Accepted, a.Calls.Accepted), compareKeys(a.key, b.key))
+		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), cmp.Compare(b.Calls.Rejected, a.Calls.Rejected),
+			cmp.Compare(b.Calls.Accepted, a.Calls.Accepted), compareKeys(a.key, b.key))
 	})
 	return list
 }
@@ -323,7 +328,8 @@ func newDeletions(v view) (list []deletion) {
 		list = append(list, d)
 	}
 	slices.SortFunc(list, func(a, b deletion) int {
-		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), compareBools(a.Deadline.IsZero(), b.Deadline.IsZero()), a.Deadline.Compare(b.Deadline), compareKeys(a.key, b.key))
+		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), compareBools(a.Deadline.IsZero(), b.Deadline.IsZero()),
+			a.Deadline.Compare(b.Deadline), compareKeys(a.key, b.key))
 	})
 	return list[:min(len(list), maxRows)]
 }
@@ -467,7 +473,8 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 			i := id{r.key, d.Reason, d.StatusCode, d.FailedAt.UTC().Truncate(time.Hour)}
 			one := found[i]
 			if one == nil {
-				one = &group{key: r.key, Link: r.Link, Reason: d.Reason, StatusCode: d.StatusCode, Hour: i.hour, Redeliver: p.redeliver(r.key, d.Reason, d.StatusCode, i.hour)}
+				one = &group{key: r.key, Link: r.Link, Reason: d.Reason, StatusCode: d.StatusCode, Hour: i.hour,
+					Redeliver: p.redeliver(r.key, d.Reason, d.StatusCode, i.hour)}
 				found[i] = one
 			}
 			one.N++
@@ -478,7 +485,8 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 		g.Groups = append(g.Groups, *one)
 	}
 	slices.SortFunc(g.Groups, func(a, b group) int {
-		return cmp.Or(b.Hour.Compare(a.Hour), cmp.Compare(b.N, a.N), compareKeys(a.key, b.key), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.StatusCode, b.StatusCode))
+		return cmp.Or(b.Hour.Compare(a.Hour), cmp.Compare(b.N, a.N), compareKeys(a.key, b.key), cmp.Compare(a.Reason, b.Reason),
+			cmp.Compare(a.StatusCode, b.StatusCode))
 	})
 	g.Groups = slices.Clip(g.Groups[:min(len(g.Groups), maxGroups)])
 	counts := map[string]*code{}
@@ -518,7 +526,8 @@ func (p *Page) redeliver(k key, reason string, code int, hour time.Time) string 
 	if !p.options.Standalone {
 		verb = "redeliver"
 	}
-	return fmt.Sprintf("%s %s %s -n %s --reason %s --code %d --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason, code, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
+	return fmt.Sprintf("%s %s %s -n %s --reason %s --code %d --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason,
+		code, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
 }
 
 // hit is an attempt or a dead letter of a message.

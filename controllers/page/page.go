@@ -220,7 +220,8 @@ func (p *Page) destination(w http.ResponseWriter, r *http.Request) {
 	if !d.Exists {
 		w.WriteHeader(http.StatusNotFound)
 	}
-	p.render(w, "destination.html", frame{Title: d.Namespace + "/" + d.Name + " - Posthorn", Active: "overview", Refresh: 5, Now: v.now, Data: d})
+	p.render(w, "destination.html", frame{Title: d.Namespace + "/" + d.Name + " - Posthorn", Active: "overview", Refresh: 5,
+		Now: v.now, Data: d})
 }
 
 func (p *Page) deadLetters(w http.ResponseWriter, r *http.Request) {
@@ -235,7 +236,8 @@ func (p *Page) deadLetters(w http.ResponseWriter, r *http.Request) {
 		p.fail(w, err)
 		return
 	}
-	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: g.selected(result(r))})
+	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now,
+		Data: g.selected(result(r))})
 }
 
 // result is the result that the viewer selects.
@@ -249,7 +251,8 @@ func (p *Page) search(w http.ResponseWriter, r *http.Request) {
 
 // explain is why.Explain for one destination, with as little input as it needs.
 func (v *view) explain(k key, attempts []adminapi.Attempt) []why.Finding {
-	f := why.Facts{Namespace: k.Namespace, Name: k.Name, Sources: v.sources[k.Namespace], Manifests: v.problems, UnknownKeys: v.unknownKeys, Attempts: attempts, Now: v.now}
+	f := why.Facts{Namespace: k.Namespace, Name: k.Name, Sources: v.sources[k.Namespace], Manifests: v.problems, UnknownKeys: v.unknownKeys,
+		Attempts: attempts, Now: v.now}
 	if d := v.destinations[k]; d != nil {
 		f.Destinations = append(f.Destinations, *d)
 	} else { // for the suggestions

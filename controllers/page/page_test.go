@@ -74,7 +74,8 @@ func TestShownConfig(t *testing.T) {
 // A Source without calls is one notice of a new installation, not a problem, and always of the same
 // destination.
 func TestIdleSourceIsANotice(t *testing.T) {
-	v := view{indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Ready: true})}, destinations: map[key]*v1alpha1.WebhookDestination{}}
+	v := view{indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Ready: true})},
+		destinations: map[key]*v1alpha1.WebhookDestination{}}
 	v.sources = map[string][]v1alpha1.Source{"shop": {{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}}
 	for i := range 20 {
 		d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%02d", i), Namespace: "shop"}}
@@ -282,8 +283,10 @@ func TestOneNamespace(t *testing.T) {
 			}
 			id := r.FormValue("id")
 			_ = json.NewEncoder(w).Encode(adminapi.MessageTrace{
-				MessageID: event.ID(id), Accepted: []adminapi.AcceptedMessage{{Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm-of-shop", State: adminapi.MessageFiltered}}}, {Source: "bank/web"}},
-				Attempts:    []adminapi.Attempt{{Destination: "bank/crm-of-bank", MessageID: event.ID(id)}, {Destination: "shop/crm-of-shop", MessageID: event.ID(id)}},
+				MessageID: event.ID(id), Accepted: []adminapi.AcceptedMessage{{Source: "shop/web", Stored: true, Type: "page",
+					Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm-of-shop", State: adminapi.MessageFiltered}}}, {Source: "bank/web"}},
+				Attempts: []adminapi.Attempt{{Destination: "bank/crm-of-bank", MessageID: event.ID(id)},
+					{Destination: "shop/crm-of-shop", MessageID: event.ID(id)}},
 				DeadLetters: []adminapi.DeadLetter{{Destination: "bank/crm-of-bank", MessageID: event.ID(id)}},
 			})
 		})
@@ -408,7 +411,8 @@ func TestSeveralSlots(t *testing.T) {
 		})
 		for slot, epoch := range epochs {
 			mux.HandleFunc(fmt.Sprintf("/slots/%d/report", slot), func(w http.ResponseWriter, _ *http.Request) {
-				r := adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Storage: adminapi.StorageReport{UsedBytes: 1, TotalBytes: 100}, Replication: &adminapi.ReplicationReport{Slot: slot, Epoch: epoch}}
+				r := adminapi.Report{Pod: pod, Ready: true, Cursor: "1", Storage: adminapi.StorageReport{UsedBytes: 1, TotalBytes: 100},
+					Replication: &adminapi.ReplicationReport{Slot: slot, Epoch: epoch}}
 				_ = json.NewEncoder(w).Encode(r)
 			})
 		}

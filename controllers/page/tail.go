@@ -52,7 +52,8 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 			_ = templates.ExecuteTemplate(w, "tail-end.html", maxTail.String())
 			return
 		case a := <-attempts:
-			if namespace, _, _ := strings.Cut(a.Destination, "/"); t.Failed && a.Reason == "" || !hasResult(t.Result, a.StatusCode, a.Reason) || !p.shows(namespace) {
+			if namespace, _, _ := strings.Cut(a.Destination, "/"); t.Failed && a.Reason == "" || !hasResult(t.Result, a.StatusCode, a.Reason) ||
+				!p.shows(namespace) {
 				continue
 			}
 			rows++

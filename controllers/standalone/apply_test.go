@@ -162,7 +162,8 @@ spec: {sourceRef: {name: web}, displayName: First Name}
 		{"another key of the former owner", write("a.yaml", namespaceText("a", "key-newer", "hook-a")), []string{"a"}},
 		{"a key of an older Source of a later namespace", write("a.yaml", namespaceText("a", "key-d", "hook-a")), []string{"a"}},
 		{"a key that another namespace took over", write("a.yaml", a), []string{"a", "b"}},
-		{"the removal of a Secret", write("a.yaml", strings.Replace(a, "name: hook, namespace: a}\nstringData", "name: unused, namespace: a}\nstringData", 1)), []string{"a"}},
+		{"the removal of a Secret", write("a.yaml", strings.Replace(a, "name: hook, namespace: a}\nstringData",
+			"name: unused, namespace: a}\nstringData", 1)), []string{"a"}},
 		{"the removal of a namespace", func() {
 			if err := os.Remove(filepath.Join(dir, "b.yaml")); err != nil {
 				t.Fatal(err)

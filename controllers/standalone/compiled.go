@@ -64,11 +64,14 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		snapshots[namespace].ExpressionsOver = expressions.Over(namespace)
 		config, verdicts := compilers.Compile(snapshots[namespace].Snapshot)
-		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) {
+			return liveconfig.Config{}, false, nil
+		})
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}
-		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: encoded.Chunks.Len(), Config: encoded.Config, Verdicts: encoded.Verdicts})
+		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision,
+			EncodedBytes: encoded.Chunks.Len(), Config: encoded.Config, Verdicts: encoded.Verdicts})
 		out.NotAccepted = append(out.NotAccepted, s.notAccepted(namespace, encoded.Verdicts)...)
 	}
 	return out, nil

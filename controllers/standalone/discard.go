@@ -24,7 +24,8 @@ func (c *Control) serveDiscard(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if !dryRun && len(found) > 0 {
-		c.log.Info("audit: parked objects discarded", "user", cmp.Or(adminapi.CallerOf(r.Context()).User, "unauthenticated"), "remoteAddr", r.RemoteAddr, "namespace", namespace, "objects", found)
+		c.log.Info("audit: parked objects discarded", "user", cmp.Or(adminapi.CallerOf(r.Context()).User, "unauthenticated"), "remoteAddr",
+			r.RemoteAddr, "namespace", namespace, "objects", found)
 	}
 	write(w, http.StatusOK, found)
 }

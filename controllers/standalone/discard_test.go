@@ -80,7 +80,8 @@ func TestDeletionWhileStopped(t *testing.T) {
 func TestDiscard(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
 	put(t, dir, "news.yaml", strings.ReplaceAll(secret+"---\n"+webSource, "metadata: {name: ", "metadata: {namespace: news, name: "))
-	parked := []adminapi.ParkedObject{{Object: "destinations/crm", Number: 7}, {Object: "sources/crm", Number: 7}, {Object: "sources/web", Number: 7}}
+	parked := []adminapi.ParkedObject{{Object: "destinations/crm", Number: 7}, {Object: "sources/crm", Number: 7},
+		{Object: "sources/web", Number: 7}}
 	n := &numbers{configs: []adminapi.ConfigReport{{Namespace: "default", Number: 7, Missing: time.Now(), Parked: parked}}}
 	c, stop := runFolder(t, dir, state, n)
 	defer stop()
@@ -114,7 +115,8 @@ func TestObjectThatTheLastOwnerDeleted(t *testing.T) {
 	records := metaStore{}
 	own := func(dir string) (n *numbers, log *strings.Builder, stop func()) {
 		n, log = &numbers{}, &strings.Builder{}
-		c := New(Options{Dir: dir, StateFile: filepath.Join(t.TempDir(), "manifests.json"), Records: records, Sink: n, Changes: n.changes, Logger: slog.New(slog.NewTextHandler(log, nil))})
+		c := New(Options{Dir: dir, StateFile: filepath.Join(t.TempDir(), "manifests.json"), Records: records, Sink: n, Changes: n.changes,
+			Logger: slog.New(slog.NewTextHandler(log, nil))})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- c.Run(ctx) }()
@@ -134,7 +136,8 @@ func TestObjectThatTheLastOwnerDeleted(t *testing.T) {
 	check.Equal(t, "objects that the first owner of a log created: "+log.String(), strings.Count(log.String(), "object created"), 0)
 	n, log, stop := own(second)
 	stop()
-	check.Equal(t, "messages about the destination: "+log.String(), strings.Count(log.String(), "object created that the log does not have"), 1)
+	check.Equal(t, "messages about the destination: "+log.String(),
+		strings.Count(log.String(), "object created that the log does not have"), 1)
 	check.Equal(t, "the message names it", strings.Contains(log.String(), "kind=WebhookDestination namespace=default name=crm"), true)
 	check.Equal(t, "the destination exists", len(n.runner.configs["default"].Destinations), 1)
 }

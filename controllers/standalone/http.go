@@ -45,7 +45,8 @@ func (c *Control) Handler() http.Handler {
 		version := metav1.GroupVersionForDiscovery{GroupVersion: v1alpha1.GroupVersion.String(), Version: v1alpha1.GroupVersion.Version}
 		write(w, http.StatusOK, metav1.APIGroupList{
 			TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"},
-			Groups:   []metav1.APIGroup{{Name: v1alpha1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version}, PreferredVersion: version}},
+			Groups: []metav1.APIGroup{{Name: v1alpha1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version},
+				PreferredVersion: version}},
 		})
 	})
 	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, r *http.Request) {
@@ -63,7 +64,8 @@ func discover(w http.ResponseWriter) {
 		fail(w, apierrors.NewInternalError(err))
 		return
 	}
-	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: v1alpha1.GroupVersion.String()}
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
+		GroupVersion: v1alpha1.GroupVersion.String()}
 	for _, k := range kinds.All {
 		n := crds[k.Name()].names
 		list.APIResources = append(list.APIResources, metav1.APIResource{

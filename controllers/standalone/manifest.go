@@ -292,7 +292,8 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 		}
 	}
 	// Remove the fields that the API server sets and `kubectl get -o yaml` prints.
-	for _, field := range []string{"creationTimestamp", "deletionTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid"} {
+	for _, field := range []string{"creationTimestamp", "deletionTimestamp", "generation", "managedFields", "resourceVersion",
+		"selfLink", "uid"} {
 		delete(raw, field)
 	}
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(raw, metadata, true); err != nil {

@@ -71,8 +71,10 @@ status: {observedGeneration: 99}
 		t.Fatalf("%v", p.problems)
 	}
 	d := p.objects[0].resource.(*v1alpha1.WebhookDestination)
-	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 || d.Spec.Delivery.Retry.Window.Duration != 4*time.Hour ||
-		d.Spec.SuccessPolicy != v1alpha1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1alpha1.HMACSHA1 || !*d.Spec.Enabled || d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
+	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 ||
+		d.Spec.Delivery.Retry.Window.Duration != 4*time.Hour ||
+		d.Spec.SuccessPolicy != v1alpha1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1alpha1.HMACSHA1 || !*d.Spec.Enabled ||
+		d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
 		b, _ := json.Marshal(d)
 		t.Errorf("defaults are missing: %s", b)
 	}
@@ -91,14 +93,16 @@ func TestBadManifests(t *testing.T) {
 	}{
 		{"not YAML", "a.yaml", "a: b: canary", "a.yaml:1: not YAML: ", 0, true},
 		{"half a document", "a.yaml", secret + "---\nkind: [", "a.yaml:6: not YAML: ", 1, true},
-		{"a key twice", "a.yaml", strings.Replace(secret, "stringData:", "stringData: {b: canary}\nstringData:", 1), "already set in map", 0, true},
+		{"a key twice", "a.yaml", strings.Replace(secret, "stringData:", "stringData: {b: canary}\nstringData:", 1),
+			"already set in map", 0, true},
 		{"not JSON", "a.json", `{"apiVersion": `, "a.json: not JSON", 0, true},
 		{"JSON documents", "a.json", `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}} {"apiVersion":"v1","kind":"Secret","metadata":{"name":"b"}}`, "", 2, false},
 		{"a text", "a.yaml", "canary", "a.yaml:1: a manifest must be an object", 0, true},
 		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
 		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "a.yaml:1: apiVersion and kind must be set", 0, true},
 		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
-		{"a name that is not a string", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a string; put it in quotes", 0, true},
+		{"a name that is not a string", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}",
+			"metadata.name: must be a string; put it in quotes", 0, true},
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
 		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
 		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
@@ -113,7 +117,8 @@ func TestBadManifests(t *testing.T) {
 		{"secret: unknown field", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringdata: {a: canary}", `unknown field "stringdata"`, 0, false},
 		{"secret: too large", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {a: " + strings.Repeat("canary", 1<<18) + "}", "data: must have at most 1048576 bytes", 0, false},
 		{"secret: TLS without key", "a.yaml", "apiVersion: v1\nkind: Secret\ntype: kubernetes.io/tls\nmetadata: {name: a}\nstringData: {tls.crt: canary}", "data[tls.key]: must be set", 0, false},
-		{"a URL with a password", "a.yaml", strings.Replace(webDestination, "https://", "https://user:canary@", 1), "must not contain a user name or password", 0, false},
+		{"a URL with a password", "a.yaml", strings.Replace(webDestination, "https://", "https://user:canary@", 1),
+			"must not contain a user name or password", 0, false},
 		{"a header twice", "a.yaml", strings.Replace(webDestination, "name: primary,", "name: primary, headers: [{name: A, value: canary}, {name: A, value: canary}],", 1), "spec.endpoints[0].headers[1]: Duplicate value", 0, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -134,7 +139,8 @@ func TestBadManifests(t *testing.T) {
 			}
 		})
 	}
-	if p := parse("a.yaml", []byte("apiVersion: apps/v1\nkind: Deployment")); len(p.ignored) != 1 || p.ignored[0].Object != "apps/v1 Deployment" {
+	if p := parse("a.yaml", []byte("apiVersion: apps/v1\nkind: Deployment")); len(p.ignored) != 1 ||
+		p.ignored[0].Object != "apps/v1 Deployment" {
 		t.Errorf("ignored: %v", p.ignored)
 	}
 }
@@ -249,7 +255,8 @@ func TestEscapes(t *testing.T) {
 		{"quoted in YAML", "a.yaml", yamlHead + `{k: "\ud83d\ude42"}`, "🙂", ""},
 		{"not quoted in YAML", "a.yaml", yamlHead + `{k: \ud83d\ude42, j: "\ud83d\ude42"}`, `\ud83d\ude42`, ""},
 		{"quoted once in YAML", "a.yaml", yamlHead + `{k: '\ud83d\ude42', j: "\ud83d\ude42"}`, `\ud83d\ude42`, ""},
-		{"a block of YAML", "a.yaml", yamlHead + "\n  j: \"\\ud83d\\ude42\"\n  k: |-\n    {\"a\":\"\\ud83d\\ude42\"}\n", `{"a":"\ud83d\ude42"}`, ""},
+		{"a block of YAML", "a.yaml", yamlHead + "\n  j: \"\\ud83d\\ude42\"\n  k: |-\n    {\"a\":\"\\ud83d\\ude42\"}\n",
+			`{"a":"\ud83d\ude42"}`, ""},
 		{"a half in JSON", "a.json", "\n{\n" + head[1:] + `{"k":"\ud83d"}}`, "", `a.json:3: not JSON: \ud83d` + half},
 		{"a second half in JSON", "a.json", head + `{"k":"\ude42\ud83d"}}`, "", `a.json:1: not JSON: \ude42` + half},
 		{"a half in a key", "a.json", head + `{"k\ud83d":"v"}}`, "", `a.json:1: not JSON: \ud83d` + half},

@@ -108,7 +108,8 @@ func TestRecordsOfTheLastOwner(t *testing.T) {
 	put(t, next.dir, "crm.yaml", webDestination)
 	next.reload(records, begin.Add(2*time.Hour))
 	crm := id{"WebhookDestination", "default", "crm"}
-	check.Equal(t, "UID of the destination whose file was not valid at first", next.objects[crm].resource.GetUID(), first.objects[crm].resource.GetUID())
+	check.Equal(t, "UID of the destination whose file was not valid at first", next.objects[crm].resource.GetUID(),
+		first.objects[crm].resource.GetUID())
 
 	// An object that is deleted and created again is a new one, with the same process and with another one.
 	put(t, next.dir, "forget.yaml", noObjects)
@@ -152,8 +153,10 @@ func TestRecordsAreNewerThanTheState(t *testing.T) {
 	check.NoError(t, "restore the state", after.restore(path, nil))
 	after.own(records, begin.Add(2*time.Hour))
 	check.Equal(t, "generation of the Source", after.object("Source", "web").Generation, 7)
-	check.Equal(t, "the UID of the Source differs", after.object("Source", "web").resource.GetUID() != before.object("Source", "web").resource.GetUID(), true)
-	check.Equal(t, "the run has started", after.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest).Status.StartTime != nil, true)
+	check.Equal(t, "the UID of the Source differs", after.object("Source", "web").resource.GetUID() != before.object("Source",
+		"web").resource.GetUID(), true)
+	check.Equal(t, "the run has started", after.object("DeletionRequest",
+		"forget").resource.(*v1alpha1.DeletionRequest).Status.StartTime != nil, true)
 }
 
 // A request that another process has run, and that was deleted and created again since, runs with the process that

@@ -81,7 +81,8 @@ func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definiti
 			continue
 		}
 		var internal apiextensions.CustomResourceValidation
-		if err := apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(version.Schema, &internal, nil); err != nil {
+		if err := apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(version.Schema, &internal,
+			nil); err != nil {
 			return nil, err
 		}
 		d := &definition{names: resource.Spec.Names}

@@ -151,7 +151,8 @@ func (s *store) readSecretValues() *file {
 				err = pathErr.Err // The problem has the path.
 			}
 			unread = true
-			problems = append(problems, manifest.Problem{File: v.file, Object: id{kindSecret, v.namespace, v.name}.String(), Message: fmt.Sprintf("--secret %s: %v", v, err)})
+			problems = append(problems, manifest.Problem{File: v.file, Object: id{kindSecret, v.namespace, v.name}.String(),
+				Message: fmt.Sprintf("--secret %s: %v", v, err)})
 			continue
 		}
 		v.value = value
@@ -164,6 +165,7 @@ func (s *store) readSecretValues() *file {
 // restoreSecretValues adds the Secrets of the values to restored objects, which do not include them.
 func (s *store) restoreSecretValues(now time.Time) {
 	for _, o := range parseSecretValues(s.secretValues).objects {
-		s.objects[o.id] = &stored{object: o, file: secretValuesFile, version: version{Generation: 1, Created: seconds(now), Changed: seconds(now)}}
+		s.objects[o.id] = &stored{object: o, file: secretValuesFile,
+			version: version{Generation: 1, Created: seconds(now), Changed: seconds(now)}}
 	}
 }

@@ -120,7 +120,8 @@ func New(o Options) *Control {
 	c := &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
 		started: make(chan struct{}), ended: make(chan struct{}), calls: make(chan func()),
-		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, compiled: map[string]inputs{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, compiled: map[string]inputs{}, logged: map[string]bool{},
+		kept: map[id]bool{}, hadSources: true,
 		due: map[string]time.Time{},
 	}
 	c.store.secretValues = slices.Clone(o.SecretValues)
@@ -331,7 +332,9 @@ func (c *Control) apply() {
 		delete(c.compiled, namespace)
 		snapshot.ExpressionsOver = c.expressions.Over(namespace)
 		config, verdicts := compilers.Compile(snapshot.Snapshot)
-		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) {
+			return sent.Config, exists, nil
+		})
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue
@@ -395,7 +398,8 @@ func (c *Control) restoreHistories() {
 // send passes a live config to the sink if it or its head has changed. It removes the config of a
 // namespace without objects when the dispatcher has removed their data. It returns false after an error.
 func (c *Control) send(namespace string, next sentConfig) bool {
-	head, changed := next.history.Next(next.Revision, compile.Present{UIDs: next.existing}, c.dispatchers(namespace), time.Now(), compile.TombstoneGrace)
+	head, changed := next.history.Next(next.Revision, compile.Present{UIDs: next.existing}, c.dispatchers(namespace), time.Now(),
+		compile.TombstoneGrace)
 	switch {
 	case len(next.existing) == 0 && len(head.Tombstones) == 0 && len(next.Config.Deletions)+len(next.Config.Redeliveries) == 0:
 		if _, sent := c.sent[namespace]; sent {

@@ -95,10 +95,12 @@ func (r *runner) changes(string) *adminapi.Report {
 	for namespace, c := range r.configs {
 		t := adminapi.NamespaceReport{Namespace: namespace, Revision: c.Revision}
 		for _, s := range c.Sources {
-			t.Sources = append(t.Sources, adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
+			t.Sources = append(t.Sources, adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7,
+				LastAccepted: time.Now()})
 		}
 		for _, d := range c.Destinations {
-			t.Destinations = append(t.Destinations, adminapi.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Ledger: adminapi.Ledger{Delivered: 5, Pending: 2}})
+			t.Destinations = append(t.Destinations, adminapi.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision,
+				Ledger: adminapi.Ledger{Delivered: 5, Pending: 2}})
 		}
 		report.Namespaces = append(report.Namespaces, t)
 	}
@@ -136,7 +138,8 @@ type folder struct {
 func start(t *testing.T, dir, stateFile string, values ...SecretValue) *folder {
 	t.Helper()
 	f := &folder{T: t, dir: dir, runner: &runner{}, log: &bytes.Buffer{}}
-	f.control = New(Options{Dir: dir, StateFile: stateFile, SecretValues: values, Sink: f.runner, Changes: f.runner.changes, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
+	f.control = New(Options{Dir: dir, StateFile: stateFile, SecretValues: values, Sink: f.runner, Changes: f.runner.changes,
+		Logger: slog.New(slog.NewTextHandler(f.log, nil))})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- f.control.Run(ctx) }()
@@ -502,7 +505,8 @@ func TestCompile(t *testing.T) {
 	if err != nil || !c.OK() || len(c.Namespaces) != 1 || c.Namespaces[0].Config.Destinations[0].State != liveconfig.Active {
 		t.Fatalf("%+v %v", c, err)
 	}
-	if text, err := json.Marshal(c); err != nil || strings.Contains(string(text), "canary") || strings.Contains(string(text), "hooks.example") {
+	if text, err := json.Marshal(c); err != nil || strings.Contains(string(text), "canary") ||
+		strings.Contains(string(text), "hooks.example") {
 		t.Errorf("%s %v", text, err)
 	}
 	one, err := Compile(filepath.Join(dir, "a.yaml"), nil, compile.Policy{})
@@ -528,7 +532,8 @@ func TestExpressionsAboveTheBudget(t *testing.T) {
 	compile.NamespaceExpressions.Instructions = 200
 	dir := t.TempDir()
 	filtered := func(name string) string {
-		return strings.Replace(strings.Replace(webDestination, "crm", name, 1), "spec: {", "spec: {filter: {expression: \"call.a.matches('a{200}')\"}, ", 1)
+		return strings.Replace(strings.Replace(webDestination, "crm", name, 1), "spec: {",
+			"spec: {filter: {expression: \"call.a.matches('a{200}')\"}, ", 1)
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+filtered("a")+"---\n"+filtered("b"))
 	compiled, err := Compile(dir, nil, compile.Policy{})
@@ -545,7 +550,8 @@ func TestExpressionsAboveTheBudget(t *testing.T) {
 	var text string
 	f.until("the condition of b", func() bool {
 		for _, d := range f.destinations("default").Items {
-			if c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionAccepted); d.Name == "b" && c != nil && c.Reason == v1alpha1.ReasonExpressionBudget {
+			if c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionAccepted); d.Name == "b" && c != nil &&
+				c.Reason == v1alpha1.ReasonExpressionBudget {
 				text = c.Message
 			}
 		}
@@ -563,7 +569,8 @@ func TestExpressionsAboveTheBudget(t *testing.T) {
 
 func TestHandler(t *testing.T) {
 	dir := t.TempDir()
-	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.Replace(webDestination, "name: crm", "name: crm, namespace: other", 1))
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.Replace(webDestination, "name: crm",
+		"name: crm, namespace: other", 1))
 	f := start(t, dir, "")
 	f.until("status", func() bool {
 		for _, d := range f.destinations("").Items {
@@ -599,11 +606,13 @@ func TestHandler(t *testing.T) {
 	const table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 
 	var list v1alpha1.WebhookDestinationList
-	if get(Prefix+"/webhookdestinations", "application/json", &list); len(list.Items) != 2 || list.Kind != "WebhookDestinationList" || list.Items[0].Kind != "WebhookDestination" {
+	if get(Prefix+"/webhookdestinations", "application/json", &list); len(list.Items) != 2 || list.Kind != "WebhookDestinationList" ||
+		list.Items[0].Kind != "WebhookDestination" {
 		t.Errorf("%+v", list)
 	}
 	var one v1alpha1.WebhookDestination
-	if get(Prefix+"/namespaces/other/webhookdestinations/crm", "application/json", &one); one.Namespace != "other" || one.Kind != "WebhookDestination" {
+	if get(Prefix+"/namespaces/other/webhookdestinations/crm", "application/json", &one); one.Namespace != "other" ||
+		one.Kind != "WebhookDestination" {
 		t.Errorf("%+v", one)
 	}
 	var sources v1alpha1.SourceList
@@ -682,7 +691,8 @@ func TestProblemsOfReferences(t *testing.T) {
 	}
 	f.until("the missing Secret is a problem", func() bool { return len(answer().NotAccepted) == 1 })
 	p := answer()
-	if got := p.NotAccepted[0]; len(p.Problems) != 0 || filepath.Base(got.Position()) != "all.yaml:2" || !strings.HasSuffix(got.Message, "(SecretNotFound)") {
+	if got := p.NotAccepted[0]; len(p.Problems) != 0 || filepath.Base(got.Position()) != "all.yaml:2" ||
+		!strings.HasSuffix(got.Message, "(SecretNotFound)") {
 		t.Errorf("got %+v, want SecretNotFound at all.yaml:2 and no rejected manifest", p)
 	}
 	put(t, dir, "secret.yaml", secret)

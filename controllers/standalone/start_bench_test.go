@@ -64,7 +64,9 @@ func BenchmarkStart(b *testing.B) {
 	manyDestinations(b, dir, 50, 200)
 	start := func(b *testing.B, state string) {
 		b.Helper()
-		c := New(Options{Dir: dir, StateFile: state, Sink: discard{}, Changes: func(string) *adminapi.Report { return nil }, Logger: slog.New(slog.DiscardHandler)})
+		c := New(Options{Dir: dir, StateFile: state, Sink: discard{}, Changes: func(string) *adminapi.Report {
+			return nil
+		}, Logger: slog.New(slog.DiscardHandler)})
 		if _, err := c.start(); err != nil {
 			b.Fatal(err)
 		}

@@ -167,7 +167,8 @@ func complete(before map[string][]*stored, files []*file) []*file {
 	list := slices.Clone(files)
 	for i, f := range files {
 		if problem := incomplete(f, before[f.path], present); problem != "" {
-			list[i] = &file{path: f.path, unread: f.unread, parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: f.path, Message: problem}}}}
+			list[i] = &file{path: f.path, unread: f.unread,
+				parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: f.path, Message: problem}}}}
 		}
 	}
 	return list
@@ -468,7 +469,8 @@ func (s *store) snapshots(policy compile.Policy) map[string]*snapshot {
 		}
 		of := out[o.namespace]
 		if of == nil {
-			of = &snapshot{Snapshot: compile.Snapshot{Namespace: o.namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]compile.KeyUse{}}}
+			of = &snapshot{Snapshot: compile.Snapshot{Namespace: o.namespace, Policy: policy, Secrets: map[string]compile.Secret{},
+				ForeignWriteKeys: map[string]compile.KeyUse{}}}
 			of.inputs.foreignWriteKeys = of.ForeignWriteKeys
 			out[o.namespace] = of
 		}
@@ -540,11 +542,13 @@ func inputOf(o *stored) input {
 }
 
 func (i input) equal(other input) bool {
-	return i.id == other.id && bytes.Equal(i.manifest, other.manifest) && i.generation == other.generation && i.created.Equal(&other.created) && i.status == other.status
+	return i.id == other.id && bytes.Equal(i.manifest, other.manifest) && i.generation == other.generation &&
+		i.created.Equal(&other.created) && i.status == other.status
 }
 
 func byAge(a, b *v1alpha1.Source) int {
-	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace),
+		strings.Compare(a.Name, b.Name))
 }
 
 // state is the content of the state file. After a restart it restores objects whose

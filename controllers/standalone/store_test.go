@@ -171,13 +171,15 @@ func TestMerge(t *testing.T) {
 		want     map[string]string
 		problems []string
 	}{
-		"removed":                {webSource, "", in("a.yaml", source), nil},
-		"not readable":           {"{", "", in("a.yaml"+kept, source, crm, request), []string{"not YAML"}},
-		"empty":                  {"", "", in("a.yaml"+kept, source, crm, request), []string{"3 objects is kept"}},
-		"moved":                  {"# none", all, in("b.yaml", source, crm, request), nil},
-		"moved in part":          {"{", webSource, in("a.yaml"+kept, source, crm, request), []string{"not YAML", "the object is also in a.yaml"}},
-		"not valid":              {strings.Replace(webDestination, "endpoints", "endpionts", 1), "", in("a.yaml"+kept, crm), []string{"endpionts", "spec.endpoints: Required"}},
-		"of an unknown kind":     {strings.Replace(webDestination, "kind: WebhookDestination", "kind: Webhook", 1), "", in("a.yaml"+kept, crm), []string{crm + ": kind"}},
+		"removed":       {webSource, "", in("a.yaml", source), nil},
+		"not readable":  {"{", "", in("a.yaml"+kept, source, crm, request), []string{"not YAML"}},
+		"empty":         {"", "", in("a.yaml"+kept, source, crm, request), []string{"3 objects is kept"}},
+		"moved":         {"# none", all, in("b.yaml", source, crm, request), nil},
+		"moved in part": {"{", webSource, in("a.yaml"+kept, source, crm, request), []string{"not YAML", "the object is also in a.yaml"}},
+		"not valid": {strings.Replace(webDestination, "endpoints", "endpionts", 1), "", in("a.yaml"+kept, crm),
+			[]string{"endpionts", "spec.endpoints: Required"}},
+		"of an unknown kind": {strings.Replace(webDestination, "kind: WebhookDestination", "kind: Webhook", 1), "", in("a.yaml"+kept, crm),
+			[]string{crm + ": kind"}},
 		"changed against a rule": {noObjects, strings.Replace(forget, "u1", "u2", 1), in("b.yaml"+kept, request), []string{"immutable"}},
 		"in two files":           {all, webSource, in("a.yaml", source, crm, request), []string{"the object is also in a.yaml"}},
 		"new and outdated":       {newSource, all, in("b.yaml", source, crm, request), nil},
@@ -237,7 +239,8 @@ func TestProblemEffect(t *testing.T) {
 		t.Errorf("since: got %v, want the time of the first load with the problem", again.Since)
 	}
 	unknown := load(begin.Add(210*time.Second), strings.Replace(webDestination, "kind: WebhookDestination", "kind: WebhookDestinaton", 1))[0]
-	if want := "the version of 2026-01-02T03:05:05Z remains in effect"; unknown.Effect != want || unknown.Object != "WebhookDestination default/crm" {
+	if want := "the version of 2026-01-02T03:05:05Z remains in effect"; unknown.Effect != want ||
+		unknown.Object != "WebhookDestination default/crm" {
 		t.Errorf("effect of a misspelt kind: got %q of %s, want %q of WebhookDestination default/crm", unknown.Effect, unknown.Object, want)
 	}
 	load(begin.Add(4*time.Minute), webSource+"---\n"+webDestination)
@@ -286,7 +289,8 @@ func TestDiscardsAreWarnings(t *testing.T) {
 	report := &adminapi.Report{Pod: "here", Ready: true, Configs: []adminapi.ConfigReport{{Namespace: "shop", Discards: discards}}}
 	c := New(Options{Dir: t.TempDir(), Changes: func(string) *adminapi.Report { return report }})
 	c.dueNamespaces(time.Now(), "")
-	for path, want := range map[string]int{"/sources": 1, "/webhookdestinations": 1, "/namespaces/shop/webhookdestinations": 1, "/namespaces/other/webhookdestinations": 0, "/audiences": 0} {
+	for path, want := range map[string]int{"/sources": 1, "/webhookdestinations": 1, "/namespaces/shop/webhookdestinations": 1,
+		"/namespaces/other/webhookdestinations": 0, "/audiences": 0} {
 		w := httptest.NewRecorder()
 		c.Handler().ServeHTTP(w, httptest.NewRequest("GET", Prefix+path, nil))
 		warnings, _ := utilnet.ParseWarningHeaders(w.Header().Values("Warning"))
@@ -342,7 +346,8 @@ func TestRestoredObjectsAreValidatedOnce(t *testing.T) {
 	for _, o := range second.sorted() {
 		generations[o.String()] = o.Generation
 	}
-	if diff := cmp.Diff(map[string]int64{"Secret default/web-key": 1, "Source default/web": 1, "WebhookDestination default/crm": 2}, generations); diff != "" {
+	if diff := cmp.Diff(map[string]int64{"Secret default/web-key": 1, "Source default/web": 1, "WebhookDestination default/crm": 2},
+		generations); diff != "" {
 		t.Errorf("generations (-want +got):\n%s", diff)
 	}
 }

@@ -211,7 +211,8 @@ func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 // and states of the reports.
 func (e *explainer) observe() {
 	delivering := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
-	if e.delivers = delivering != nil && delivering.Status == metav1.ConditionTrue; delivering != nil && delivering.Reason == v1alpha1.ReasonFilterFailed {
+	if e.delivers = delivering != nil && delivering.Status == metav1.ConditionTrue; delivering != nil &&
+		delivering.Reason == v1alpha1.ReasonFilterFailed {
 		e.filterFailure = delivering.Message
 	}
 	live, reported := observed.NewDestination(e.d.Spec.Endpoints), false
@@ -298,7 +299,8 @@ func Manifests(problems []manifest.Problem, kind, namespace, name string, now ti
 					found = append(found, parked)
 					continue
 				}
-				found = append(found, Finding{Level: level, About: "Manifest", Text: fmt.Sprintf("rejected %s: %s", ago(now, p.Since), p.Detail()), Fix: "correct the manifest"})
+				found = append(found, Finding{Level: level, About: "Manifest", Text: fmt.Sprintf("rejected %s: %s", ago(now, p.Since), p.Detail()),
+					Fix: "correct the manifest"})
 			}
 		}
 	}
@@ -460,7 +462,8 @@ func DiscardsAhead(configs []adminapi.ConfigReport, namespace string, now time.T
 				continue
 			}
 			texts = append(texts, fmt.Sprintf("%s of Source %q for WebhookDestination %q in namespace %s will be discarded in %s, at %s; to keep them, create what was deleted again before that time",
-				plural.Count(d.Messages, "pending message"), d.Source, d.Destination, c.Namespace, max(0, d.At.Sub(now)).Round(time.Second), d.At.UTC().Format(time.RFC3339)))
+				plural.Count(d.Messages, "pending message"), d.Source, d.Destination, c.Namespace, max(0, d.At.Sub(now)).Round(time.Second),
+				d.At.UTC().Format(time.RFC3339)))
 		}
 	}
 	return texts
@@ -564,7 +567,8 @@ func (e *explainer) sources() {
 				e.add(Problem, "Source", fixes[c.Reason].fix, text, s.Name, c.Message, c.Reason)
 			}
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
-			e.add(Problem, cmp.Or(fixes[receiving.Reason].about, "Source"), fixes[receiving.Reason].fix, "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
+			e.add(Problem, cmp.Or(fixes[receiving.Reason].about, "Source"), fixes[receiving.Reason].fix, "Source %q: %s (%s)", s.Name,
+				receiving.Message, receiving.Reason)
 		case refusing != nil:
 			e.found = append(e.found, *refusing)
 		case calls.Accepted == 0:
@@ -573,7 +577,8 @@ func (e *explainer) sources() {
 		case last == nil:
 			e.add(Fine, "Source", "", "Source %q has accepted %s, none since the dispatchers started", s.Name, plural.Count(calls.Accepted, "call"))
 		default:
-			e.add(Fine, "Source", "", "Source %q has accepted %s, the last one %s", s.Name, plural.Count(calls.Accepted, "call"), ago(e.Now, last.Time))
+			e.add(Fine, "Source", "", "Source %q has accepted %s, the last one %s", s.Name, plural.Count(calls.Accepted, "call"),
+				ago(e.Now, last.Time))
 		}
 	}
 }
@@ -589,7 +594,8 @@ func Refusing(reports []*podreport.Index, namespace, name string, now time.Time)
 		s := n.Sources[name]
 		code, _, _ := strings.Cut(s.LastRejection, ": ")
 		if slices.Contains([]string{"storage_full", "storage_failed", "not_ready"}, code) && now.Sub(s.LastRejected) < time.Minute {
-			f := &Finding{Level: Problem, About: aboutDisk, Text: fmt.Sprintf("Source %q: calls are answered 503, the last one %s: %s", name, ago(now, s.LastRejected), s.LastRejection)}
+			f := &Finding{Level: Problem, About: aboutDisk,
+				Text: fmt.Sprintf("Source %q: calls are answered 503, the last one %s: %s", name, ago(now, s.LastRejected), s.LastRejection)}
 			if code == "storage_full" {
 				f.Fix = fixes[v1alpha1.ReasonStoragePressure].fix
 			}
@@ -653,7 +659,8 @@ func UnknownKeys(keys []adminapi.UnknownKey, now time.Time) string {
 	if len(keys) > most {
 		senders = append(senders, "…")
 	}
-	return fmt.Sprintf("%s with an unknown write key since %s, the last one %s: %s", plural.Count(total, "request"), first.UTC().Format(time.TimeOnly+"Z"), ago(now, last), strings.Join(senders, ", "))
+	return fmt.Sprintf("%s with an unknown write key since %s, the last one %s: %s", plural.Count(total, "request"),
+		first.UTC().Format(time.TimeOnly+"Z"), ago(now, last), strings.Join(senders, ", "))
 }
 
 func (e *explainer) unknownKeys() {
@@ -721,7 +728,8 @@ func (e *explainer) hint(endpoint string, f *v1alpha1.DeliveryFailure) string {
 	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1alpha1.Endpoint) bool {
 		return p.Name == endpoint && strings.HasPrefix(strings.ToLower(p.URL), "http://")
 	})
-	if plain && (f.Reason == v1alpha1.ReasonConnectionFailed || f.Reason == v1alpha1.ReasonInvalidResponse || f.StatusCode == http.StatusBadRequest) {
+	if plain && (f.Reason == v1alpha1.ReasonConnectionFailed || f.Reason == v1alpha1.ReasonInvalidResponse ||
+		f.StatusCode == http.StatusBadRequest) {
 		fix += "; if the port uses TLS, set a URL with https://"
 	}
 	return fix
@@ -784,7 +792,8 @@ func (e *explainer) endpoints() {
 		failure := ""
 		fix := ""
 		if f := p.LastFailure; f != nil {
-			failure = fmt.Sprintf("; the last failure was %s: %s (%s)%s", ago(e.Now, f.Time.Time), cmp.Or(f.Message, f.Reason), f.Reason, e.answer(p.Name, f.StatusCode))
+			failure = fmt.Sprintf("; the last failure was %s: %s (%s)%s", ago(e.Now, f.Time.Time), cmp.Or(f.Message, f.Reason), f.Reason,
+				e.answer(p.Name, f.StatusCode))
 			fix = e.hint(p.Name, f)
 		}
 		success := "no successful delivery yet"
@@ -796,7 +805,8 @@ func (e *explainer) endpoints() {
 			e.add(level, "Endpoint", "correct the URL, or remove the endpoint; a change of the destination triggers a probe", "%q answered 410 (Gone), one probe an hour is sent; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointCircuitOpen:
 			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, %s; %s%s%s", p.Name, e.probes(), success, failure, elsewhere)
-		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil && !p.LastSuccessTime.Before(&p.LastFailure.Time):
+		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil &&
+			!p.LastSuccessTime.Before(&p.LastFailure.Time):
 			e.add(Notice, "Endpoint", "", "%q fails now and then, or recovers; %s%s", p.Name, success, failure)
 		case p.State == v1alpha1.EndpointDegraded:
 			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
@@ -807,7 +817,8 @@ func (e *explainer) endpoints() {
 		}
 		pending, skipped := p.FirstAttemptsPending, p.FirstAttemptsSkipped
 		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
-			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", plural.Count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
+			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet",
+				plural.Count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
 		}
 		if skipped > 0 {
 			e.add(Notice, "Endpoint", "make it answer faster or more reliably, or remove it; with successPolicy: EveryEndpoint such messages become dead letters",
@@ -870,7 +881,8 @@ func (e *explainer) backlog() {
 	}
 	switch {
 	case c.DeadLettersStored > 0:
-		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s stored; %s became dead letters so far", plural.Count(c.DeadLettersStored, "dead letter"), plural.Count(c.DeadLettered, "message"))
+		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s stored; %s became dead letters so far",
+			plural.Count(c.DeadLettersStored, "dead letter"), plural.Count(c.DeadLettered, "message"))
 	case c.DeadLettered > 0:
 		e.add(Fine, "DeadLetters", "", "none stored; %s became dead letters so far", plural.Count(c.DeadLettered, "message"))
 	}

@@ -41,7 +41,8 @@ func healthy() Facts {
 		}},
 		Destinations: []v1alpha1.WebhookDestination{{
 			ObjectMeta: metav1.ObjectMeta{Name: "crm", Generation: 1},
-			Spec:       v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}}, Endpoints: []v1alpha1.Endpoint{{Name: "primary"}}},
+			Spec: v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}},
+				Endpoints: []v1alpha1.Endpoint{{Name: "primary"}}},
 			Status: v1alpha1.WebhookDestinationStatus{
 				Conditions: []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Programmed", "Programmed", "")},
 				Endpoints:  []v1alpha1.EndpointStatus{{Name: "primary", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
@@ -78,7 +79,8 @@ func TestExplain(t *testing.T) {
 			for _, pod := range []string{"a", "b"} {
 				r := adminapi.Report{Pod: pod, Namespaces: []adminapi.NamespaceReport{{
 					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
-					Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Delivered: 65, Pending: 5}, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
+					Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Delivered: 65, Pending: 5}, Retrying: 5,
+						OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
 				}, {Namespace: "other", Refused: &adminapi.RefusedConfig{Error: "not ours"}}}}
 				if change != nil {
 					change(&r.Namespaces[0], &r)
@@ -89,7 +91,8 @@ func TestExplain(t *testing.T) {
 	}
 	fullDisk := func(f *Facts) {
 		report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
-			r.Storage = adminapi.StorageReport{UsedBytes: 40 << 20, FreeBytes: 10 << 20, TotalBytes: 64 << 20, LackingBytes: 12 << 20, Pressure: true}
+			r.Storage = adminapi.StorageReport{UsedBytes: 40 << 20, FreeBytes: 10 << 20, TotalBytes: 64 << 20, LackingBytes: 12 << 20,
+				Pressure: true}
 		})(f)
 	}
 	// reported adds reports with the endpoints of one pod, and of the other.
@@ -105,7 +108,8 @@ func TestExplain(t *testing.T) {
 	}
 	healthyNow := adminapi.EndpointReport{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now}
 	openNow := adminapi.EndpointReport{
-		Name: "primary", State: adminapi.EndpointCircuitOpen, Since: now.Add(-time.Minute), ConsecutiveFailures: 10, LastSuccess: now.Add(-time.Hour),
+		Name: "primary", State: adminapi.EndpointCircuitOpen, Since: now.Add(-time.Minute), ConsecutiveFailures: 10,
+		LastSuccess: now.Add(-time.Hour),
 		LastFailure: &adminapi.Failure{Time: now.Add(-5 * time.Second), Reason: "Rejected", StatusCode: 422, Message: "answered 422"},
 	}
 	for _, c := range []struct {
@@ -117,7 +121,8 @@ func TestExplain(t *testing.T) {
 		{"no problems", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
 		{"no backlog", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
 		{"a filter that fails", report(func(n *adminapi.NamespaceReport, _ *adminapi.Report) {
-			n.Destinations[0].FilterFailure = &adminapi.Failure{Time: now.Add(-time.Minute), Message: "character 5 (call.properties.parts): division by zero"}
+			n.Destinations[0].FilterFailure = &adminapi.Failure{Time: now.Add(-time.Minute),
+				Message: "character 5 (call.properties.parts): division by zero"}
 		}), "Filter", "the expression fails for some calls, which become dead letters; the last one 1m0s ago: character 5 (call.properties.parts): division by zero", "correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver crm --reason FilterFailed", ""},
 		{"a filter that fails, without reports", d(func(d *v1alpha1.WebhookDestination) {
 			failed := condition("Delivering", "FilterFailed", "spec.filter.expression fails for some calls: division by zero")
@@ -128,13 +133,16 @@ func TestExplain(t *testing.T) {
 		{"a rejected manifest", func(f *Facts) {
 			f.Manifests = []manifest.Problem{
 				{File: "m/b.yaml", Line: 3, Object: "Source shop/web", Message: "spec: bad", Since: now.Add(-time.Hour)},
-				{File: "m/crm.yaml", Line: 6, Object: "WebhookDestination shop/crm", Message: "unknown field", Since: now.Add(-time.Minute), Effect: "an old version remains in effect"},
+				{File: "m/crm.yaml", Line: 6, Object: "WebhookDestination shop/crm", Message: "unknown field", Since: now.Add(-time.Minute),
+					Effect: "an old version remains in effect"},
 			}
 		}, "Manifest", "rejected 1m0s ago: m/crm.yaml:6: WebhookDestination shop/crm: unknown field (an old version remains in effect)", "correct the manifest", "NOTICE Manifest rejected 1h0m0s ago: m/b.yaml:3: Source shop/web: spec: bad"},
 		{"an unreadable file with the destination", func(f *Facts) {
-			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML", Outdated: []string{"Source shop/web", "WebhookDestination shop/crm"}}}
+			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML",
+				Outdated: []string{"Source shop/web", "WebhookDestination shop/crm"}}}
 		}, "Manifest", "m/a.yaml: not YAML", "", ""},
-		{"an unreadable file", func(f *Facts) { f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML"}} }, "", "", "", "NOTICE Manifest"},
+		{"an unreadable file", func(f *Facts) { f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML"}} }, "", "", "",
+			"NOTICE Manifest"},
 		{"a manifest that was never valid", func(f *Facts) {
 			f.Destinations = nil
 			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Line: 1, Object: "WebhookDestination shop/crm", Message: "unknown field"}}
@@ -149,7 +157,8 @@ func TestExplain(t *testing.T) {
 		{"disabled", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
-		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
+		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs",
+			`PROBLEM Source no Source "ios" (NoSource)` + "\n"},
 		{"a built-in Source only", d(func(d *v1alpha1.WebhookDestination) {
 			d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "posthorn-dead-letters"}}
 		}), "", "", "", `OK Source Source "posthorn-dead-letters" is built in`},
@@ -180,7 +189,8 @@ func TestExplain(t *testing.T) {
 		{"a full disk and a broken receiver", func(f *Facts) {
 			fullDisk(f)
 			s(func(s *v1alpha1.Source) {
-				meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503: a dispatcher's storage is full"))
+				meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure",
+					"calls are answered 503: a dispatcher's storage is full"))
 			})(f)
 			failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "connection refused")(f)
 		}, "Endpoint", "connection refused", "that the receiver runs", "PROBLEM Disk the disk of dispatcher a is full"},
@@ -197,7 +207,8 @@ func TestExplain(t *testing.T) {
 			meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503"))
 		}), "Disk", `Source "web": calls are answered 503 (StoragePressure)`, "fix the destinations with the largest backlog", ""},
 		{"a disk that fills", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.DaysLeft = 3 }), "", "", "", "NOTICE Config the disk of dispatcher a is full in at most 3 days at the present rate"},
-		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
+		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`,
+			"spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
 		}), "Source", "ios has it", "another write key", ""},
@@ -251,7 +262,8 @@ func TestExplain(t *testing.T) {
 			failing(v1alpha1.EndpointDegraded, "ServerError", "answered 500")(f)
 			f.Destinations[0].Status.Endpoints[0].LastSuccessTime = at(time.Second)
 		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; last success just now; the last failure was 2s ago`},
-		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretKeyRef", ""},
+		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)",
+			"caSecretKeyRef", ""},
 		{"a failure without a message", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
 		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
 		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
@@ -265,7 +277,8 @@ func TestExplain(t *testing.T) {
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
 		{"pending and skipped first attempts in a report", func(f *Facts) {
 			twoEndpoints(f)
-			reported([]adminapi.EndpointReport{{Name: "b", State: adminapi.EndpointHealthy, FirstAttemptsPending: 1, FirstAttemptsSkipped: 2}}, nil)(f)
+			reported([]adminapi.EndpointReport{{Name: "b", State: adminapi.EndpointHealthy, FirstAttemptsPending: 1, FirstAttemptsSkipped: 2}},
+				nil)(f)
 		}, "", "", "", "NOTICE Endpoint 1 message has not been sent to \"b\" yet\nNOTICE Endpoint 2 messages were never sent to \"b\""},
 		{"an endpoint works again since the status", func(f *Facts) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
@@ -273,7 +286,8 @@ func TestExplain(t *testing.T) {
 		}, "", "", "", `OK Endpoint "primary" works; last success just now`},
 		{"an endpoint fails since the status, at one pod of two", func(f *Facts) {
 			f.Attempts = []adminapi.Attempt{{Endpoint: "primary", StatusCode: 422, Response: "no email"}}
-			reported([]adminapi.EndpointReport{openNow}, []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now.Add(-time.Minute)}})(f)
+			reported([]adminapi.EndpointReport{openNow}, []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointHealthy,
+				LastSuccess: now.Add(-time.Minute)}})(f)
 		}, "Endpoint", `circuit breaker of "primary" is open, only probes are sent, the next one in 20s; all pending messages follow when it succeeds; last success 3s ago; the last failure was 5s ago: answered 422 (Rejected); it answered "no email"`, "what the receiver expects", "NOTICE Backlog 10 messages pending"},
 		{"one endpoint of two fails since the status", func(f *Facts) {
 			twoEndpoints(f)
@@ -297,7 +311,9 @@ func TestExplain(t *testing.T) {
 			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: `accepted; pending messages of Source "ios" will be discarded at 2026-01-02T03:14:05Z`})
 		}), "", "", "", "NOTICE Backlog pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z\n"},
 		{"discards ahead in reports", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
-			r.Configs = []adminapi.ConfigReport{{Namespace: "shop", Discards: []adminapi.Discard{{Source: "ios", Destination: "crm", Messages: 2, At: now.Add(time.Minute)}, {Source: "web", Destination: "other", Messages: 1, At: now}}}}
+			r.Configs = []adminapi.ConfigReport{{Namespace: "shop",
+				Discards: []adminapi.Discard{{Source: "ios", Destination: "crm", Messages: 2, At: now.Add(time.Minute)},
+					{Source: "web", Destination: "other", Messages: 1, At: now}}}}
 		}), "", "", "", "NOTICE Backlog 4 pending messages of Source \"ios\" will be discarded at 2026-01-02T03:05:05Z"},
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
@@ -331,7 +347,8 @@ func TestExplain(t *testing.T) {
 			switch {
 			case cause == nil && c.about != "":
 				t.Errorf("no problem found:\n%s", text.String())
-			case cause != nil && (c.about == "" || cause.About != c.about || !strings.Contains(cause.Text, c.cause) || !strings.Contains(cause.Fix, c.fix)):
+			case cause != nil && (c.about == "" || cause.About != c.about || !strings.Contains(cause.Text, c.cause) ||
+				!strings.Contains(cause.Fix, c.fix)):
 				t.Errorf("cause %+v, want %s: %s, fix: %s", *cause, c.about, c.cause, c.fix)
 			}
 			if !strings.Contains(text.String(), c.also) {
@@ -344,9 +361,10 @@ func TestExplain(t *testing.T) {
 // The reports must not change the objects of the caller.
 func TestExplainChangesNoObject(t *testing.T) {
 	f := healthy()
-	f.Reports = []*podreport.Index{podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{
-		{Name: "crm", Ledger: adminapi.Ledger{Delivered: 7}, Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointGone}}},
-	}}}})}
+	f.Reports = []*podreport.Index{podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop",
+		Destinations: []adminapi.DestinationReport{
+			{Name: "crm", Ledger: adminapi.Ledger{Delivered: 7}, Endpoints: []adminapi.EndpointReport{{Name: "primary", State: adminapi.EndpointGone}}},
+		}}}})}
 	Explain(f)
 	if diff := cmp.Diff(healthy().Destinations, f.Destinations); diff != "" {
 		t.Errorf("destinations after Explain (-want +got):\n%s", diff)
@@ -366,14 +384,17 @@ func TestHintOfAFailure(t *testing.T) {
 	}{
 		{name: "unauthorized", reason: "Rejected", status: 401, fix: "check the signing secret"},
 		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "let the receiver use the secret without the line break at its end"},
-		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak, fix: "check the path of the URL" + again},
+		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak,
+			fix: "check the path of the URL" + again},
 		{name: "gone", reason: "Rejected", status: 410, fix: "the URL was removed"},
 		{name: "unprocessable", reason: "Rejected", status: 422, fix: "posthorn deadletters show"},
 		{name: "another status", reason: "Rejected", status: 418, fix: "check the URL, its credentials and headers" + again},
 		{name: "the answer", reason: "Rejected", status: 422, answer: "no field\n email", text: `; it answered "no field email"`},
-		{name: "a long answer", reason: "Rejected", status: 422, answer: strings.Repeat("ä", 300), text: `; it answered "` + strings.Repeat("ä", 200) + `…"`},
+		{name: "a long answer", reason: "Rejected", status: 422, answer: strings.Repeat("ä", 300),
+			text: `; it answered "` + strings.Repeat("ä", 200) + `…"`},
 		{name: "http to a port with TLS", reason: "ConnectionFailed", url: "http://a.example", fix: "set a URL with https://"},
-		{name: "http to a port with TLS that answers 400", reason: "Rejected", status: 400, url: "http://a.example", fix: "set a URL with https://"},
+		{name: "http to a port with TLS that answers 400", reason: "Rejected", status: 400, url: "http://a.example",
+			fix: "set a URL with https://"},
 		{name: "https", reason: "ConnectionFailed", url: "https://a.example", fix: "check the network", not: "https"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -408,8 +429,10 @@ func TestHintOfAFailure(t *testing.T) {
 // TestHints checks that every reason of a failed attempt has a hint.
 func TestHints(t *testing.T) {
 	for _, reason := range []string{
-		v1alpha1.ReasonTimedOut, v1alpha1.ReasonConnectionRefused, v1alpha1.ReasonConnectionFailed, v1alpha1.ReasonDNSFailed, v1alpha1.ReasonCertificateRejected,
-		v1alpha1.ReasonTLSFailed, v1alpha1.ReasonAddressDenied, v1alpha1.ReasonServerError, v1alpha1.ReasonThrottled, v1alpha1.ReasonRejected, v1alpha1.ReasonRedirected, v1alpha1.ReasonInvalidResponse,
+		v1alpha1.ReasonTimedOut, v1alpha1.ReasonConnectionRefused, v1alpha1.ReasonConnectionFailed, v1alpha1.ReasonDNSFailed,
+		v1alpha1.ReasonCertificateRejected,
+		v1alpha1.ReasonTLSFailed, v1alpha1.ReasonAddressDenied, v1alpha1.ReasonServerError, v1alpha1.ReasonThrottled, v1alpha1.ReasonRejected,
+		v1alpha1.ReasonRedirected, v1alpha1.ReasonInvalidResponse,
 	} {
 		if hints[reason] == "" {
 			t.Errorf("no hint for %s", reason)
@@ -461,7 +484,8 @@ func waiting(further ...adminapi.Attempt) func(*Facts) {
 	return func(f *Facts) {
 		next := metav1.NewTime(now.Add(40 * time.Minute))
 		f.Destinations[0].Status.Delivery.Pending, f.Destinations[0].Status.Delivery.NextAttemptTime = 1, &next
-		f.Attempts = append([]adminapi.Attempt{{Time: now.Add(-20 * time.Minute), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: 24 * time.Hour}}, further...)
+		f.Attempts = append([]adminapi.Attempt{{Time: now.Add(-20 * time.Minute), Endpoint: "primary", StatusCode: 503, Reason: "ServerError",
+			RetryAfter: 24 * time.Hour}}, further...)
 	}
 }
 
@@ -476,9 +500,10 @@ func TestOldStatus(t *testing.T) {
 		live              bool
 		want              string
 	}{
-		"an idle destination":                {0, 10 * time.Hour, nil, false, ""},
-		"the operator runs":                  {time.Minute, 10 * time.Hour, at(time.Hour), false, ""},
-		"the operator does not run":          {4 * time.Minute, 4 * time.Minute, nil, false, "the operator does not run: it was last active 4m0s ago"},
+		"an idle destination": {0, 10 * time.Hour, nil, false, ""},
+		"the operator runs":   {time.Minute, 10 * time.Hour, at(time.Hour), false, ""},
+		"the operator does not run": {4 * time.Minute, 4 * time.Minute, nil, false,
+			"the operator does not run: it was last active 4m0s ago"},
 		"also with live numbers":             {4 * time.Minute, 4 * time.Minute, nil, true, "the operator does not run"},
 		"a retry was due":                    {0, 15 * time.Minute, at(14 * time.Minute), false, "the operator has not written this status for 15m0s"},
 		"a retry was due, with live numbers": {0, 15 * time.Minute, at(14 * time.Minute), true, ""},
@@ -529,9 +554,11 @@ func TestDiskFullNamesWhoFillsIt(t *testing.T) {
 	}
 	x := podreport.NewIndex(adminapi.Report{Pod: "a", Storage: adminapi.StorageReport{Pressure: true}, Namespaces: []adminapi.NamespaceReport{
 		{Namespace: "shop", Destinations: []adminapi.DestinationReport{
-			destination("crm", 9, 0, failed("ServerError", now, now.Add(time.Second))), destination("idle", 0, 0, nil), destination("few", 1, 0, nil), destination("dead", 0, 12, failed("Rejected", now, time.Time{})),
+			destination("crm", 9, 0, failed("ServerError", now, now.Add(time.Second))), destination("idle", 0, 0, nil),
+			destination("few", 1, 0, nil), destination("dead", 0, 12, failed("Rejected", now, time.Time{})),
 		}},
-		{Namespace: "mail", Destinations: []adminapi.DestinationReport{destination("mailer", 1743, 1, failed("ConnectionRefused", now, now.Add(-time.Hour)))}},
+		{Namespace: "mail", Destinations: []adminapi.DestinationReport{destination("mailer", 1743, 1,
+			failed("ConnectionRefused", now, now.Add(-time.Hour)))}},
 	}})
 	for namespace, want := range map[string]string{
 		"":      "the largest backlogs are mail/mailer (1743 pending, 1 dead letter, ConnectionRefused), shop/dead (0 pending, 12 dead letters, Rejected), shop/crm (9 pending, 0 dead letters)",

@@ -113,7 +113,8 @@ func NewProbeServer(ready func() error) *http.Server {
 
 // NewServer makes a server of h with the limits of the admin listener.
 func NewServer(h http.Handler) *http.Server {
-	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
+	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: 16 << 10}
 }
 
 // NotFromPages rejects the requests of web pages. A page could otherwise make a browser act, start

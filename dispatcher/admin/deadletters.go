@@ -20,7 +20,8 @@ func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
 	out := adminapi.DeadLetter{
 		Key: d.Key, Source: strings.Clone(d.Lane.Source), Destination: d.Lane.Destination, Endpoint: d.Lane.Endpoint,
 		MessageID: event.ID(d.ID), Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
-		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message, Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
+		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message,
+		Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
 	}
 	if body {
 		out.Body = append(json.RawMessage(nil), d.Body...)
@@ -120,7 +121,8 @@ func (l letters) one(withBody bool) destinationHandler {
 }
 
 func (l letters) redeliver(w http.ResponseWriter, r *http.Request) {
-	l.act(w, r, "audit: dead letters redelivered", func(ctx context.Context, from redelivery.Store, destination string, s adminapi.DeadLetterSelector, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
+	l.act(w, r, "audit: dead letters redelivered", func(ctx context.Context, from redelivery.Store, destination string,
+		s adminapi.DeadLetterSelector, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		return redelivery.Run(ctx, l.Gate, from, destination, s, o)
 	})
 }
@@ -130,7 +132,8 @@ func (l letters) purge(w http.ResponseWriter, r *http.Request) {
 }
 
 // action is redelivery.Purge, or redelivery.Run through a gate.
-type action = func(ctx context.Context, from redelivery.Store, destination string, s adminapi.DeadLetterSelector, o redelivery.Options) (adminapi.DeadLetterProgress, error)
+type action = func(ctx context.Context, from redelivery.Store, destination string, s adminapi.DeadLetterSelector,
+	o redelivery.Options) (adminapi.DeadLetterProgress, error)
 
 // act runs the action in the body, and streams its progress.
 func (l letters) act(w http.ResponseWriter, r *http.Request, message string, run action) {

@@ -76,7 +76,8 @@ func mountTrace(mux *http.ServeMux, store TraceStore, engine *delivery.Engine) {
 	})
 }
 
-func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine, id string, since time.Time) (*adminapi.MessageTrace, error) {
+func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine, id string,
+	since time.Time) (*adminapi.MessageTrace, error) {
 	t := &adminapi.MessageTrace{MessageID: event.ID(id)}
 	logs, cancel := context.WithTimeout(ctx, traceTimeout)
 	result, err := store.Trace(logs, id, since)
@@ -102,7 +103,8 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 }
 
 // traceUser finds the pending messages and the dead letters of a user, accepted since a time or all.
-func traceUser(ctx context.Context, store TraceStore, engine *delivery.Engine, userID string, since time.Time) (*adminapi.MessageTrace, error) {
+func traceUser(ctx context.Context, store TraceStore, engine *delivery.Engine, userID string,
+	since time.Time) (*adminapi.MessageTrace, error) {
 	t := &adminapi.MessageTrace{UserID: event.ID(userID)}
 	logs, cancel := context.WithTimeout(ctx, traceTimeout)
 	result, err := store.Search(logs, func(body []byte) bool { return isOfUser(body, userID) }, since, maxTracedMessages)
@@ -153,7 +155,8 @@ func addScanned(t *adminapi.MessageTrace, result *queue.TraceResult) {
 
 // addLetters adds the matching dead letters of messages that were accepted since a time, which is zero if
 // it is unknown. The end of its own timeout is no error.
-func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, accepted time.Time, match func(*queue.DeadLetter) bool) error {
+func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, accepted time.Time,
+	match func(*queue.DeadLetter) bool) error {
 	letters, cancel := context.WithTimeout(ctx, traceTimeout)
 	defer cancel()
 	err := eachLetter(letters, store, accepted, func(d *queue.DeadLetter) bool {
@@ -201,9 +204,11 @@ func eachLetter(ctx context.Context, store TraceStore, accepted time.Time, fn fu
 // acceptedMessages refines the states of the store by the attempts and the dead letters.
 func acceptedMessages(traces []queue.Trace, t *adminapi.MessageTrace) (list []adminapi.AcceptedMessage) {
 	for _, one := range traces {
-		m := adminapi.AcceptedMessage{MessageID: event.ID(one.ID), Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0, Type: one.Type, Event: one.Event}
+		m := adminapi.AcceptedMessage{MessageID: event.ID(one.ID), Source: one.Source, AcceptedAt: one.AcceptedAt, Stored: one.Seq > 0,
+			Type: one.Type, Event: one.Event}
 		for _, l := range one.Lanes {
-			at := adminapi.MessageAtEndpoint{Destination: l.Lane.Destination, Endpoint: l.Lane.Endpoint, State: adminapi.MessageState(l.State), NextAttempt: l.Due, FailedAttempts: l.Attempts}
+			at := adminapi.MessageAtEndpoint{Destination: l.Lane.Destination, Endpoint: l.Lane.Endpoint, State: adminapi.MessageState(l.State),
+				NextAttempt: l.Due, FailedAttempts: l.Attempts}
 			same := func(destination, endpoint string) bool {
 				return destination == at.Destination && (at.Endpoint == "" || endpoint == "" || endpoint == at.Endpoint)
 			}

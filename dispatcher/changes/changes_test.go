@@ -75,7 +75,8 @@ func (w *world) namespace(name string, c liveconfig.Config) adminapi.NamespaceRe
 	}
 	for _, d := range c.Destinations {
 		w.built++
-		n.Destinations = append(n.Destinations, adminapi.DestinationReport{Name: d.Name, Revision: d.Revision, Retrying: w.numbers[name+"/"+d.Name]})
+		n.Destinations = append(n.Destinations, adminapi.DestinationReport{Name: d.Name, Revision: d.Revision,
+			Retrying: w.numbers[name+"/"+d.Name]})
 	}
 	return n
 }

@@ -94,8 +94,10 @@ func partsOf(t *testing.T, number int64, destinations ...string) (root *corev1.S
 	c := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop"}
 	for _, name := range destinations {
 		// A text of 64 KiB is a chunk of its own.
-		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: name, Revision: name, State: liveconfig.Disabled, Success: liveconfig.AnyEndpoint,
-			Delivery: liveconfig.Delivery{RetryWindowMS: 1}, Endpoints: []liveconfig.Endpoint{{Name: "e", URL: liveconfig.NewSecret(strings.Repeat(name, 64<<10))}}})
+		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: name, Revision: name, State: liveconfig.Disabled,
+			Success:   liveconfig.AnyEndpoint,
+			Delivery:  liveconfig.Delivery{RetryWindowMS: 1},
+			Endpoints: []liveconfig.Endpoint{{Name: "e", URL: liveconfig.NewSecret(strings.Repeat(name, 64<<10))}}})
 	}
 	chunks, revision, err := new(liveconfig.Encoder).EncodeChunks(c)
 	if err != nil {
@@ -111,8 +113,9 @@ func partsOf(t *testing.T, number int64, destinations ...string) (root *corev1.S
 	}
 	secret := func(name string, data map[string][]byte) *corev1.Secret {
 		return &corev1.Secret{
-			ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "posthorn-system", Labels: map[string]string{liveconfig.LabelLive: "true"}, ResourceVersion: fmt.Sprint(number)},
-			Data:       data,
+			ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "posthorn-system", Labels: map[string]string{liveconfig.LabelLive: "true"},
+				ResourceVersion: fmt.Sprint(number)},
+			Data: data,
 		}
 	}
 	for _, part := range split.List {
@@ -146,7 +149,8 @@ func (s decoder) Set(namespace string, stored liveconfig.Stored) {
 func TestParts(t *testing.T) {
 	root1, parts1 := partsOf(t, 1, "a", "b", "c")
 	root2, parts2 := partsOf(t, 2, "a", "b", "d")
-	objects := []runtime.Object{root1, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: liveconfig.MarkerName, Namespace: "posthorn-system", Labels: map[string]string{liveconfig.LabelLive: "true"}}}}
+	objects := []runtime.Object{root1, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: liveconfig.MarkerName, Namespace: "posthorn-system",
+		Labels: map[string]string{liveconfig.LabelLive: "true"}}}}
 	for _, part := range parts1 {
 		objects = append(objects, part)
 	}
@@ -205,7 +209,8 @@ func TestParts(t *testing.T) {
 // A config that lacks a part at the start is reported before Synced, and set when the part exists.
 func TestPartsAtTheStart(t *testing.T) {
 	root, parts := partsOf(t, 1, "a", "b")
-	objects := []runtime.Object{root, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: liveconfig.MarkerName, Namespace: "posthorn-system", Labels: map[string]string{liveconfig.LabelLive: "true"}}}}
+	objects := []runtime.Object{root, &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: liveconfig.MarkerName, Namespace: "posthorn-system",
+		Labels: map[string]string{liveconfig.LabelLive: "true"}}}}
 	for _, part := range parts[1:] {
 		objects = append(objects, part)
 	}

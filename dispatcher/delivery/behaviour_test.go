@@ -29,7 +29,8 @@ func TestSigned(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		d := dest("crm", urlA)
-		d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old")}}
+		d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"),
+			Previous: liveconfig.NewSecret("old")}}
 		w.apply(d, dest("plain", urlB))
 		w.send("web", 100)
 		w.sleep(time.Second)
@@ -45,7 +46,8 @@ func TestSigned(t *testing.T) {
 			t.Fatalf("%d requests", len(got))
 		}
 		for _, r := range got {
-			if r.headers.Get("X-Signature") != signature.SHA1("new", r.body) || r.headers.Get("X-Signature-Previous") != signature.SHA1("old", r.body) || r.id() != r.body {
+			if r.headers.Get("X-Signature") != signature.SHA1("new", r.body) ||
+				r.headers.Get("X-Signature-Previous") != signature.SHA1("old", r.body) || r.id() != r.body {
 				t.Fatalf("%+v", r)
 			}
 		}
@@ -75,7 +77,9 @@ func TestLongNumbers(t *testing.T) {
 		exact.ExactNumbers = true
 		w.apply(signed("crm", urlA), exact)
 		append1 := func(id string, long bool) {
-			if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(), LongNumbers: long, Body: []byte(stored)}}); err != nil {
+			if _,
+				err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(), LongNumbers: long,
+				Body: []byte(stored)}}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -110,7 +114,9 @@ func TestLongNumbers(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		w.apply(dest("crm", urlA))
-		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: "m1", Type: "track", AcceptedAt: time.Now(), Body: []byte(stored)}}); err != nil {
+		if _,
+			err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: "m1", Type: "track", AcceptedAt: time.Now(),
+			Body: []byte(stored)}}); err != nil {
 			t.Fatal(err)
 		}
 		w.sleep(time.Second)
@@ -176,7 +182,9 @@ func TestRequestsHaveTheKeyOfTheMessage(t *testing.T) {
 		d := dest("crm", urlA)
 		d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret("s3cr3t")}}
 		w.apply(d)
-		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+		if _,
+			err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(),
+			Body: []byte("{}")}}); err != nil {
 			t.Fatal(err)
 		}
 		w.sleep(time.Second)
@@ -192,7 +200,8 @@ func TestRequestsHaveTheKeyOfTheMessage(t *testing.T) {
 }
 
 func TestRefusedIsBuriedAtOnce(t *testing.T) {
-	for status, reason := range map[int]egress.Reason{400: egress.Rejected, 409: egress.Rejected, 451: egress.Rejected, 300: egress.Redirected, 304: egress.Redirected} {
+	for status, reason := range map[int]egress.Reason{400: egress.Rejected, 409: egress.Rejected, 451: egress.Rejected, 300: egress.Redirected,
+		304: egress.Redirected} {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{status: status}))
 			w.apply(dest("crm", urlA))
@@ -206,7 +215,8 @@ func TestRefusedIsBuriedAtOnce(t *testing.T) {
 				t.Errorf("%d: %d dead letters, %+v", status, len(dead), dead)
 			}
 			r := w.report("crm")
-			if r.DeadLettered != 30 || r.Endpoints[0].State != adminapi.EndpointDegraded || r.Endpoints[0].LastFailure.Reason != string(reason) || r.Endpoints[0].ConsecutiveFailures != 30 {
+			if r.DeadLettered != 30 || r.Endpoints[0].State != adminapi.EndpointDegraded || r.Endpoints[0].LastFailure.Reason != string(reason) ||
+				r.Endpoints[0].ConsecutiveFailures != 30 {
 				t.Errorf("%d: %+v", status, r)
 			}
 			w.end()
@@ -215,7 +225,9 @@ func TestRefusedIsBuriedAtOnce(t *testing.T) {
 }
 
 func TestRetriesUntilDelivered(t *testing.T) {
-	for _, failure := range []answer{{status: 500}, {status: 503}, {status: 429}, {status: 408}, {reason: egress.ConnectionRefused}, {reason: egress.DNSFailed}, {reason: egress.CertificateRejected}, {reason: egress.AddressDenied}, {reason: egress.ProxyFailed}, {reason: egress.TokenFailed}, {status: 200, after: time.Hour}} {
+	for _, failure := range []answer{{status: 500}, {status: 503}, {status: 429}, {status: 408}, {reason: egress.ConnectionRefused},
+		{reason: egress.DNSFailed}, {reason: egress.CertificateRejected}, {reason: egress.AddressDenied}, {reason: egress.ProxyFailed},
+		{reason: egress.TokenFailed}, {status: 200, after: time.Hour}} {
 		bubble(t, func(t *testing.T) {
 			n := 0
 			w := newWorld(t, func(request) answer {
@@ -235,7 +247,8 @@ func TestRetriesUntilDelivered(t *testing.T) {
 				t.Errorf("%+v: in the end: %+v", failure, r)
 			}
 			attempts := w.engine.Attempts("ns/crm", "e0")
-			if len(attempts) != 6 || attempts[0].Number != 1 || attempts[5].Number != 6 || attempts[5].Reason != "" || attempts[0].MessageID != "m1" {
+			if len(attempts) != 6 || attempts[0].Number != 1 || attempts[5].Number != 6 || attempts[5].Reason != "" ||
+				attempts[0].MessageID != "m1" {
 				t.Errorf("%+v: attempts %+v", failure, attempts)
 			}
 			for i, a := range attempts[1:] {
@@ -456,7 +469,8 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(2 * time.Hour)
 		tried, _ := perURL(w, urlB)
 		r := w.report("crm")
-		if r.Endpoints[1].FirstAttemptsSkipped != int64(2000-tried) || r.Endpoints[1].FirstAttemptsPending != 0 || r.Endpoints[0].FirstAttemptsSkipped != 0 {
+		if r.Endpoints[1].FirstAttemptsSkipped != int64(2000-tried) || r.Endpoints[1].FirstAttemptsPending != 0 ||
+			r.Endpoints[0].FirstAttemptsSkipped != 0 {
 			t.Errorf("%d of 2000 were tried at the URL that hangs; its report says %+v", tried, r.Endpoints[1])
 		}
 		got(w, urlA, 2000, 2000)
@@ -496,43 +510,46 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(3 * time.Hour)
 		got(w, urlA, 0, 0) // The success ended the retries.
 	})
-	run("one's Retry-After holds back that one alone", map[string]answer{urlA: {status: 503, retryAfter: time.Hour}, urlB: {status: 503}}, func(t *testing.T, w *world) {
-		w.apply(dest("crm", urlA, urlB))
-		w.send("web", 1)
-		w.sleep(time.Second)
-		w.client.set(always(answer{status: 200}))
-		w.sleep(time.Minute)
-		ledger(w, adminapi.Ledger{Accepted: 1, Delivered: 1})
-		got(w, urlA, 1, 1)
-	})
-	run("refused by one, failed by the other: retried", map[string]answer{urlA: {status: 400}, urlB: {status: 500}}, func(t *testing.T, w *world) {
-		w.apply(dest("crm", urlA, urlB))
-		w.send("web", 2)
-		w.sleep(time.Second)
-		ledger(w, adminapi.Ledger{Accepted: 2, Pending: 2})
-		w.client.set(func(r request) answer {
-			if r.body == "m1" {
-				return answer{status: 200}
-			}
-			return answer{status: 410}
+	run("one's Retry-After holds back that one alone", map[string]answer{urlA: {status: 503, retryAfter: time.Hour}, urlB: {status: 503}},
+		func(t *testing.T, w *world) {
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 1)
+			w.sleep(time.Second)
+			w.client.set(always(answer{status: 200}))
+			w.sleep(time.Minute)
+			ledger(w, adminapi.Ledger{Accepted: 1, Delivered: 1})
+			got(w, urlA, 1, 1)
 		})
-		w.sleep(10 * time.Minute)
-		ledger(w, adminapi.Ledger{Accepted: 2, Delivered: 1, DeadLettered: 1})
-		dead := w.dead("crm")
-		if len(dead) != 1 || dead[0].ID != "m2" || dead[0].Failure.Reason != "Rejected" || dead[0].Lane.Endpoint != "" || dead[0].Attempts < 3 {
-			t.Errorf("dead letters: %+v", dead)
-		}
-		got(w, urlA, 2, 2)
-	})
-	run("the window ends at all: one dead letter each", map[string]answer{urlA: {reason: egress.ConnectionRefused}, urlB: {after: time.Hour}}, func(t *testing.T, w *world) {
-		w.apply(dest("crm", urlA, urlB))
-		w.send("web", 500)
-		w.sleep(5 * time.Hour)
-		ledger(w, adminapi.Ledger{Accepted: 500, DeadLettered: 500})
-		if dead := w.dead("crm"); len(dead) != 500 || dead[0].Failure.Reason != "Expired" {
-			t.Errorf("%d dead letters", len(dead))
-		}
-	})
+	run("refused by one, failed by the other: retried", map[string]answer{urlA: {status: 400}, urlB: {status: 500}},
+		func(t *testing.T, w *world) {
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 2)
+			w.sleep(time.Second)
+			ledger(w, adminapi.Ledger{Accepted: 2, Pending: 2})
+			w.client.set(func(r request) answer {
+				if r.body == "m1" {
+					return answer{status: 200}
+				}
+				return answer{status: 410}
+			})
+			w.sleep(10 * time.Minute)
+			ledger(w, adminapi.Ledger{Accepted: 2, Delivered: 1, DeadLettered: 1})
+			dead := w.dead("crm")
+			if len(dead) != 1 || dead[0].ID != "m2" || dead[0].Failure.Reason != "Rejected" || dead[0].Lane.Endpoint != "" || dead[0].Attempts < 3 {
+				t.Errorf("dead letters: %+v", dead)
+			}
+			got(w, urlA, 2, 2)
+		})
+	run("the window ends at all: one dead letter each", map[string]answer{urlA: {reason: egress.ConnectionRefused}, urlB: {after: time.Hour}},
+		func(t *testing.T, w *world) {
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 500)
+			w.sleep(5 * time.Hour)
+			ledger(w, adminapi.Ledger{Accepted: 500, DeadLettered: 500})
+			if dead := w.dead("crm"); len(dead) != 500 || dead[0].Failure.Reason != "Expired" {
+				t.Errorf("%d dead letters", len(dead))
+			}
+		})
 	run("a URL is added", map[string]answer{urlA: {reason: egress.ConnectionRefused}}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA))
 		w.send("web", 100)
@@ -768,7 +785,8 @@ func TestOrphans(t *testing.T) {
 		if len(w.store.Lanes()) != 1 {
 			t.Errorf("remaining lanes: %v", w.store.Lanes())
 		}
-		if look(w, func(e *Engine) bool { return e.registry.destinations["ns/a"] != nil }) || w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
+		if look(w, func(e *Engine) bool { return e.registry.destinations["ns/a"] != nil }) ||
+			w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
 			t.Error("the destination is still in memory")
 		}
 		w.end()
@@ -839,7 +857,8 @@ func TestDiscardsCountAsTheLedger(t *testing.T) {
 				for i := range list {
 					list[i].At = time.Time{}
 				}
-				check.Same(t, c.d.Name+": "+fact, list, []adminapi.Discard{{Source: "web", Destination: c.d.Name, Messages: 10 * c.each, Later: 3 * c.each}})
+				check.Same(t, c.d.Name+": "+fact, list, []adminapi.Discard{{Source: "web", Destination: c.d.Name, Messages: 10 * c.each,
+					Later: 3 * c.each}})
 			}
 			w.send("web", 3)
 			w.sleep(time.Second)
@@ -924,7 +943,8 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.client.forget()
 		w.restart()
 		apply()
-		if ep, was := open(), before.Endpoints[0]; !ep.Since.Equal(was.Since) || !ep.LastFailure.Time.Equal(was.LastFailure.Time) || ep.LastFailure.Reason != "TimedOut" || ep.ConsecutiveFailures != was.ConsecutiveFailures {
+		if ep, was := open(), before.Endpoints[0]; !ep.Since.Equal(was.Since) || !ep.LastFailure.Time.Equal(was.LastFailure.Time) ||
+			ep.LastFailure.Reason != "TimedOut" || ep.ConsecutiveFailures != was.ConsecutiveFailures {
 			t.Errorf("%+v, was %+v", ep, was)
 		}
 		if r := w.report("a"); !r.NextAttempt.Equal(before.NextAttempt) {
@@ -1268,7 +1288,8 @@ func TestRateLimit(t *testing.T) {
 func TestScarceConnections(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		const fast, slow = "http://fast.test", "http://slow.test"
-		w := newWorld(t, byURL(map[string]answer{fast: {status: 200, after: time.Millisecond}, slow: {status: 200, after: 200 * time.Millisecond}}))
+		w := newWorld(t, byURL(map[string]answer{fast: {status: 200, after: time.Millisecond},
+			slow: {status: 200, after: 200 * time.Millisecond}}))
 		w.client.egress = egress.New(egress.Options{MaxIdle: 2})
 		w.apply(dest("fast", fast), dest("slow", slow))
 		w.send("web", 2000)

@@ -22,7 +22,9 @@ func TestFilteredMessagesOfAnOpenCircuit(t *testing.T) {
 		w.send("web", 20)
 		w.sleep(time.Minute)
 		for i := range 5 {
-			if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: fmt.Sprint("f", i), AcceptedAt: time.Now(), Skip: []string{"ns/crm"}}}); err != nil {
+			if _,
+				err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: fmt.Sprint("f", i), AcceptedAt: time.Now(),
+				Skip: []string{"ns/crm"}}}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -165,7 +167,8 @@ func TestIsolation(t *testing.T) {
 	long(t)
 	for name, bad := range map[string]answer{
 		"healthy": {status: 200, after: 5 * time.Millisecond}, "refused": {reason: egress.ConnectionRefused},
-		"black hole": {reason: egress.TimedOut, after: time.Hour}, "5 s slow": {status: 200, after: 4900 * time.Millisecond}, "500": {status: 500},
+		"black hole": {reason: egress.TimedOut, after: time.Hour}, "5 s slow": {status: 200, after: 4900 * time.Millisecond},
+		"500": {status: 500},
 	} {
 		t.Run(name, func(t *testing.T) {
 			bubble(t, func(t *testing.T) {

@@ -32,7 +32,8 @@ func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 		s := &slowStats{testStore: w.store, of: "ns/crm"}
 		deleted := false
 		s.look = func() {
-			if oldest := w.store.LaneStats(queue.LaneID{Source: "ns/web", Destination: "ns/crm", Any: true}).OldestPending; !deleted && !oldest.IsZero() && time.Since(oldest) >= time.Hour {
+			if oldest := w.store.LaneStats(queue.LaneID{Source: "ns/web", Destination: "ns/crm", Any: true}).OldestPending; !deleted &&
+				!oldest.IsZero() && time.Since(oldest) >= time.Hour {
 				deleted = true
 				w.apply()
 			}

@@ -213,7 +213,8 @@ func (e *Engine) compile(p *change) {
 	e.mu.Unlock()
 	var err error
 	if p.set, err = newDestinationConfig(&p.config, old, e.o.Client); err != nil {
-		e.o.Logger.Error("destination has invalid settings; its messages are kept", "namespace", p.namespace, "destination", p.config.Name, "error", err)
+		e.o.Logger.Error("destination has invalid settings; its messages are kept", "namespace", p.namespace, "destination", p.config.Name,
+			"error", err)
 		p.set.active = false
 	}
 	p.object = e.o.Changes.Object(changes.Destinations, p.namespace, p.config.Name)
@@ -262,7 +263,8 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 }
 
 // sortLanes assigns the roles of the lanes of namespaces. It returns messages to release. The lock is held.
-func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[string]*liveconfig.Destination, now time.Time) (back []queue.Delivery) {
+func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[string]*liveconfig.Destination,
+	now time.Time) (back []queue.Delivery) {
 	for d := range e.registry.in(namespaces) {
 		for _, ep := range d.endpoints {
 			ep.lanes, ep.turn = nil, 0
@@ -343,7 +345,8 @@ func parkedDestination(v *liveconfig.View, key string) bool {
 // it has one, exists, or no endpoint is known. In a group, the other endpoints get the messages of a removed endpoint.
 func hasPlace(d *liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
-	return (d.SourcesUnknown || slices.Contains(d.Sources, source)) && (id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
+	return (d.SourcesUnknown || slices.Contains(d.Sources, source)) &&
+		(id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
 }
 
 func hasEndpoint(d *liveconfig.Destination, name string) bool {

@@ -38,7 +38,8 @@ type trimmer struct {
 
 // trim limits the size and, if expire is true, the age of the dead letters of each destination of limits. It calls
 // trimmed for each from which it removed some.
-func (t *trimmer) trim(ctx context.Context, limits map[string]liveconfig.DeadLetters, expire bool, now time.Time, trimmed func(key string)) {
+func (t *trimmer) trim(ctx context.Context, limits map[string]liveconfig.DeadLetters, expire bool, now time.Time,
+	trimmed func(key string)) {
 	sizes := map[string]int64{}
 	for key := range limits {
 		if s := t.store.DestinationStats(key); s.DeadLetters > 0 {

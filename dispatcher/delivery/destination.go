@@ -65,8 +65,9 @@ type destinationConfig struct {
 func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, client Poster) (*destinationConfig, error) {
 	s := &destinationConfig{
 		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
-		active:      c.State == liveconfig.Active,
-		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
+		active: c.State == liveconfig.Active,
+		policy: retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(),
+			Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
 		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
 	}

@@ -97,7 +97,8 @@ func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egr
 	}
 	a := c.answer(r)
 	c.mu.Unlock()
-	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true, Response: []byte(a.body)}
+	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true,
+		Response: []byte(a.body)}
 	deadline, ok := ctx.Deadline()
 	late := ok && a.after >= time.Until(deadline)
 	if late {
@@ -221,7 +222,8 @@ func (w *world) start(tune ...func(*Options)) {
 func dest(name string, urls ...string) liveconfig.Destination {
 	d := liveconfig.Destination{
 		Name: name, State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint,
-		Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 4 * 3600 * 1000, MinBackoffMS: 1000, MaxBackoffMS: 300000, MaxInFlight: 64},
+		Delivery: liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 4 * 3600 * 1000, MinBackoffMS: 1000, MaxBackoffMS: 300000,
+			MaxInFlight: 64},
 		DeadLetters: liveconfig.DeadLetters{RetentionMS: 7 * 24 * 3600 * 1000, MaxBytes: 1 << 30},
 	}
 	for i, url := range urls {
@@ -376,7 +378,8 @@ func (w *world) end() {
 		w.Error(p)
 	}
 	if w.engine.scheduler.inFlight != 0 || w.engine.scheduler.leased != 0 || w.engine.workers.count != 0 {
-		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.scheduler.inFlight, w.engine.scheduler.leased, w.engine.workers.count)
+		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.scheduler.inFlight, w.engine.scheduler.leased,
+			w.engine.workers.count)
 	}
 }
 
@@ -424,7 +427,8 @@ func TestOtherDestinationsAreUnchanged(t *testing.T) {
 			t.Helper()
 			revision++
 			check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{
-				Config:   liveconfig.Config{Version: 1, Namespace: "ns", Sources: []liveconfig.Source{{Name: "web"}, {Name: "ios"}}, Destinations: slices.Clone(destinations)},
+				Config: liveconfig.Config{Version: 1, Namespace: "ns", Sources: []liveconfig.Source{{Name: "web"}, {Name: "ios"}},
+					Destinations: slices.Clone(destinations)},
 				Revision: strconv.Itoa(revision),
 			}})))
 			return look(w, func(e *Engine) map[string]*destinationConfig {
@@ -471,7 +475,8 @@ func TestOtherNamespacesAreUnchanged(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		config := func(namespace, revision string, destinations ...liveconfig.Destination) liveconfig.Revisioned {
-			return liveconfig.Revisioned{Config: liveconfig.Config{Version: 1, Namespace: namespace, Sources: []liveconfig.Source{{Name: "web"}}, Destinations: destinations}, Revision: revision}
+			return liveconfig.Revisioned{Config: liveconfig.Config{Version: 1, Namespace: namespace, Sources: []liveconfig.Source{{Name: "web"}},
+				Destinations: destinations}, Revision: revision}
 		}
 		a := config("a", "1", dest("crm", urlA), dest("gone", urlB))
 		apply := func(configs ...liveconfig.Revisioned) {

@@ -152,7 +152,8 @@ func TestNamespacesShareCapacity(t *testing.T) {
 			large.Destinations = append(large.Destinations, dest(fmt.Sprintf("d%03d", i), fmt.Sprintf("http://large%d.test", i)))
 		}
 		small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test")}}
-		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
+		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"},
+			{Config: small, Revision: "1"}})); err != nil {
 			t.Fatal(err)
 		}
 		inFlight := func(namespace string) int {
@@ -234,7 +235,8 @@ func leasesWorld(t *testing.T, n int, sources ...string) (w *world, store *slowL
 	slow := dest("slow", "http://slow.test")
 	slow.Sources, slow.Delivery.TimeoutMS = []string{"slow"}, time.Hour.Milliseconds()
 	small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "slow", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test"), slow}}
-	if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: config, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
+	if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: config, Revision: "1"},
+		{Config: small, Revision: "1"}})); err != nil {
 		t.Fatal(err)
 	}
 	w.sleep(time.Duration(2*len(large)) * time.Second)
@@ -245,7 +247,9 @@ func leasesWorld(t *testing.T, n int, sources ...string) (w *world, store *slowL
 // skip appends a message of a Source that the filters of destinations exclude.
 func (w *world) skip(source string, destinations []string) {
 	w.Helper()
-	if _, err := w.store.Append(w.Context(), []queue.Message{{Source: source, ID: "m", Type: "track", AcceptedAt: time.Now(), Skip: destinations, Body: []byte("m")}}); err != nil {
+	if _,
+		err := w.store.Append(w.Context(), []queue.Message{{Source: source, ID: "m", Type: "track", AcceptedAt: time.Now(), Skip: destinations,
+		Body: []byte("m")}}); err != nil {
 		w.Fatal(err)
 	}
 }

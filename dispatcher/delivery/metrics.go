@@ -147,7 +147,8 @@ var (
 
 // Describe implements prometheus.Collector.
 func (collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descAttempts, descDead, descDuration, descLatency, descInFlight, descLimit, descWaiting, descWorkers} {
+	for _, d := range []*prometheus.Desc{descAttempts, descDead, descDuration, descLatency, descInFlight, descLimit, descWaiting,
+		descWorkers} {
 		ch <- d
 	}
 }

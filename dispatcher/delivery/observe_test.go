@@ -60,7 +60,8 @@ func TestEndpointStates(t *testing.T) {
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
 		state(adminapi.EndpointHealthy)
-		if r := w.report("crm"); r.Delivered != 22 || r.Endpoints[0].LastFailure == nil || !r.Endpoints[0].LastSuccess.After(r.Endpoints[0].LastFailure.Time) || !r.NextAttempt.IsZero() {
+		if r := w.report("crm"); r.Delivered != 22 || r.Endpoints[0].LastFailure == nil ||
+			!r.Endpoints[0].LastSuccess.After(r.Endpoints[0].LastFailure.Time) || !r.NextAttempt.IsZero() {
 			t.Errorf("%+v", r)
 		}
 		w.end()
@@ -128,7 +129,8 @@ func TestStateChangesAreLoggedSparingly(t *testing.T) {
 		}
 		w.client.set(always(answer{status: 200}))
 		w.sleep(5 * time.Minute)
-		if first, _, _ := strings.Cut(said(), "\n"); strings.Contains(first, "state=CircuitOpen") || !strings.Contains(first, "endpoint state changed") {
+		if first, _, _ := strings.Cut(said(), "\n"); strings.Contains(first, "state=CircuitOpen") ||
+			!strings.Contains(first, "endpoint state changed") {
 			t.Errorf("the log has no line for the closed circuit: %s", first)
 		}
 		w.end()
@@ -185,7 +187,8 @@ func TestChangedEndpointIsIdle(t *testing.T) {
 			t.Fatalf("%+v", failed)
 		}
 		w.apply(dest("crm", urlA))
-		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointIdle || e.ConsecutiveFailures != 0 || *e.LastFailure != *failed.LastFailure {
+		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointIdle || e.ConsecutiveFailures != 0 ||
+			*e.LastFailure != *failed.LastFailure {
 			t.Errorf("after the change: %+v", e)
 		}
 		w.send("web", 1)
@@ -208,7 +211,8 @@ func TestReport(t *testing.T) {
 		w.send("web", 5)
 		w.send("ios", 3)
 		begin := time.Now()
-		if _, err := w.store.Append(context.Background(), []queue.Message{{Source: "ns/web", ID: "f", AcceptedAt: begin, Skip: []string{"ns/a"}}}); err != nil {
+		if _, err := w.store.Append(context.Background(),
+			[]queue.Message{{Source: "ns/web", ID: "f", AcceptedAt: begin, Skip: []string{"ns/a"}}}); err != nil {
 			t.Fatal(err)
 		}
 		w.sleep(10 * time.Second)
@@ -219,7 +223,8 @@ func TestReport(t *testing.T) {
 		if r := reports[0]; r.Accepted != 6 || r.Delivered != 5 || r.Filtered != 1 || r.Pending != 0 || !r.OldestPending.IsZero() {
 			t.Errorf("%+v", r)
 		}
-		if r := reports[1]; r.Accepted != 9 || r.Pending != 9 || r.Retrying == 0 || !r.OldestPending.Equal(begin) || !r.NextAttempt.After(time.Now()) {
+		if r := reports[1]; r.Accepted != 9 || r.Pending != 9 || r.Retrying == 0 || !r.OldestPending.Equal(begin) ||
+			!r.NextAttempt.After(time.Now()) {
 			t.Errorf("%+v", r)
 		}
 		for _, r := range reports {
@@ -380,7 +385,8 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 			t.Error("its lane was dropped before the end of the grace period")
 		}
 		w.sleep(10 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.registry.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta(t)) != 0 {
+		if look(w, func(e *Engine) int { return len(e.registry.destinations) }) != 0 || len(w.store.Destinations()) != 0 ||
+			len(w.store.meta(t)) != 0 {
 			t.Error("the destination is still known")
 		}
 		w.end()
@@ -517,7 +523,9 @@ func TestSeriesPerDestination(t *testing.T) {
 			bubble(t, func(t *testing.T) {
 				answers := []answer{{status: 200}, {status: 404}, {status: 503}, {status: 429}, {status: 302}, {reason: egress.ConnectionRefused}}
 				var n atomic.Int64
-				w := newWorld(t, func(request) answer { return answers[int(n.Add(1))%len(answers)] }, func(o *Options) { o.DetailedMetrics = test.detailed })
+				w := newWorld(t, func(request) answer { return answers[int(n.Add(1))%len(answers)] }, func(o *Options) {
+					o.DetailedMetrics = test.detailed
+				})
 				d := dest("a", test.urls...)
 				d.Sources = []string{"web", "ios"}
 				w.apply(d)
@@ -636,9 +644,13 @@ func TestFirstAttemptAge(t *testing.T) {
 	}{
 		"too few requests in flight": {slow, nil, 2, func(age time.Duration) bool { return age >= 20*time.Second }},
 		"idle":                       {answer{status: 200}, nil, 2, func(age time.Duration) bool { return age == 0 }},
-		"slow receivers":             {slow, func(d *liveconfig.Destination) { d.Delivery.MaxInFlight = 1 }, 1024, func(age time.Duration) bool { return age == 0 }},
-		"failing receivers":          {answer{status: 503}, nil, 1024, func(age time.Duration) bool { return age == 0 }},
-		"paused":                     {slow, func(d *liveconfig.Destination) { d.State = liveconfig.Paused }, 2, func(age time.Duration) bool { return age == 0 }},
+		"slow receivers": {slow, func(d *liveconfig.Destination) { d.Delivery.MaxInFlight = 1 }, 1024, func(age time.Duration) bool {
+			return age == 0
+		}},
+		"failing receivers": {answer{status: 503}, nil, 1024, func(age time.Duration) bool { return age == 0 }},
+		"paused": {slow, func(d *liveconfig.Destination) { d.State = liveconfig.Paused }, 2, func(age time.Duration) bool {
+			return age == 0
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			bubble(t, func(t *testing.T) {

@@ -61,7 +61,8 @@ func TestOnPebble(t *testing.T) {
 	send := func(store queue.Store, from, to int) {
 		var msgs []queue.Message
 		for i := from; i < to; i++ {
-			msgs = append(msgs, queue.Message{Source: "ns/web", ID: "m" + strconv.Itoa(i), Type: "track", AcceptedAt: time.Now(), Body: []byte("{}")})
+			msgs = append(msgs, queue.Message{Source: "ns/web", ID: "m" + strconv.Itoa(i), Type: "track", AcceptedAt: time.Now(),
+				Body: []byte("{}")})
 		}
 		if _, err := store.Append(context.Background(), msgs); err != nil {
 			t.Fatal(err)
@@ -85,7 +86,8 @@ func TestOnPebble(t *testing.T) {
 	send(store, 0, n)
 	wait.True(t, "a, c and d are done and b's circuit is open", func() bool {
 		r := byName(e)
-		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == adminapi.EndpointCircuitOpen
+		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n &&
+			r["b"].Endpoints[0].State == adminapi.EndpointCircuitOpen
 	})
 	end()
 

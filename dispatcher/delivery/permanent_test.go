@@ -13,7 +13,8 @@ import (
 // Permanent answers make dead letters until the circuit opens. Then the messages wait and are probed.
 func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
 	long(t)
-	for status, dead := range map[int]int{301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100} {
+	for status, dead := range map[int]int{301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100,
+		413: 100, 415: 100, 422: 100} {
 		reason := egress.Rejected
 		if status < 400 {
 			reason = egress.Redirected

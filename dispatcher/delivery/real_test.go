@@ -54,7 +54,8 @@ func TestRealClient(t *testing.T) {
 	arrived := map[string]bool{}
 	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		if err != nil || r.Header.Get("X-Signature") != signature.SHA1("s3cr3t", string(body)) || r.Header.Get("User-Agent") != "Posthorn/1.0" || r.Header.Get("Content-Type") != "application/json" {
+		if err != nil || r.Header.Get("X-Signature") != signature.SHA1("s3cr3t", string(body)) || r.Header.Get("User-Agent") != "Posthorn/1.0" ||
+			r.Header.Get("Content-Type") != "application/json" {
 			t.Errorf("%v %v %s", err, r.Header, body)
 			w.WriteHeader(http.StatusBadRequest)
 			return
@@ -64,7 +65,9 @@ func TestRealClient(t *testing.T) {
 		arrived[r.Header.Get("Idempotency-Key")] = true
 	}))
 	defer receiver.Close()
-	selfSigned := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("a self-signed receiver got a request") }))
+	selfSigned := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		t.Error("a self-signed receiver got a request")
+	}))
 	selfSigned.Config.ErrorLog = log.New(io.Discard, "", 0)
 	selfSigned.TLS = &tls.Config{MinVersion: tls.VersionTLS12}
 	selfSigned.StartTLS()
@@ -116,9 +119,12 @@ func TestAnEchoingReceiver(t *testing.T) {
 	store := newTestStore(t)
 	w := &world{T: t, store: store, engine: run(t, store)}
 	simple, standard, both := dest("simple", receiver.URL), dest("standard", receiver.URL), dest("both", receiver.URL)
-	simple.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
-	standard.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
-	both.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}, {Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(previous)}}
+	simple.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret),
+		Previous: liveconfig.NewSecret(previous)}}
+	standard.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret),
+		Previous: liveconfig.NewSecret(previous)}}
+	both.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)},
+		{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(previous)}}
 	for _, d := range []*liveconfig.Destination{&simple, &standard, &both} {
 		d.Delivery.TimeoutMS = 60_000 // Each gets one request.
 	}

@@ -29,7 +29,8 @@ func (c *recorder) record(p *post, r *ended) {
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
 		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Number: p.message.Attempt + 1,
-		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr, CertificateExpires: r.CertificateExpires, Probe: p.probe,
+		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr,
+		CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}
 	if r.Reason != "" {
 		a.Response = strings.ToValidUTF8(string(r.Response[:min(len(r.Response), maxKeptResponse)]), "\uFFFD")

@@ -31,7 +31,8 @@ func once(a answer, bodies ...string) func(request) answer {
 
 // The success of a later attempt ends the wait that the receiver requested for another message, whatever the wait.
 func TestSuccessEndsRequestedWaits(t *testing.T) {
-	for _, a := range []answer{{status: 503, retryAfter: 24 * time.Hour}, {status: 429, retryAfter: 24 * time.Hour}, {status: 503, retryAfter: 10 * time.Minute}} {
+	for _, a := range []answer{{status: 503, retryAfter: 24 * time.Hour}, {status: 429, retryAfter: 24 * time.Hour},
+		{status: 503, retryAfter: 10 * time.Minute}} {
 		for _, window := range []time.Duration{5 * time.Minute, 4 * time.Hour} {
 			bubble(t, func(t *testing.T) {
 				w := newWorld(t, once(a, "m1"))

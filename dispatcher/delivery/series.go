@@ -49,22 +49,26 @@ var families = []family{
 	{"posthorn_destination_messages_total", promtext.Counter, "Messages whose processing ended since the start, by outcome.", func(w *promtext.Writer, d *destinationSeries) {
 		WriteOutcomes(w, d.labels, d.ended)
 	}},
-	{"posthorn_destination_pending_messages", promtext.Gauge, "Messages that are neither delivered nor ended otherwise.", func(w *promtext.Writer, d *destinationSeries) {
-		w.Sample(float64(d.stats.Ledger.Pending), d.labels)
-	}},
-	{"posthorn_destination_retrying_messages", promtext.Gauge, "Pending messages with a failed attempt.", func(w *promtext.Writer, d *destinationSeries) {
-		w.Sample(float64(d.retrying), d.labels)
-	}},
-	{"posthorn_destination_oldest_pending_seconds", promtext.Gauge, "Age of the oldest pending message; 0 if none is pending.", func(w *promtext.Writer, d *destinationSeries) {
-		w.Sample(d.oldestAge.Seconds(), d.labels)
-	}},
+	{"posthorn_destination_pending_messages", promtext.Gauge, "Messages that are neither delivered nor ended otherwise.",
+		func(w *promtext.Writer, d *destinationSeries) {
+			w.Sample(float64(d.stats.Ledger.Pending), d.labels)
+		}},
+	{"posthorn_destination_retrying_messages", promtext.Gauge, "Pending messages with a failed attempt.",
+		func(w *promtext.Writer, d *destinationSeries) {
+			w.Sample(float64(d.retrying), d.labels)
+		}},
+	{"posthorn_destination_oldest_pending_seconds", promtext.Gauge, "Age of the oldest pending message; 0 if none is pending.",
+		func(w *promtext.Writer, d *destinationSeries) {
+			w.Sample(d.oldestAge.Seconds(), d.labels)
+		}},
 	{"posthorn_dead_letter_bytes", promtext.Gauge, "Disk space of the stored dead letters.", func(w *promtext.Writer, d *destinationSeries) {
 		w.Sample(float64(d.stats.DeadLetterBytes), d.labels)
 	}},
-	{"posthorn_endpoint_attempts_total", promtext.Counter, "Requests to an endpoint, by result.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
-		w.Sample(float64(ep.metrics.succeeded), ep.labels, "result", "delivered")
-		w.Sample(float64(ep.metrics.failed), ep.labels, "result", "failed")
-	})},
+	{"posthorn_endpoint_attempts_total", promtext.Counter, "Requests to an endpoint, by result.",
+		eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
+			w.Sample(float64(ep.metrics.succeeded), ep.labels, "result", "delivered")
+			w.Sample(float64(ep.metrics.failed), ep.labels, "result", "failed")
+		})},
 	{"posthorn_endpoint_circuit_open", promtext.Gauge, "1 while an endpoint's circuit is open and only probes are sent to it.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
 		open := 0.0
 		if ep.open {
@@ -72,9 +76,10 @@ var families = []family{
 		}
 		w.Sample(open, ep.labels)
 	})},
-	{"posthorn_endpoint_in_flight", promtext.Gauge, "Requests in flight to an endpoint.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
-		w.Sample(float64(ep.inFlight), ep.labels)
-	})},
+	{"posthorn_endpoint_in_flight", promtext.Gauge, "Requests in flight to an endpoint.",
+		eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
+			w.Sample(float64(ep.inFlight), ep.labels)
+		})},
 }
 
 // detailedFamilies has the metrics that are written with Options.DetailedMetrics only.
@@ -90,30 +95,34 @@ var detailedFamilies = []family{
 	{"posthorn_destination_long_numbers_total", promtext.Counter, "Requests whose message has numbers that JavaScript would change: sent as strings, or as digits if spec.body.numbers is Exact.", func(w *promtext.Writer, d *destinationSeries) {
 		w.Sample(float64(d.metrics.longNumbers), d.labels)
 	}},
-	{"posthorn_destination_delivery_latency_seconds", promtext.Histogram, "Time from a message's acceptance to its delivery.", func(w *promtext.Writer, d *destinationSeries) {
-		w.Histogram(latencyBuckets, d.metrics.latency.counts, d.metrics.latency.sum, d.labels)
-	}},
+	{"posthorn_destination_delivery_latency_seconds", promtext.Histogram, "Time from a message's acceptance to its delivery.",
+		func(w *promtext.Writer, d *destinationSeries) {
+			w.Histogram(latencyBuckets, d.metrics.latency.counts, d.metrics.latency.sum, d.labels)
+		}},
 	{"posthorn_lane_pending_messages", promtext.Gauge, "Pending messages of a lane. Under AnyEndpoint the endpoints share one ledger, with an empty endpoint.", func(w *promtext.Writer, d *destinationSeries) {
 		for l, s := range d.lanes {
 			w.Sample(float64(s.Pending), d.labels, "source", l.source, "endpoint", l.endpoint)
 		}
 	}},
-	{"posthorn_lane_retrying_messages", promtext.Gauge, "Pending messages of a lane with a failed attempt.", func(w *promtext.Writer, d *destinationSeries) {
-		for l, s := range d.lanes {
-			w.Sample(float64(s.Retrying), d.labels, "source", l.source, "endpoint", l.endpoint)
-		}
-	}},
+	{"posthorn_lane_retrying_messages", promtext.Gauge, "Pending messages of a lane with a failed attempt.",
+		func(w *promtext.Writer, d *destinationSeries) {
+			for l, s := range d.lanes {
+				w.Sample(float64(s.Retrying), d.labels, "source", l.source, "endpoint", l.endpoint)
+			}
+		}},
 	{"posthorn_endpoint_failures_total", promtext.Counter, "Failed requests to an endpoint, by failure reason and class of the response code (none: no response).", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
 		for kind, n := range ep.metrics.failures {
 			w.Sample(float64(n), ep.labels, "result", string(kind.reason), "code", kind.code)
 		}
 	})},
-	{"posthorn_endpoint_attempt_duration_seconds", promtext.Histogram, "Duration of requests to an endpoint.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
-		w.Histogram(attemptBuckets, ep.metrics.duration.counts, ep.metrics.duration.sum, ep.labels)
-	})},
-	{"posthorn_endpoint_window", promtext.Gauge, "Current limit of requests in flight to an endpoint.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
-		w.Sample(float64(ep.window), ep.labels)
-	})},
+	{"posthorn_endpoint_attempt_duration_seconds", promtext.Histogram, "Duration of requests to an endpoint.",
+		eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
+			w.Histogram(attemptBuckets, ep.metrics.duration.counts, ep.metrics.duration.sum, ep.labels)
+		})},
+	{"posthorn_endpoint_window", promtext.Gauge, "Current limit of requests in flight to an endpoint.",
+		eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
+			w.Sample(float64(ep.window), ep.labels)
+		})},
 	{"posthorn_endpoint_first_attempts_pending", promtext.Gauge, "Messages without an attempt at an endpoint. Under AnyEndpoint another endpoint may have accepted them.", eachEndpoint(func(w *promtext.Writer, ep *endpointSeries) {
 		w.Sample(float64(ep.first), ep.labels)
 	})},

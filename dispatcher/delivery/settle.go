@@ -85,7 +85,8 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		}
 		return delivered
 	}
-	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response, Wait: decision.Wait}
+	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response,
+		Wait: decision.Wait}
 	if decision.Action == retry.Retry {
 		s.store.Retry(p.message, decision.At, f)
 		return retried

@@ -131,7 +131,8 @@ type stormProcess struct {
 func newStorm(t *testing.T, seed uint64) *storm {
 	s := &storm{
 		T: t, rnd: rand.New(rand.NewPCG(seed, 1)), resultRnd: rand.New(rand.NewPCG(seed, 2)),
-		destinations: map[string]*liveconfig.Destination{}, large: map[string]bool{}, disconnectedAt: map[string]time.Time{}, result: map[string]answer{},
+		destinations: map[string]*liveconfig.Destination{}, large: map[string]bool{}, disconnectedAt: map[string]time.Time{},
+		result:   map[string]answer{},
 		expected: map[claim]time.Time{}, deliveries: map[claim]int{}, lastDelivery: map[claim]time.Time{}, repeats: map[claim]int{},
 		sent: map[string]bool{}, accepted: map[string]int64{},
 	}
@@ -153,8 +154,10 @@ func newStorm(t *testing.T, seed uint64) *storm {
 
 // results are the possible results of receivers.
 var results = []answer{
-	{status: 200}, {status: 200, after: 5 * time.Millisecond}, {status: 204, after: 800 * time.Millisecond}, {status: 200, after: 4 * time.Second}, {status: 200, after: 6 * time.Second},
-	{status: 500}, {status: 503, retryAfter: 20 * time.Second}, {status: 429, after: 50 * time.Millisecond}, {status: 429, retryAfter: 2 * time.Hour}, {reason: egress.ConnectionRefused},
+	{status: 200}, {status: 200, after: 5 * time.Millisecond}, {status: 204, after: 800 * time.Millisecond},
+	{status: 200, after: 4 * time.Second}, {status: 200, after: 6 * time.Second},
+	{status: 500}, {status: 503, retryAfter: 20 * time.Second}, {status: 429, after: 50 * time.Millisecond},
+	{status: 429, retryAfter: 2 * time.Hour}, {reason: egress.ConnectionRefused},
 	{reason: egress.TimedOut, after: time.Hour}, {status: 404}, {status: 302},
 }
 
@@ -263,7 +266,8 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		s.Fatalf("the store does not open: %v", err)
 	}
 	s.balance()
-	l.engine = New(Options{Store: l.store, Client: l, Logger: slog.New(slog.DiscardHandler), MaxInFlight: 50, DrainTimeout: 10 * time.Second, OrphanGrace: stormGrace})
+	l.engine = New(Options{Store: l.store, Client: l, Logger: slog.New(slog.DiscardHandler), MaxInFlight: 50, DrainTimeout: 10 * time.Second,
+		OrphanGrace: stormGrace})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {
@@ -494,7 +498,8 @@ func (s *storm) change() {
 		}
 		d.Endpoints = [][]liveconfig.Endpoint{all[:2], all, all[1:], all[1:2]}[s.rnd.IntN(4)]
 	case name == flip:
-		d.Success = map[string]string{liveconfig.AnyEndpoint: liveconfig.EveryEndpoint, liveconfig.EveryEndpoint: liveconfig.AnyEndpoint}[d.Success]
+		d.Success = map[string]string{liveconfig.AnyEndpoint: liveconfig.EveryEndpoint,
+			liveconfig.EveryEndpoint: liveconfig.AnyEndpoint}[d.Success]
 	case name == temp && s.rnd.IntN(2) == 0:
 		s.destinations[temp] = nil
 	case name == temp:

@@ -179,7 +179,8 @@ func (l Ledger) Minus(o Ledger) Ledger {
 
 // Balance returns an error when the counters of a ledger do not add up.
 func (l Ledger) Balance() error {
-	if sum := l.Delivered + l.Filtered + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted || min(l.Delivered, l.Filtered, l.DeadLettered, l.Discarded, l.Pending) < 0 {
+	if sum := l.Delivered + l.Filtered + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted ||
+		min(l.Delivered, l.Filtered, l.DeadLettered, l.Discarded, l.Pending) < 0 {
 		return fmt.Errorf("the ledger does not add up: %+v", l)
 	}
 	return nil
@@ -342,7 +343,8 @@ type Appender interface {
 	// message is dropped. duplicates may be nil when there are none. When err is not nil, no
 	// message was accepted. ctx bounds the wait until the messages are written; then Append
 	// waits for the disk. It returns ErrFull above the storage's high-water mark, the
-	// namespace's share or the Source's quota, and ErrUnavailable while the messages would not become durable soon. If their space is needed for new messages, first attempts of messages
+	// namespace's share or the Source's quota, and ErrUnavailable while the messages would not
+	// become durable soon. If their space is needed for new messages, first attempts of messages
 	// that another lane of the group delivered are skipped, oldest first.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 }

@@ -100,5 +100,6 @@ func documents(data []byte) [][]byte {
 }
 
 func headed(from string, data []byte) []byte {
-	return []byte("# Copied from " + from + " by hack/chart; do not edit.\n" + string(bytes.TrimSpace(bytes.TrimPrefix(data, []byte("---\n")))) + "\n")
+	return []byte("# Copied from " + from + " by hack/chart; do not edit.\n" + string(bytes.TrimSpace(bytes.TrimPrefix(data,
+		[]byte("---\n")))) + "\n")
 }

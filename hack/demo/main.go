@@ -147,7 +147,8 @@ func (d *demo) start(p *process.Posthorn, out *lines) error {
 
 // sink starts a receiver; authentic counts the valid signatures.
 func (d *demo) sink(name, addr string, authentic *atomic.Int64) error {
-	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret", "demo-shared-secret"}}, &lines{name: name, authentic: authentic})
+	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret", "demo-shared-secret"}},
+		&lines{name: name, authentic: authentic})
 }
 
 func (d *demo) stop() {

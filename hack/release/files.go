@@ -42,7 +42,8 @@ type file struct {
 func (r *release) writeTar(w io.Writer, files []file, owners map[string]int) error {
 	out := tar.NewWriter(w)
 	for _, f := range files {
-		h := &tar.Header{Name: f.name, Mode: f.mode, Size: int64(len(f.content)), ModTime: r.time, Format: tar.FormatPAX, Typeflag: tar.TypeReg, Uid: owners[f.name], Gid: owners[f.name]}
+		h := &tar.Header{Name: f.name, Mode: f.mode, Size: int64(len(f.content)), ModTime: r.time, Format: tar.FormatPAX, Typeflag: tar.TypeReg,
+			Uid: owners[f.name], Gid: owners[f.name]}
 		if strings.HasSuffix(f.name, "/") {
 			h.Typeflag = tar.TypeDir
 		}
@@ -131,12 +132,15 @@ func (r *release) imageFor(work, arch string) (v1.Image, error) {
 	if err := r.writeTar(&blob, files, map[string]int{"var/lib/posthorn/": 65532}); err != nil {
 		return nil, err
 	}
-	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(blob.Bytes())), nil }, tarball.WithMediaType(types.OCILayer))
+	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(blob.Bytes())), nil
+	}, tarball.WithMediaType(types.OCILayer))
 	if err != nil {
 		return nil, err
 	}
 	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
-	if img, err = mutate.Append(img, mutate.Addendum{Layer: layer, History: v1.History{Created: v1.Time{Time: r.time}, CreatedBy: "hack/release"}}); err != nil {
+	if img, err = mutate.Append(img, mutate.Addendum{Layer: layer,
+		History: v1.History{Created: v1.Time{Time: r.time}, CreatedBy: "hack/release"}}); err != nil {
 		return nil, err
 	}
 	config, err := img.ConfigFile()
@@ -194,16 +198,19 @@ func (r *release) sbom() error {
 	doc := &spdx.Document{
 		SPDXVersion: spdx.Version, DataLicense: spdx.DataLicense, SPDXIdentifier: "DOCUMENT",
 		DocumentName: "posthorn-" + r.version, DocumentNamespace: "https://github.com/posthorn/posthorn/releases/" + r.version + "/sbom",
-		CreationInfo: &spdx.CreationInfo{Created: r.time.Format("2006-01-02T15:04:05Z"), Creators: []common.Creator{{CreatorType: "Tool", Creator: "posthorn-hack-release"}}},
+		CreationInfo: &spdx.CreationInfo{Created: r.time.Format("2006-01-02T15:04:05Z"),
+			Creators: []common.Creator{{CreatorType: "Tool", Creator: "posthorn-hack-release"}}},
 	}
 	add := func(path, version, licence string) {
 		id := common.ElementID("Package-" + regexp.MustCompile(`[^A-Za-z0-9.-]`).ReplaceAllString(path, "-"))
 		p := &v2_3.Package{
 			PackageName: path, PackageSPDXIdentifier: id, PackageVersion: version, PackageDownloadLocation: "NOASSERTION",
 			PackageLicenseConcluded: licence, PackageLicenseDeclared: licence, PackageCopyrightText: "NOASSERTION",
-			PackageExternalReferences: []*v2_3.PackageExternalReference{{Category: common.CategoryPackageManager, RefType: common.TypePackageManagerPURL, Locator: "pkg:golang/" + path + "@" + version}},
+			PackageExternalReferences: []*v2_3.PackageExternalReference{{Category: common.CategoryPackageManager,
+				RefType: common.TypePackageManagerPURL, Locator: "pkg:golang/" + path + "@" + version}},
 		}
-		relation := &v2_3.Relationship{RefA: common.MakeDocElementID("", "Package-github.com-posthorn-posthorn"), RefB: common.MakeDocElementID("", string(id)), Relationship: common.TypeRelationshipContains}
+		relation := &v2_3.Relationship{RefA: common.MakeDocElementID("", "Package-github.com-posthorn-posthorn"),
+			RefB: common.MakeDocElementID("", string(id)), Relationship: common.TypeRelationshipContains}
 		if len(doc.Packages) == 0 {
 			relation.RefA, relation.Relationship = common.MakeDocElementID("", "DOCUMENT"), common.TypeRelationshipDescribe
 		}

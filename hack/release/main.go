@@ -193,7 +193,8 @@ func (r *release) program(work, name, platform string) error {
 		binary += ".exe"
 	}
 	path := filepath.Join(work, system+"-"+arch, binary)
-	build := exec.Command("go", "build", "-C", r.root, "-trimpath", "-buildvcs=false", "-ldflags", "-s -w -buildid= -X main.version="+r.version, "-o", path, "./cmd/"+name)
+	build := exec.Command("go", "build", "-C", r.root, "-trimpath", "-buildvcs=false", "-ldflags",
+		"-s -w -buildid= -X main.version="+r.version, "-o", path, "./cmd/"+name)
 	build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK="+filepath.Join(r.root, "go.work"), "GOOS="+system, "GOARCH="+arch)
 	build.Stderr = os.Stderr
 	if err := build.Run(); err != nil {

@@ -341,7 +341,8 @@ func TestJobStatusDefaults(t *testing.T) {
 			c := c.(map[string]any)
 			got = append(got, fmt.Sprint(c["type"], " ", c["status"], " ", c["reason"]))
 		}
-		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "Complete Unknown Pending", "Failed Unknown Pending", "Ready Unknown Pending"}, got); diff != "" {
+		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "Complete Unknown Pending", "Failed Unknown Pending", "Ready Unknown Pending"},
+			got); diff != "" {
 			t.Errorf("conditions of %s (-want +got):\n%s", kind, diff)
 		}
 	}
@@ -548,7 +549,8 @@ func items(s apiextensionsv1.JSONSchemaProps, n int) []any {
 	for i := range n {
 		if s.Items.Schema.Type == "object" {
 			entry, name := map[string]any{}, fmt.Sprintf("n%d", i)
-			for field, value := range map[string]any{"name": name, "url": "https://hooks.example/", "value": "v", "secretKeyRef": map[string]any{"name": name, "key": "k"}} {
+			for field, value := range map[string]any{"name": name, "url": "https://hooks.example/", "value": "v",
+				"secretKeyRef": map[string]any{"name": name, "key": "k"}} {
 				if _, ok := s.Items.Schema.Properties[field]; ok {
 					entry[field] = value
 				}

@@ -44,8 +44,10 @@ func newPods(t *testing.T, server *env.Env, log io.Writer, n int) *pods {
 	}
 	p := &pods{t: t}
 	for i := range n {
-		one := &pod{name: fmt.Sprintf("posthorn-dispatcher-%d", i), Posthorn: &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr(), Log: log}}
-		one.Args = []string{"dispatcher", "--kubeconfig", server.Kubeconfig(), "--namespace", release, "--pod-name", one.name, "--data", t.TempDir(),
+		one := &pod{name: fmt.Sprintf("posthorn-dispatcher-%d", i),
+			Posthorn: &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr(), Log: log}}
+		one.Args = []string{"dispatcher", "--kubeconfig", server.Kubeconfig(), "--namespace", release, "--pod-name", one.name, "--data",
+			t.TempDir(),
 			"--listen", one.Addr, "--admin-listen", one.Admin, "--admin-auth", "none", "--egress-allow", "127.0.0.0/8"}
 		if i > 0 {
 			one.Args = append(one.Args, "--audience-owner", "http://"+p.list[0].Addr)
@@ -172,11 +174,13 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 
 	// Without the owner syncs are answered 503, and calls are accepted.
 	status, answer, header, err := p.do(1, http.MethodPut, path, list(0, users))
-	if err != nil || status != http.StatusServiceUnavailable || header.Get("Retry-After") == "" || !strings.Contains(answer, "owner_unreachable") {
+	if err != nil || status != http.StatusServiceUnavailable || header.Get("Retry-After") == "" ||
+		!strings.Contains(answer, "owner_unreachable") {
 		t.Errorf("sync without the owner: got status %d, header %v, body %s and error %v, want 503 owner_unreachable with Retry-After", status, header, answer, err)
 	}
 	for number := range 2 {
-		if status, answer, _, err := p.do(number+1, http.MethodPost, "/v1/track", `{"userId":"u1","event":"E"}`); err != nil || status != http.StatusOK {
+		if status, answer, _, err := p.do(number+1, http.MethodPost, "/v1/track", `{"userId":"u1","event":"E"}`); err != nil ||
+			status != http.StatusOK {
 			t.Errorf("call without the owner: got status %d, body %s and error %v, want 200", status, answer, err)
 		}
 	}
@@ -214,7 +218,8 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	wait.True(t, "an identify call for every member", func() bool { return count() >= users-1 })
 	kubectl("", "wait", "pdel/forget", "--for=condition=Complete")
 	mu.Lock()
-	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) || strings.Contains(deleted[0], "version") {
+	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) ||
+		strings.Contains(deleted[0], "version") {
 		t.Errorf("delete messages: got %q, want one for user-00007 without a version", deleted)
 	}
 	for user, states := range received {

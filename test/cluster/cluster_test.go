@@ -239,7 +239,8 @@ func TestFromApplyToStatus(t *testing.T) {
 			return n
 		}
 		accepted, delivered := number("psrc/web", "calls.accepted"), number("whd/crm", "delivery.delivered")
-		return accepted > 300 && accepted == delivered+150 && number("whd/crm", "delivery.pending") == 0 && number("whd/crm", "delivery.deadLettered") == 150
+		return accepted > 300 && accepted == delivered+150 && number("whd/crm", "delivery.pending") == 0 &&
+			number("whd/crm", "delivery.deadLettered") == 150
 	})
 	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True Ready True 0 0") {
 		t.Errorf("kubectl get whd: got\n%s\nwant a line with crm True Ready True 0 0", table)
@@ -411,7 +412,8 @@ spec:
 		return !slices.ContainsFunc(sent, func(id string) bool { return !have[id] })
 	}
 	answer := func(status int) {
-		request, _ := http.NewRequest(http.MethodPut, fmt.Sprintf("%s/%d", strings.TrimSuffix(url, "/in"), status), nil) //nolint:noctx // a local request
+		//nolint:noctx // a local request
+		request, _ := http.NewRequest(http.MethodPut, fmt.Sprintf("%s/%d", strings.TrimSuffix(url, "/in"), status), nil)
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)

@@ -45,7 +45,8 @@ func TestDrainJob(t *testing.T) {
 
 	drain := func(flags ...string) (output string, code int) {
 		t.Helper()
-		args := append(drainArgs(t, dataOf(t, p.list[1])), "--kubeconfig", as(t, server.Kubeconfig(), "posthorn-dispatcher"), "--egress-allow", "127.0.0.0/8")
+		args := append(drainArgs(t, dataOf(t, p.list[1])), "--kubeconfig", as(t, server.Kubeconfig(), "posthorn-dispatcher"), "--egress-allow",
+			"127.0.0.0/8")
 		cmd := exec.CommandContext(t.Context(), p.list[1].Binary, append(args, flags...)...)
 		out, err := cmd.CombinedOutput()
 		if cmd.ProcessState == nil {

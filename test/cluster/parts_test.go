@@ -99,7 +99,8 @@ func TestLargeNamespace(t *testing.T) {
 	}
 	stopDispatcher := start()
 	token := filepath.Join(t.TempDir(), "token")
-	if err := os.WriteFile(token, []byte(kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", adminapi.TokenAudience)), 0o600); err != nil {
+	if err := os.WriteFile(token, []byte(kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience",
+		adminapi.TokenAudience)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	startOperator := func() (stop func()) {

@@ -41,7 +41,8 @@ var clients = []client{
 			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "showcase"}
 		},
 		many: func(url string, n, batch int) []string {
-			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "-calls", strconv.Itoa(n), "-batch", strconv.Itoa(batch), "many"}
+			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "-calls", strconv.Itoa(n), "-batch",
+				strconv.Itoa(batch), "many"}
 		},
 	},
 	{

@@ -97,7 +97,8 @@ func filler(first int) string {
 	}
 	b.WriteKey = key
 	for i := range batch {
-		b.Batch = append(b.Batch, map[string]string{"type": "track", "event": "E", "userId": "other", "messageId": fmt.Sprintf("filler-%d", first+i)})
+		b.Batch = append(b.Batch, map[string]string{"type": "track", "event": "E", "userId": "other",
+			"messageId": fmt.Sprintf("filler-%d", first+i)})
 	}
 	body, _ := json.Marshal(b)
 	return string(body)

@@ -71,7 +71,8 @@ func install() error {
 	if have, err := os.ReadFile(installed); err == nil && bytes.Equal(have, lock) {
 		return nil
 	}
-	if err := command("npm", "ci", "--prefix", "node", "--ignore-scripts", "--legacy-peer-deps", "--omit=optional", "--no-audit", "--no-fund"); err != nil {
+	if err := command("npm", "ci", "--prefix", "node", "--ignore-scripts", "--legacy-peer-deps", "--omit=optional", "--no-audit",
+		"--no-fund"); err != nil {
 		return err
 	}
 	return os.WriteFile(installed, lock, 0o600)

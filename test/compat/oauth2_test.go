@@ -114,7 +114,8 @@ func TestOAuth2(t *testing.T) {
 			p := start(t, o.hook.URL, false, "")
 			track := func(n int) {
 				for range n {
-					resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/track", Body: `{"writeKey":"` + key + `","userId":"u1","event":"Order"}`})
+					resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/track",
+						Body: `{"writeKey":"` + key + `","userId":"u1","event":"Order"}`})
 					if err != nil {
 						t.Fatal(err)
 					}

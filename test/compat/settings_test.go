@@ -41,7 +41,8 @@ func TestChromium(t *testing.T) {
 			t.Errorf("Origin of %s %s: got %q, want %q", e.Method, e.Path, e.Headers["Origin"], want)
 		}
 	}
-	for _, path := range []string{"GET /v1/projects/" + key + "/settings", "POST /v1/p", "POST /v1/t", "POST /v1/i", "POST /v1/s", "POST /v1/g", "POST /v1/a", "POST //v1//track/", "POST /v1/screen"} {
+	for _, path := range []string{"GET /v1/projects/" + key + "/settings", "POST /v1/p", "POST /v1/t", "POST /v1/i", "POST /v1/s",
+		"POST /v1/g", "POST /v1/a", "POST //v1//track/", "POST /v1/screen"} {
 		if paths[path] != 1 {
 			t.Errorf("requests %s: got %d, want 1", path, paths[path])
 		}
@@ -76,16 +77,19 @@ func TestRequestsOfApps(t *testing.T) {
 		body     string
 	}{
 		{
-			name:     "kotlin", // HttpURLConnection: cdnHost "track.example/v1"
-			settings: map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-kotlin/1.19.1", "Accept-Encoding": "gzip"},
-			upload:   map[string]string{"Content-Type": "text/plain", "User-Agent": "analytics-kotlin/1.19.1", "Content-Encoding": "gzip"},
-			body:     zipped(t, call("kotlin")),
+			name: "kotlin", // HttpURLConnection: cdnHost "track.example/v1"
+			settings: map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-kotlin/1.19.1",
+				"Accept-Encoding": "gzip"},
+			upload: map[string]string{"Content-Type": "text/plain", "User-Agent": "analytics-kotlin/1.19.1", "Content-Encoding": "gzip"},
+			body:   zipped(t, call("kotlin")),
 		},
 		{
-			name:     "swift", // URLSession: cdnHost "track.example/v1"
-			settings: map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-ios/1.7.3", "Accept-Encoding": "gzip"},
-			upload:   map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-ios/1.7.3", "Accept-Encoding": "gzip"},
-			body:     call("swift"),
+			name: "swift", // URLSession: cdnHost "track.example/v1"
+			settings: map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-ios/1.7.3",
+				"Accept-Encoding": "gzip"},
+			upload: map[string]string{"Content-Type": "application/json; charset=utf-8", "User-Agent": "analytics-ios/1.7.3",
+				"Accept-Encoding": "gzip"},
+			body: call("swift"),
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -93,7 +97,8 @@ func TestRequestsOfApps(t *testing.T) {
 			url := javascriptReceiver(t)
 			p := start(t, url, true, "")
 			get := func(writeKey string) (status int, apiHost string) {
-				resp, err := sendTo(p.Addr, "track.example", recorded{Method: http.MethodGet, Path: "/v1/projects/" + writeKey + "/settings", Headers: tc.settings})
+				resp, err := sendTo(p.Addr, "track.example", recorded{Method: http.MethodGet, Path: "/v1/projects/" + writeKey + "/settings",
+					Headers: tc.settings})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -150,7 +155,8 @@ func TestUnhandled401EndsRudder(t *testing.T) {
 	defer cancel()
 	program := []string{"node/rudder.js", "http://" + p.Addr, "unknown-key", "showcase"}
 	output, err := exec.CommandContext(ctx, "node", program...).CombinedOutput()
-	if failure, ok := errors.AsType[*exec.ExitError](err); !ok || failure.ExitCode() != 1 || !strings.Contains(string(output), "Unauthorized") {
+	if failure, ok := errors.AsType[*exec.ExitError](err); !ok || failure.ExitCode() != 1 ||
+		!strings.Contains(string(output), "Unauthorized") {
 		t.Errorf("end of the client: got error %v, want exit code 1 and Unauthorized\n%s", err, output)
 	}
 }

@@ -54,7 +54,8 @@ spec:
   endpoints: [{name: primary, url: %s}]
   signing: {schemes: [%s]}
 `, current, previous, url, test.scheme))
-			resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/track", Body: `{"writeKey":"` + key + `","userId":"u1","event":"Signed"}`})
+			resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/track",
+				Body: `{"writeKey":"` + key + `","userId":"u1","event":"Signed"}`})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -86,15 +86,18 @@ func TestBreaking(t *testing.T) {
 		{name: "a new enum", old: "d: {type: string}", new: "d: {type: string, enum: [x]}", want: []string{"Thing c[].d: new enum"}},
 		{name: "a lower upper bound", old: "maxLength: 10", new: "maxLength: 9", want: []string{"Thing a: maxLength 9, was 10"}},
 		{name: "a higher upper bound", old: "maxLength: 10", new: "maxLength: 11"},
-		{name: "a new upper bound", old: "d: {type: string}", new: "d: {type: string, maxLength: 3}", want: []string{"Thing c[].d: maxLength 3, was none"}},
+		{name: "a new upper bound", old: "d: {type: string}", new: "d: {type: string, maxLength: 3}",
+			want: []string{"Thing c[].d: maxLength 3, was none"}},
 		{name: "a higher lower bound", old: "minimum: 1", new: "minimum: 2", want: []string{"Thing b: minimum 2, was 1"}},
 		{name: "a lower lower bound", old: "minimum: 1", new: "minimum: 0"},
 		{name: "fewer items", old: "maxItems: 4", new: "maxItems: 3", want: []string{"Thing c: maxItems 3, was 4"}},
 		{name: "shorter values of a map", old: "maxLength: 3", new: "maxLength: 2", want: []string{"Thing e{}: maxLength 2, was 3"}},
-		{name: "a new pattern", old: "d: {type: string}", new: "d: {type: string, pattern: ^a}", want: []string{`Thing c[].d: pattern "^a", was ""`}},
+		{name: "a new pattern", old: "d: {type: string}", new: "d: {type: string, pattern: ^a}",
+			want: []string{`Thing c[].d: pattern "^a", was ""`}},
 		{name: "a new rule", old: "d: {type: string}", new: "d: {type: string, x-kubernetes-validations: [{rule: self == 'a'}]}", want: []string{"Thing c[].d: new rule: self == 'a'"}},
 		{name: "another default", old: "default: 5", new: "default: 6", want: []string{"Thing b: default 6, was 5"}},
-		{name: "another list type", old: "maxItems: 4", new: "maxItems: 4, x-kubernetes-list-type: set", want: []string{"Thing c: list type set [], was none []"}},
+		{name: "another list type", old: "maxItems: 4", new: "maxItems: 4, x-kubernetes-list-type: set",
+			want: []string{"Thing c: list type set [], was none []"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if !strings.Contains(base, test.old) {
@@ -119,7 +122,8 @@ func thing(t *testing.T, schema string) *apiextensionsv1.CustomResourceDefinitio
 	t.Helper()
 	crd := &apiextensionsv1.CustomResourceDefinition{}
 	crd.Spec.Names.Kind = "Thing"
-	version := apiextensionsv1.CustomResourceDefinitionVersion{Name: "v1", Served: true, Schema: &apiextensionsv1.CustomResourceValidation{OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{}}}
+	version := apiextensionsv1.CustomResourceDefinitionVersion{Name: "v1", Served: true,
+		Schema: &apiextensionsv1.CustomResourceValidation{OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{}}}
 	if err := yaml.UnmarshalStrict([]byte(strings.ReplaceAll(schema, "\t", " ")), version.Schema.OpenAPIV3Schema); err != nil {
 		t.Fatal(err)
 	}

@@ -32,7 +32,8 @@ type Block struct {
 }
 
 // onCluster has the pages whose commands need a cluster.
-var onCluster = []string{"charts/posthorn/README.md", "docs/install.md", "docs/kubectl.md", "docs/operations.md", "docs/quickstart.md", "docs/redelivery.md", "docs/runbooks.md", "docs/troubleshooting.md"}
+var onCluster = []string{"charts/posthorn/README.md", "docs/install.md", "docs/kubectl.md", "docs/operations.md", "docs/quickstart.md",
+	"docs/redelivery.md", "docs/runbooks.md", "docs/troubleshooting.md"}
 
 // Where returns where the commands of a block are run: "local", "cluster", "skip", or
 // "" without commands. An unknown mark is an error.

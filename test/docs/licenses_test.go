@@ -23,7 +23,8 @@ func TestLinkedModulesHaveLicences(t *testing.T) {
 		}
 		inBinary[m.Path+" "+m.Version] = true
 	}
-	for _, m := range regexp.MustCompile(`(?m)^\| (\S+) \| (v\d\S*) \| \S.* \|$`).FindAllStringSubmatch(read(t, "THIRD_PARTY_LICENSES.md"), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^\| (\S+) \| (v\d\S*) \| \S.* \|$`).FindAllStringSubmatch(read(t,
+		"THIRD_PARTY_LICENSES.md"), -1) {
 		listed[m[1]+" "+m[2]] = true
 	}
 	differ(t, "THIRD_PARTY_LICENSES.md", listed, inBinary)

@@ -15,7 +15,8 @@ import (
 // docs/notices.md has exactly the events and fields of notices, and its example is a notice.
 func TestNoticesAreDocumented(t *testing.T) {
 	events, inCode, inPage := map[string]bool{}, map[string]bool{}, map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^\t\w+ += "([A-Z][a-z]+ [A-Za-z ]+)"$`).FindAllStringSubmatch(read(t, "dispatcher", "jobs", "notices", "facts.go"), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^\t\w+ += "([A-Z][a-z]+ [A-Za-z ]+)"$`).FindAllStringSubmatch(read(t, "dispatcher", "jobs",
+		"notices", "facts.go"), -1) {
 		events[m[1]], inCode[m[1]] = true, true
 	}
 	for f := range reflect.TypeFor[notices.Properties]().Fields() {

@@ -151,7 +151,8 @@ func TestErrorCodesIndex(t *testing.T) {
 		return codes
 	}
 	codes := map[string]bool{}
-	for _, text := range []string{read(t, "dispatcher", "intake", "ingest", "ingest.go"), read(t, "dispatcher", "intake", "admission", "refusal.go"), read(t, "analytics", "event", "event.go")} {
+	for _, text := range []string{read(t, "dispatcher", "intake", "ingest", "ingest.go"),
+		read(t, "dispatcher", "intake", "admission", "refusal.go"), read(t, "analytics", "event", "event.go")} {
 		for _, m := range regexp.MustCompile(`(?m)^\t(?:code|Code)\w+ += "([a-z_]+)"`).FindAllStringSubmatch(text, -1) {
 			codes[m[1]] = true
 		}

@@ -96,7 +96,8 @@ func TestReceivers(t *testing.T) {
 		{body, strings.Repeat("\xe9", 40), secret, false},
 		{body, strings.Repeat("\xe9", 20), secret, false},
 	} {
-		fmt.Fprintf(&lines, "%s %s %s\n", hex.EncodeToString([]byte(c.body)), hex.EncodeToString([]byte(c.signature)), hex.EncodeToString([]byte(c.secret)))
+		fmt.Fprintf(&lines, "%s %s %s\n", hex.EncodeToString([]byte(c.body)), hex.EncodeToString([]byte(c.signature)),
+			hex.EncodeToString([]byte(c.secret)))
 		fmt.Fprintln(&want, c.authentic)
 	}
 	page, err := Blocks(root, filepath.Join("docs", "receiving.md"))

@@ -148,7 +148,8 @@ func TestFieldsAreDocumented(t *testing.T) {
 // failures, and the tables of conditions have no other reasons.
 func TestReasonsAreDocumented(t *testing.T) {
 	reasons, failures, inFailures := map[string]bool{}, map[string]bool{}, false
-	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1alpha1", "conditions.go"), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1alpha1",
+		"conditions.go"), -1) {
 		if m[1] != "" {
 			inFailures = m[1] == "Reasons of Delivering"
 			continue
@@ -185,7 +186,8 @@ func TestReasonsAreDocumented(t *testing.T) {
 func audienceCodes(t *testing.T) map[string]bool {
 	t.Helper()
 	values := map[string]string{}
-	for _, m := range regexp.MustCompile(`(Code\w+)\s*= "(\w+)"`).FindAllStringSubmatch(read(t, "dispatcher", "intake", "admission", "refusal.go"), -1) {
+	for _, m := range regexp.MustCompile(`(Code\w+)\s*= "(\w+)"`).FindAllStringSubmatch(read(t, "dispatcher", "intake", "admission",
+		"refusal.go"), -1) {
 		values[m[1]] = m[2]
 	}
 	codes := map[string]bool{}

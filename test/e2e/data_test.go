@@ -72,7 +72,8 @@ var _ = Describe("A Redelivery", func() {
 		for event, ids := range redelivered {
 			redelivered[event] = slices.Compact(ids) // A delivery without an answer is repeated.
 		}
-		Expect(redelivered).To(Equal(map[string][]string{"One": {rejected["One"]}, "Two": {rejected["Two"]}, "Three": {rejected["Three"]}}), "under the same messageId")
+		Expect(redelivered).To(Equal(map[string][]string{"One": {rejected["One"]}, "Two": {rejected["Two"]}, "Three": {rejected["Three"]}}),
+			"under the same messageId")
 		Expect(deadLetters()).To(BeEmpty())
 		t.kubectl("wait", "--for=delete", "--timeout=3m", "redelivery/rest")
 		Expect(t.kubectl("get", "rdl")).To(MatchRegexp(`(?m)^one\s+crm\s+True\s+False\s+Redelivered\s+1\s+1\s`))
@@ -127,7 +128,8 @@ spec:
 		forget("u1", "userId: u1, suppress: true", "Failed")
 		Expect(t.condition("pdel/u1", "Failed")).To(Equal("True/NotDelivered"))
 		Expect(strings.Fields(t.field("pdel/u1", `{range .status.notifications[*]}{.source}/{.destination}/{.state}/{.reason}{"\n"}{end}`))).To(ConsistOf(
-			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/DeadLettered/Rejected"), "a filter does not apply to notifications")
+			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/DeadLettered/Rejected"),
+			"a filter does not apply to notifications")
 		Expect(t.field("pdel/u1", "{.status.total} {.status.delivered}")).To(Equal("4 2"))
 		out, err := t.call("u1", "Late")
 		Expect(err).To(HaveOccurred())

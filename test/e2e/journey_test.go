@@ -154,7 +154,8 @@ spec:
 			Expect(header).To(ContainSubstring(column))
 		}
 		Expect(row).To(MatchRegexp(`^crm\s+True\s+Ready\s+True\s+0\s+0\s`))
-		Expect(t.kubectl("get", "posthorn")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")))
+		Expect(t.kubectl("get", "posthorn")).To(And(ContainSubstring("source.posthorn.dev/web"),
+			ContainSubstring("webhookdestination.posthorn.dev/crm")))
 		Expect(t.kubectl("explain", "whd.spec.delivery.retry.window")).To(ContainSubstring("default 4h"))
 
 		By("reading descriptions, events and logs: they contain no secret")
@@ -256,7 +257,8 @@ spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
 
 	It("is served by accounts with minimal permissions", func() {
 		can := func(account, verb, resource, namespace string) string {
-			out, _ := command("", "kubectl", "auth", "can-i", verb, resource, "-n", namespace, "--as=system:serviceaccount:"+system+":"+release+"-"+account)
+			out, _ := command("", "kubectl", "auth", "can-i", verb, resource, "-n", namespace,
+				"--as=system:serviceaccount:"+system+":"+release+"-"+account)
 			return strings.TrimSpace(out)
 		}
 		for _, c := range []struct{ account, verb, resource, namespace, want string }{

@@ -80,7 +80,8 @@ func installReplicated(settings ...string) {
 	uninstall()
 	DeferCleanup(uninstall)
 	install(append([]string{
-		"--set", "replication.type=JetStream", "--set", `replication.jetStream.url=` + strings.Join(urls, `\,`), "--set", "replication.jetStream.name=e2e", "--set", "replication.jetStream.maxBytes=256Mi",
+		"--set", "replication.type=JetStream", "--set", `replication.jetStream.url=` + strings.Join(urls, `\,`), "--set",
+		"replication.jetStream.name=e2e", "--set", "replication.jetStream.maxBytes=256Mi",
 		"--set", "replication.jetStream.monitoringURL=http://nats-0.nats.nats:8222",
 	}, settings...)...)
 	installed = false // No other spec uses this release.

@@ -76,7 +76,8 @@ func (t namespace) secret(name string, pairs ...string) {
 	for i := 0; i < len(pairs); i += 2 {
 		data[pairs[i]] = pairs[i+1]
 	}
-	text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Secret", "metadata": map[string]string{"name": name}, "stringData": data})
+	text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Secret", "metadata": map[string]string{"name": name},
+		"stringData": data})
 	Expect(err).NotTo(HaveOccurred())
 	t.apply(string(text))
 }
@@ -390,5 +391,7 @@ func (l load) arrived(s sink) {
 			By(fmt.Sprintf("all %d calls were delivered, with %d duplicates", calls, duplicates))
 		}
 		return len(missing)
-	}, 3*time.Minute, time.Second).Should(BeZero(), func() string { return fmt.Sprintf("acknowledged calls that were not delivered: %.10v", missing) })
+	}, 3*time.Minute, time.Second).Should(BeZero(), func() string {
+		return fmt.Sprintf("acknowledged calls that were not delivered: %.10v", missing)
+	})
 }

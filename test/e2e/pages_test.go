@@ -85,6 +85,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 				Expect(b.Missing(out)).To(BeEmpty(), "missing lines of %s:%d in the output:\n%s", page, b.Line, out)
 			}
 		}
-		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/quickstart.md"), HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md"), HaveKey("docs/runbooks.md")))
+		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/quickstart.md"),
+			HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md"), HaveKey("docs/runbooks.md")))
 	})
 })

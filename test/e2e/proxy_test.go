@@ -17,7 +17,8 @@ var _ = Describe("A destination behind an egress proxy", Serial, func() {
 		t := newNamespace("proxied")
 		files := func(name string, data map[string]string) {
 			GinkgoHelper()
-			text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "ConfigMap", "metadata": map[string]string{"name": name}, "data": data})
+			text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "ConfigMap", "metadata": map[string]string{"name": name},
+				"data": data})
 			Expect(err).NotTo(HaveOccurred())
 			t.apply(string(text))
 		}
@@ -34,7 +35,8 @@ var _ = Describe("A destination behind an egress proxy", Serial, func() {
 		}
 		credentials("wrong")
 		DeferCleanup(func() { install() })
-		install("--set", "egressProxy.url=http://proxy."+t.name+".svc.cluster.local:80", "--set", "egressProxy.credentialsSecretName=egress-proxy")
+		install("--set", "egressProxy.url=http://proxy."+t.name+".svc.cluster.local:80", "--set",
+			"egressProxy.credentialsSecretName=egress-proxy")
 		ready(dispatcher)
 
 		host := "hook." + t.name + ".svc.cluster.local:80"
@@ -68,12 +70,14 @@ spec:
 			t.send(fmt.Sprint("Order ", n))
 		}
 		t.eventually("whd/crm", "Delivering", "False/ProxyFailed")
-		Expect(t.field("whd/crm", "{.status.endpoints[0].lastFailure.message}")).To(ContainSubstring("credentials"), "message of the last failure")
+		Expect(t.field("whd/crm", "{.status.endpoints[0].lastFailure.message}")).To(ContainSubstring("credentials"),
+			"message of the last failure")
 
 		By("correcting the password")
 		credentials("proxy-password")
 		start := time.Now()
-		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.delivered}") }, 5*time.Minute, time.Second).Should(Equal(fmt.Sprint(calls)))
+		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.delivered}") }, 5*time.Minute,
+			time.Second).Should(Equal(fmt.Sprint(calls)))
 		By("the messages are delivered after " + time.Since(start).Round(time.Second).String())
 		t.eventually("whd/crm", "Delivering", "True/Delivering")
 		Expect(t.field("whd/crm", "{.status.delivery.deadLettered}")).To(Or(BeEmpty(), Equal("0")), "dead letters")

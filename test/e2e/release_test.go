@@ -26,10 +26,13 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		s.stop()
 		t.send("Before the uninstall")
 		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
-		Expect(operatorSecrets()).To(And(ContainSubstring("secret/posthorn-live-"), ContainSubstring("secret/posthorn-dispatcher-admin")), "Secrets of the operator before the uninstall")
+		Expect(operatorSecrets()).To(And(ContainSubstring("secret/posthorn-live-"), ContainSubstring("secret/posthorn-dispatcher-admin")),
+			"Secrets of the operator before the uninstall")
 		uninstall()
-		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")), "resources after the uninstall")
-		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"), "volumes after the uninstall")
+		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(And(ContainSubstring("source.posthorn.dev/web"),
+			ContainSubstring("webhookdestination.posthorn.dev/crm")), "resources after the uninstall")
+		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"),
+			"volumes after the uninstall")
 		Eventually(operatorSecrets).Should(MatchRegexp(`^(secret/posthorn-(backlog|ledgers-\S+)\s*)*$`), "Secrets of the operator after the uninstall: only the records of what is on volumes")
 		install()
 		s.start("s3cret")
@@ -43,7 +46,8 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		uninstall()
 		removeCRDs()
 		// Without CRDs no pod becomes ready, so helm does not wait.
-		helm(append([]string{"install", release, file("charts/posthorn"), "--namespace", system, "--set", "crds.enabled=false"}, values(env("E2E_TAG"))...)...)
+		helm(append([]string{"install", release, file("charts/posthorn"), "--namespace", system, "--set", "crds.enabled=false"},
+			values(env("E2E_TAG"))...)...)
 		Eventually(func() string {
 			out, _ := command("", "kubectl", "-n", system, "logs", operator)
 			return out
@@ -89,7 +93,8 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 				}
 				slices.Sort(paths) // A delivery without an answer is repeated.
 				return slices.Compact(paths)
-			}).Should(ConsistOf(fmt.Sprintf("%[1]s at 0: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 1: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 2: /in/%[1]s ok", step)))
+			}).Should(ConsistOf(fmt.Sprintf("%[1]s at 0: /in/%[1]s ok", step), fmt.Sprintf("%[1]s at 1: /in/%[1]s ok", step),
+				fmt.Sprintf("%[1]s at 2: /in/%[1]s ok", step)))
 			Eventually(func() error {
 				out, err := command("", posthorn, "kubectl", "why", "crm", "-n", t.name)
 				if err != nil {
@@ -150,7 +155,8 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 
 		load.arrived(s)
 		Eventually(func() error { return t.balanced(s, late) }, "2m", time.Second).Should(Succeed())
-		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+Ready\s+True\s+0\s+0\s`), MatchRegexp(`(?m)^late\s+True\s+Ready\s+True\s+0\s+0\s`)))
+		Expect(t.kubectl("get", "whd")).To(And(MatchRegexp(`(?m)^crm\s+True\s+Ready\s+True\s+0\s+0\s`),
+			MatchRegexp(`(?m)^late\s+True\s+Ready\s+True\s+0\s+0\s`)))
 		uninstall()
 		removeVolumes() // They have the stores of the previous commit.
 	})
@@ -218,7 +224,8 @@ func operatorSecrets() string {
 // images returns the images of three dispatchers.
 func images() []string {
 	GinkgoHelper()
-	return strings.Fields(kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "pod/posthorn-dispatcher-1", "pod/posthorn-dispatcher-2", "-o", "jsonpath={.items[*].spec.containers[0].image}"))
+	return strings.Fields(kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "pod/posthorn-dispatcher-1", "pod/posthorn-dispatcher-2",
+		"-o", "jsonpath={.items[*].spec.containers[0].image}"))
 }
 
 // sendTo sends one track call to a dispatcher. It retries while the name of a new pod has the old

@@ -99,7 +99,8 @@ func values(tag string) []string {
 // deploy installs a chart, or upgrades to it.
 func deploy(chart, tag string, more ...string) {
 	GinkgoHelper()
-	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values(tag)...), more...)...)
+	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values(tag)...),
+		more...)...)
 }
 
 // install installs the release with the settings for all specs, and more.

@@ -111,7 +111,8 @@ var _ = Describe("The kind WebhookDestination", Serial, func() {
 			return out
 		}
 		Expect(why()).To(ContainSubstring("the cluster does not serve the kind WebhookDestination"))
-		Eventually(func() string { return kubectl("-n", system, "get", operator, "-o", "jsonpath={.status.readyReplicas}") }).Should(BeEmpty(), "ready operators without the kind")
+		Eventually(func() string { return kubectl("-n", system, "get", operator, "-o", "jsonpath={.status.readyReplicas}") }).Should(BeEmpty(),
+			"ready operators without the kind")
 		time.Sleep(time.Until(deleted.Add(3 * grace)))
 		Expect(kubectl("-n", system, "logs", dispatcher, "--since-time="+deleted.UTC().Format(time.RFC3339))).NotTo(ContainSubstring("lane dropped"))
 
@@ -132,7 +133,8 @@ var _ = Describe("A namespace", Serial, func() {
 		s.eventually("First life")
 		// The Secret remains for the grace period, with tombstones only.
 		objects := func(g Gomega) int {
-			encoded := kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-namespace="+t.name, "-o", `jsonpath={.items[*].data.config\.json\.gz}`)
+			encoded := kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-namespace="+t.name, "-o",
+				`jsonpath={.items[*].data.config\.json\.gz}`)
 			data, err := base64.StdEncoding.DecodeString(encoded)
 			g.Expect(err).NotTo(HaveOccurred())
 			config, _, err := liveconfig.Decode(data)
@@ -204,7 +206,8 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 			return err
 		}
 		Expect(listAttempts()).NotTo(Succeed())
-		Eventually(newLogs).Should(ContainSubstring("tokenreviews.authentication.k8s.io is forbidden"), "the dispatcher's log gives the missing permission")
+		Eventually(newLogs).Should(ContainSubstring("tokenreviews.authentication.k8s.io is forbidden"),
+			"the dispatcher's log gives the missing permission")
 		t.send("Dispatcher without rights")
 		other.eventually("Dispatcher without rights")
 		restore()
@@ -235,7 +238,8 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 			return err
 		}).Should(Succeed())
 		other.eventually("Changed")
-		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("starting them again"), "the operator's log reports a lost Lease")
+		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("starting them again"),
+			"the operator's log reports a lost Lease")
 		Expect(pods("dispatcher")+pods("operator")).To(Equal(before), "pods and restarts")
 	})
 })

@@ -67,7 +67,8 @@ func render(args ...string) (string, error) { return renderAs("posthorn", args..
 func renderAs(release string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	// A Helm that is built from its module has an old default version of the cluster.
-	cmd := exec.Command(helm, append([]string{"template", release, filepath.Join(root, Chart), "--namespace", "posthorn-system", "--kube-version", "1.36.0"}, args...)...)
+	cmd := exec.Command(helm, append([]string{"template", release, filepath.Join(root, Chart), "--namespace", "posthorn-system",
+		"--kube-version", "1.36.0"}, args...)...)
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {
 		return "", errors.New(stderr.String())
@@ -134,7 +135,8 @@ func TestGolden(t *testing.T) {
 // The chart accepts the values in the pages.
 func TestValuesInDocs(t *testing.T) {
 	seen := 0
-	for _, page := range []string{"docs/install.md", "docs/metrics.md", "docs/operations.md", "docs/repair.md", "docs/security.md", "docs/sizing.md"} {
+	for _, page := range []string{"docs/install.md", "docs/metrics.md", "docs/operations.md", "docs/repair.md", "docs/security.md",
+		"docs/sizing.md"} {
 		blocks, err := docs.Blocks(root, page)
 		if err != nil {
 			t.Fatal(err)
@@ -241,7 +243,8 @@ func TestInvalidValues(t *testing.T) {
 		"traffic policy":        {"service.externalTrafficPolicy=Node", "at '/service/externalTrafficPolicy': value must be one of '', 'Cluster', 'Local'"},
 		"local traffic, inside": {"service.externalTrafficPolicy=Local", "at '/service/externalTrafficPolicy': value must be one of '', 'Cluster'"},
 		"class, not balanced":   {"service.loadBalancerClass=internal", "at '/service/loadBalancerClass': maxLength: got 8, want 0"},
-		"check, not local":      {"service.type=LoadBalancer,service.healthCheckNodePort=30081", "at '/service/healthCheckNodePort': got number, want null"},
+		"check, not local": {"service.type=LoadBalancer,service.healthCheckNodePort=30081",
+			"at '/service/healthCheckNodePort': got number, want null"},
 		"distribution":          {"service.trafficDistribution=Nearest", "at '/service/trafficDistribution': value must be one of '', 'PreferClose', 'PreferSameZone', 'PreferSameNode'"},
 		"certificate, issuer":   {"tls.certManager.enabled=true", "at '/tls/certManager/issuerRef': missing property 'name'"},
 		"certificate, lifetime": {"tls.certManager.duration=90d", "at '/tls/certManager/duration': '90d' does not match pattern '^(?<duration_such_as_10s_or_1h30m_or_empty>"},
@@ -249,7 +252,8 @@ func TestInvalidValues(t *testing.T) {
 		"egress, an address":    {"networkPolicy.egress.apiServer={10.0.0.10}", "at '/networkPolicy/egress/apiServer/0': '10.0.0.10' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8>"},
 		"probe, another field":  {"dispatcher.readinessProbe.httpGet.path=/", "at '/dispatcher/readinessProbe': additional properties 'httpGet' not allowed"},
 		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
-		"log without servers":   {"replication.type=JetStream,replication.jetStream.name=a", "at '/replication/jetStream/url': minLength: got 0, want 1"},
+		"log without servers": {"replication.type=JetStream,replication.jetStream.name=a",
+			"at '/replication/jetStream/url': minLength: got 0, want 1"},
 		"log without a name":    {"replication.type=JetStream,replication.jetStream.url=nats://nats:4222", "at '/replication/jetStream/name': minLength: got 0, want 1"},
 		"installation, a space": {"replication.jetStream.installation=a b", "at '/replication/jetStream/installation': 'a b' does not match pattern '^(?<up_to_200_letters_digits_and_dot_underscore_colon_slash_dash>"},
 		"log of HTTP":           {"replication.jetStream.url=http://nats:4222", "at '/replication/jetStream/url': 'http://nats:4222' does not match pattern '^(?<nats_or_tls_URLs_separated_by_commas>"},
@@ -304,7 +308,8 @@ func TestNotes(t *testing.T) {
 		want, not          []string
 	}{
 		"default": {"posthorn", "posthorn-system", nil,
-			[]string{"http://posthorn-dispatcher.posthorn-system.svc:80/v1/", "helm test posthorn --namespace posthorn-system", "\n  kubectl posthorn why crm", "private addresses are denied"},
+			[]string{"http://posthorn-dispatcher.posthorn-system.svc:80/v1/", "helm test posthorn --namespace posthorn-system",
+				"\n  kubectl posthorn why crm", "private addresses are denied"},
 			[]string{"https://posthorn", "WARNING"}},
 		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false,tls.certManager.enabled=false,tls.secretName=posthorn-calls"},
 			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},
@@ -315,7 +320,8 @@ func TestNotes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			cmd := exec.Command(helm, append([]string{"install", c.release, filepath.Join(root, Chart), "--namespace", c.namespace, "--kubeconfig", server.Kubeconfig(), "--dry-run=client", "--set", "crds.enabled=false"}, c.args...)...)
+			cmd := exec.Command(helm, append([]string{"install", c.release, filepath.Join(root, Chart), "--namespace", c.namespace, "--kubeconfig",
+				server.Kubeconfig(), "--dry-run=client", "--set", "crds.enabled=false"}, c.args...)...)
 			out, err := cmd.CombinedOutput()
 			if err != nil {
 				t.Fatalf("helm install: got error %v, want none\n%s", err, out)
@@ -400,7 +406,8 @@ func TestSelectors(t *testing.T) {
 			matches := func(selects string, selector map[string]string, want string) {
 				t.Helper()
 				for _, p := range pods {
-					if got, want := labels.SelectorFromSet(selector).Matches(labels.Set(p.Labels)), p.Labels["app.kubernetes.io/component"] == want; got != want {
+					if got, want := labels.SelectorFromSet(selector).Matches(labels.Set(p.Labels)),
+						p.Labels["app.kubernetes.io/component"] == want; got != want {
 						t.Errorf("%s selects the pods of %s: got %v, want %v", selects, p.Labels["app.kubernetes.io/component"], got, want)
 					}
 				}
@@ -549,7 +556,8 @@ func TestAPIServerAccepts(t *testing.T) {
 			if o.GetKind() == "CustomResourceDefinition" {
 				continue // The CRDs are already installed.
 			}
-			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil && (o.GetKind() != "ServiceAccount" || !apierrors.IsAlreadyExists(err)) {
+			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil &&
+				(o.GetKind() != "ServiceAccount" || !apierrors.IsAlreadyExists(err)) {
 				t.Errorf("%v: create %s %s: got error %v, want none", values, o.GetKind(), o.GetName(), err)
 			}
 			template, found, _ := unstructured.NestedMap(o.Object, "spec", "template")

@@ -69,7 +69,8 @@ func TestImage(t *testing.T) {
 				if out, err := build.CombinedOutput(); err != nil {
 					t.Fatalf("%v\n%s", err, out)
 				}
-				cmd = exec.Command(filepath.Join(root, "hack", "cluster", "make-image"), "registry.internal/posthorn:v9", program, filepath.Join(bin, "posthorn-linux-"+arch+".tar"), "LICENSE", "THIRD_PARTY_LICENSES.md")
+				cmd = exec.Command(filepath.Join(root, "hack", "cluster", "make-image"), "registry.internal/posthorn:v9", program,
+					filepath.Join(bin, "posthorn-linux-"+arch+".tar"), "LICENSE", "THIRD_PARTY_LICENSES.md")
 			}
 			cmd.Dir = root
 			if out, err := cmd.CombinedOutput(); err != nil {
@@ -106,7 +107,8 @@ func TestImage(t *testing.T) {
 			}
 			// The config equals the Dockerfile's.
 			entrypoint, _ := json.Marshal(config.Config.Entrypoint)
-			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint), "ENV " + strings.Join(config.Config.Env, " ")} {
+			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint),
+				"ENV " + strings.Join(config.Config.Env, " ")} {
 				if !strings.Contains(string(dockerfile), "\n"+line+"\n") {
 					t.Errorf("the Dockerfile lacks the line %q", line)
 				}

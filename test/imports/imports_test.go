@@ -55,7 +55,9 @@ var linked = []struct {
 	external []string
 }{
 	// The client commands are small, and build for every platform of kubectl.
-	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/observed", "controllers/page", "controllers/why", "contract/adminapi", "contract/podreport", "internal/durable", "internal/plural", "internal/termsafe"},
+	{"cmd/kubectl-posthorn", []string{"analytics/event", "api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest",
+		"controllers/observed", "controllers/page", "controllers/why", "contract/adminapi", "contract/podreport", "internal/durable",
+		"internal/plural", "internal/termsafe"},
 		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
 }
 
@@ -195,7 +197,8 @@ func TestUsers(t *testing.T) {
 		found := 0
 		for _, p := range list(t) {
 			path := strings.TrimPrefix(p.ImportPath, root)
-			if !slices.ContainsFunc(p.Imports, func(i string) bool { return strings.HasPrefix(i, root+folder+"/") }) || strings.HasPrefix(path, folder+"/") {
+			if !slices.ContainsFunc(p.Imports, func(i string) bool { return strings.HasPrefix(i, root+folder+"/") }) ||
+				strings.HasPrefix(path, folder+"/") {
 				continue
 			}
 			if found++; !hasPrefix(path, allowed) {

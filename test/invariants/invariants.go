@@ -63,7 +63,8 @@ var Reason = regexp.MustCompile(`^[A-Z][A-Za-z0-9]*$`)
 
 // conditions checks the conditions of an object, without those that other programs have added.
 func conditions(generation, observed int64, all []metav1.Condition, traffic string) (errs []error) {
-	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic}
+	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed,
+		v1alpha1.ConditionReady, traffic}
 	conditions := slices.DeleteFunc(slices.Clone(all), func(c metav1.Condition) bool {
 		return c.Type != v1alpha1.ConditionStalled && !slices.Contains(want, c.Type)
 	})
@@ -102,7 +103,9 @@ func conditions(generation, observed int64, all []metav1.Condition, traffic stri
 	if works && ready.Reason != v1alpha1.ReasonReady && ready.Reason != v1alpha1.ReasonDiscardAhead {
 		fail("Ready is True with reason %s", ready.Reason)
 	}
-	if !works && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason }) {
+	if !works && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool {
+		return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason
+	}) {
 		fail("Ready has reason %s, which no condition that is not True has", ready.Reason)
 	}
 	for _, c := range conditions[:4] {

@@ -85,7 +85,8 @@ func TestVerdicts(t *testing.T) {
 			Verdicts compile.Verdicts `json:"verdicts"`
 		}
 		read(t, file, &golden)
-		for kind, verdicts := range map[string]map[string]compile.Verdict{"Source": golden.Verdicts["sources"], "WebhookDestination": golden.Verdicts["destinations"]} {
+		for kind, verdicts := range map[string]map[string]compile.Verdict{"Source": golden.Verdicts["sources"],
+			"WebhookDestination": golden.Verdicts["destinations"]} {
 			for name, v := range verdicts {
 				check(strings.TrimSuffix(filepath.Base(file), ".out.yaml")+"/"+kind+"/"+name, kind, v)
 			}
@@ -142,7 +143,8 @@ func TestStates(t *testing.T) {
 			},
 		},
 	}
-	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r", Key: "k"}
+	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active,
+		Revision: "r", Key: "k"}
 	newer := accepted
 	newer.Revision = "r2"
 	for kind, states := range traffic {
@@ -201,11 +203,16 @@ func TestJobs(t *testing.T) {
 			"invalid":             {job(invalid, generation, health.Outcome{Reason: v1alpha1.ReasonInvalidSpec}), status.FailedStatus},
 			"waiting":             {job(accepted, generation, health.Outcome{Reason: v1alpha1.ReasonWaiting}), status.InProgressStatus},
 			"running":             {job(accepted, generation, health.Outcome{Reason: v1alpha1.ReasonRunning}), status.InProgressStatus},
-			"complete":            {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}), status.CurrentStatus},
-			"already done":        {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone}), status.CurrentStatus},
-			"failed":              {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered}), status.FailedStatus},
-			"deadline":            {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded}), status.FailedStatus},
-			"another TTL":         {job(accepted, generation-1, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}), status.InProgressStatus},
+			"complete": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}),
+				status.CurrentStatus},
+			"already done": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone}),
+				status.CurrentStatus},
+			"failed": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered}),
+				status.FailedStatus},
+			"deadline": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded}),
+				status.FailedStatus},
+			"another TTL": {job(accepted, generation-1, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}),
+				status.InProgressStatus},
 		} {
 			t.Run(kind+"/"+name, func(t *testing.T) { expect(t, c.o, c.want) })
 		}

@@ -79,7 +79,8 @@ func TestConfigDefault(t *testing.T) {
 	if err != nil || len(crds) < 2 {
 		t.Fatalf("CRDs in config/crd: got %d and error %v, want at least 2", len(crds), err)
 	}
-	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 4, "NetworkPolicy": 2} {
+	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1,
+		"ServiceAccount": 4, "NetworkPolicy": 2} {
 		if kinds[kind] != want {
 			t.Errorf("objects of kind %s: got %d, want %d", kind, kinds[kind], want)
 		}

@@ -177,7 +177,8 @@ func TestPanels(t *testing.T) {
 			t.Errorf("the panel %q has no unit", p.Title)
 		}
 		for _, target := range p.Targets {
-			if regexp.MustCompile(`by \([^)]*(source|destination|endpoint|namespace)`).MatchString(target.Expr) && !strings.Contains(target.Expr, "topk(") {
+			if regexp.MustCompile(`by \([^)]*(source|destination|endpoint|namespace)`).MatchString(target.Expr) &&
+				!strings.Contains(target.Expr, "topk(") {
 				t.Errorf("the panel %q has a line for every object; bound it with topk", p.Title)
 			}
 		}

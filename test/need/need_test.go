@@ -32,7 +32,8 @@ func TestProgram(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	for line := range strings.Lines(programs) {
 		name, debian, _ := strings.Cut(strings.TrimSpace(line), " ")
-		for all, want := range map[string]string{"": "skip: " + cannot + " the Debian package " + debian + " is required: ", "1": "fail: POSTHORN_TEST_ALL is set"} {
+		for all, want := range map[string]string{"": "skip: " + cannot + " the Debian package " + debian + " is required: ",
+			"1": "fail: POSTHORN_TEST_ALL is set"} {
 			t.Setenv("POSTHORN_TEST_ALL", all)
 			r := &recorder{}
 			Program(r, name)

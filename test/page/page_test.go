@@ -215,7 +215,8 @@ func past(t *testing.T, send func(int) string) {
 
 func TestHealth(t *testing.T) {
 	need.Program(t, "chromium")
-	root, send := start(t, map[string]string{"crm": receiver(t, 200, "", 4*time.Millisecond), "warehouse": receiver(t, 204, "", 15*time.Millisecond)})
+	root, send := start(t, map[string]string{"crm": receiver(t, 200, "", 4*time.Millisecond),
+		"warehouse": receiver(t, 204, "", 15*time.Millisecond)})
 	send(20)
 	past(t, send)
 	id := send(1)
@@ -230,7 +231,8 @@ func TestHealth(t *testing.T) {
 		view{Name: "refreshed", URL: root + "/", Until: "updated "},
 		view{Name: "search", URL: root + "/page/search?id=" + id},
 	)
-	contains(t, "overview", got["overview"].Text, "No problem found", "shop/crm", "shop/warehouse", "Accepting calls, 1 dispatcher", "shop/web", "accepting calls")
+	contains(t, "overview", got["overview"].Text, "No problem found", "shop/crm", "shop/warehouse", "Accepting calls, 1 dispatcher",
+		"shop/web", "accepting calls")
 	check.Equal(t, "title", got["overview"].Title, "Posthorn: no problem found")
 	check.Equal(t, "focus after Tab and after /", strings.Join(got["overview"].Focus, ", "), "Skip to content, id")
 	contains(t, "without a script", got["without a script"].Text, "No problem found", "shop/crm")
@@ -289,7 +291,8 @@ func TestTrouble(t *testing.T) {
 	if crm, billing := strings.LastIndex(table, "shop/crm"), strings.LastIndex(table, "shop/billing"); crm < billing {
 		t.Errorf("table of destinations: crm, which works, is above billing, which does not:\n%s", table)
 	}
-	contains(t, "billing", got["billing"].Text, "422", "Rejected", "field email is missing <script>alert(1)</script>", "PROBLEM", "first byte", "HMACSHA1")
+	contains(t, "billing", got["billing"].Text, "422", "Rejected", "field email is missing <script>alert(1)</script>", "PROBLEM", "first byte",
+		"HMACSHA1")
 	contains(t, "mailer", got["mailer"].Text, "ConnectionRefused")
 	check.Equal(t, "status of an unknown destination", got["missing"].Status, http.StatusNotFound)
 	contains(t, "missing", got["missing"].Text, "billing")

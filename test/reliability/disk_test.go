@@ -296,7 +296,8 @@ func TestNamespaceFillsItsShare(t *testing.T) {
 	disk := smallDisk(t)
 	down := receive(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) })
 	o := options(t, filepath.Join(disk, "data"), pebblestore.Options{})
-	r := start(t, o, config([]liveconfig.Source{source("web"), source("ios")}, destination("dead", "web", down.url), destination("dead2", "ios", down.url)))
+	r := start(t, o, config([]liveconfig.Source{source("web"), source("ios")}, destination("dead", "web", down.url),
+		destination("dead2", "ios", down.url)))
 	bank := config([]liveconfig.Source{source("bank")}, destination("down", "bank", down.url))
 	bank.Namespace = "bank"
 	data, _, err := liveconfig.Encode(bank)

@@ -48,7 +48,8 @@ func number(name string, normal int) int {
 
 func source(name string) liveconfig.Source {
 	sum := sha256.Sum256([]byte("key-" + name))
-	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
+	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true,
+		WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 }
 
 // destination returns a destination with a long retry window for the calls of a Source.
@@ -78,7 +79,8 @@ func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options
 		q.DuplicateWindow = 10 * time.Minute
 	}
 	return dispatcher.Options{
-		DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: 2 * time.Second}, Pod: "p0", Egress: policy,
+		DataDir: dir, ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", DrainTimeout: 2 * time.Second},
+		Pod: "p0", Egress: policy,
 		Queue: q, Logger: slog.New(slog.DiscardHandler),
 	}
 }
@@ -245,7 +247,8 @@ func receive(t testing.TB, handler http.HandlerFunc) *receiver {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &receiver{url: "http://" + l.Addr().String(), server: &http.Server{Handler: handler, ReadHeaderTimeout: waitLimit, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}}
+	r := &receiver{url: "http://" + l.Addr().String(),
+		server: &http.Server{Handler: handler, ReadHeaderTimeout: waitLimit, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}}
 	go func() { _ = r.server.Serve(l) }()
 	t.Cleanup(func() { _ = r.server.Close() })
 	return r

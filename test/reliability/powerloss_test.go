@@ -137,9 +137,12 @@ func (m machine) crash(percent int, rnd *rand.Rand) machine {
 // queue returns the options of the queue in dir. changing is called before each change that can
 // survive. snapshots takes snapshots of the store until the log is closed, and returns the function
 // that closes it.
-func (m machine) queue(dir string, changing func()) (o pebblestore.Options, snapshots func(*pebblestore.Store, *tally) (closeLog func()), err error) {
+func (m machine) queue(dir string, changing func()) (o pebblestore.Options, snapshots func(*pebblestore.Store, *tally) (closeLog func()),
+	err error) {
 	if m.log == nil {
-		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func(*pebblestore.Store, *tally) func() { return func() {} }, nil
+		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func(*pebblestore.Store, *tally) func() {
+			return func() {}
+		}, nil
 	}
 	log := slotstest.NewLog(m.log)
 	log.OnPublish = func() {
@@ -216,7 +219,8 @@ func (w *world) run(m machine) {
 	var pending [4][]string // the unanswered calls of each sender
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
-		l := &life{machine: m, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
+		l := &life{machine: m, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101),
+			rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
 		switch w.rnd.IntN(3) {
 		case 0:
 			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // The power loss is often during the start.
@@ -399,7 +403,8 @@ func (w *world) setOld(l *life, r *running) {
 	r.Synced()
 	c := newClient()
 	defer c.close()
-	if a, err := c.batch(w.t.Context(), r.Addr(), "web", call("old", "")); err == nil && a.status != http.StatusServiceUnavailable && !dead(l) {
+	if a, err := c.batch(w.t.Context(), r.Addr(), "web", call("old", "")); err == nil &&
+		a.status != http.StatusServiceUnavailable && !dead(l) {
 		w.t.Errorf("call to a dispatcher with an old config: got status %d, want 503", a.status)
 	}
 }

@@ -48,7 +48,8 @@ func members(t *testing.T, list ...string) string {
 
 func (p *posthorn) syncMembers(key string, list []string, flags ...string) (stdout, stderr string, code int) {
 	p.T.Helper()
-	return cli(p.T, "", append([]string{"audience", "sync", key, members(p.T, list...), "--endpoint", "http://" + p.Addr, "--write-key", "system-write-key"}, flags...)...)
+	return cli(p.T, "", append([]string{"audience", "sync", key, members(p.T, list...), "--endpoint", "http://" + p.Addr, "--write-key",
+		"system-write-key"}, flags...)...)
 }
 
 // traits returns the identify messages, as "user key=value", sorted.
@@ -90,7 +91,8 @@ func TestAudience(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{
 		"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""),
-		"audiences.yaml": audience("shoppers", `displayName: "First Time Shoppers"`) + "---" + audience("spent", `displayName: "Total Spent (180 Days)", type: ComputedTrait`),
+		"audiences.yaml": audience("shoppers", `displayName: "First Time Shoppers"`) + "---" + audience("spent",
+			`displayName: "Total Spent (180 Days)", type: ComputedTrait`),
 	})
 	// A message that is sent again after a kill counts once: delivery is at least once.
 	seen := map[string]bool{}
@@ -158,7 +160,8 @@ func TestAudience(t *testing.T) {
 			t.Errorf("sync of %s with %v: got exit code %d: %s %s, want 1 and %q", c.key, c.list, code, out, errs, c.want)
 		}
 	}
-	if status, answer, err := p.Post("/v1/audiences/first_time_shoppers/members", "wrong", `{"userId":"x"}`); err != nil || status != http.StatusUnauthorized {
+	if status, answer, err := p.Post("/v1/audiences/first_time_shoppers/members", "wrong", `{"userId":"x"}`); err != nil ||
+		status != http.StatusUnauthorized {
 		t.Errorf("wrong write key: got status %d, body %s and error %v, want 401", status, answer, err)
 	}
 	wait.For(p.T, "the rejected sync in the status", func() error {
@@ -175,7 +178,9 @@ func TestAudience(t *testing.T) {
 	p.Launch()
 	ok(p.syncMembers("first_time_shoppers", []string{"u4"}, "--allow-removal", "70"))
 	wantCalls("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
-	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-", "--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 || !strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
+	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-",
+		"--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 ||
+		!strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
 		t.Errorf("increment: got exit code %d: %s %s, want 0 and one added and removed", code, out, errs)
 	}
 	wantCalls("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
@@ -186,7 +191,8 @@ func TestAudience(t *testing.T) {
 		}
 		return nil
 	})
-	if out, _, code := cli(t, "", "get", "audiences", "--admin", p.Admin); code != 0 || !strings.Contains(out, "MEMBERS") || !strings.Contains(out, "shoppers") {
+	if out, _, code := cli(t, "", "get", "audiences", "--admin", p.Admin); code != 0 || !strings.Contains(out, "MEMBERS") ||
+		!strings.Contains(out, "shoppers") {
 		t.Errorf("get audiences: got exit code %d: %s, want 0 and a table with shoppers", code, out)
 	}
 	_, _, dead, _ := p.ledger("crm")
@@ -198,7 +204,8 @@ func TestAudience(t *testing.T) {
 func TestAudienceSurvivesKillNine(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"),
+		"a.yaml": audience("vip", `displayName: VIP`)})
 	wait.For(p.T, "the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")

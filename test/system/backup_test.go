@@ -109,7 +109,8 @@ func TestBackupAndRestore(t *testing.T) {
 	before := ids()
 	loaded := make(chan struct{})
 	go func() { defer close(loaded); sendMany(800, 200) }()
-	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 0 || !strings.Contains(out, "bytes of files") {
+	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 0 ||
+		!strings.Contains(out, "bytes of files") {
 		t.Fatalf("backup: exit %d: %s%s", code, out, errs)
 	}
 	<-loaded
@@ -126,10 +127,12 @@ func TestBackupAndRestore(t *testing.T) {
 			t.Errorf("backup %s: got exit %d: %s, want exit 1, the status 401, and the name of the file", name, code, errs)
 		}
 	}
-	if _, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 1 || !strings.Contains(errs, "exists") {
+	if _, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 1 ||
+		!strings.Contains(errs, "exists") {
 		t.Errorf("backup to an existing target: got exit %d: %s, want exit 1", code, errs)
 	}
-	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "other"), "--data", p.Data); code != 1 || !strings.Contains(errs, "another process has it open") {
+	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "other"), "--data", p.Data); code != 1 ||
+		!strings.Contains(errs, "another process has it open") {
 		t.Errorf("backup of the data of a running Posthorn: got exit %d: %s, want exit 1", code, errs)
 	}
 
@@ -141,7 +144,8 @@ func TestBackupAndRestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-reached
-	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "second"), "--admin", p.Admin, "--token-file", token); code != 1 || !strings.Contains(errs, "another backup") {
+	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "second"), "--admin", p.Admin, "--token-file", token); code != 1 ||
+		!strings.Contains(errs, "another backup") {
 		t.Errorf("second backup at once: got exit %d: %s, want exit 1", code, errs)
 	}
 	_ = cmd.Process.Signal(syscall.SIGKILL)

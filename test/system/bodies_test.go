@@ -50,7 +50,8 @@ func TestBodiesAndTheAuditLog(t *testing.T) {
 	_, shown := p.get("/deadletters/" + letter.Key + "?destination=default/crm")
 	_, attempts := p.get("/attempts?destination=default/crm")
 	_, page := p.get("/?q=m0")
-	for name, text := range map[string]string{"list": list, "trace": trace, "one dead letter": shown, "attempts": attempts, "status page": page} {
+	for name, text := range map[string]string{"list": list, "trace": trace, "one dead letter": shown, "attempts": attempts,
+		"status page": page} {
 		if strings.Contains(text, "hush-user") {
 			t.Errorf("%s: got the user of a message\n%s", name, text)
 		}
@@ -58,10 +59,12 @@ func TestBodiesAndTheAuditLog(t *testing.T) {
 	if log := p.Output.String(); strings.Contains(log, "audit: ") {
 		t.Errorf("log before the first body: got an audit line:\n%s", log)
 	}
-	if status, text := p.get("/bodies/deadletters/" + letter.Key + "?destination=default/crm"); status != http.StatusOK || !strings.Contains(text, "hush-user") {
+	if status, text := p.get("/bodies/deadletters/" + letter.Key + "?destination=default/crm"); status != http.StatusOK ||
+		!strings.Contains(text, "hush-user") {
 		t.Errorf("body: got %d %s, want the message", status, text)
 	}
-	for _, args := range [][]string{{"redeliver", "crm", "--all", "--dry-run"}, {"purge", "crm", letter.Key, "--yes"}, {"redeliver", "crm", "--all"}} {
+	for _, args := range [][]string{{"redeliver", "crm", "--all", "--dry-run"}, {"purge", "crm", letter.Key, "--yes"},
+		{"redeliver", "crm", "--all"}} {
 		if out, errs, code := cli(t, "", append(append([]string{"deadletters"}, args...), "--admin", p.Admin)...); code != 0 {
 			t.Fatalf("%v: got exit code %d, want 0: %s%s", args, code, out, errs)
 		}
@@ -101,7 +104,8 @@ func TestTailForwardTo(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	cmd := exec.CommandContext(ctx, binary, "tail", "crm", "--forward-to", developer.URL+"/hook", "--secret", "test-secret", "-o", "json", "--admin", p.Admin)
+	cmd := exec.CommandContext(ctx, binary, "tail", "crm", "--forward-to", developer.URL+"/hook", "--secret", "test-secret", "-o", "json",
+		"--admin", p.Admin)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -58,20 +58,23 @@ spec: {userId: hush-user, suppress: true}
 			return fmt.Errorf("fine: %+v", l)
 		}
 		l := lanes["default/dead"]
-		if b := l.Breakers[0]; l.Pending != 21 || l.Retrying == 0 || !b.Open || b.ConsecutiveFailures == 0 || !b.Probing && time.Until(b.NextAttempt) > 2*time.Minute || l.OldestPending.IsZero() {
+		if b := l.Breakers[0]; l.Pending != 21 || l.Retrying == 0 || !b.Open || b.ConsecutiveFailures == 0 ||
+			!b.Probing && time.Until(b.NextAttempt) > 2*time.Minute || l.OldestPending.IsZero() {
 			return fmt.Errorf("dead: %+v", l)
 		}
 		return nil
 	})
 
 	config := debug("config")
-	for _, word := range []string{`"namespace":"default"`, `"name":"fine"`, `"name":"Authorization","value":"[redacted]"`, `"url":"[redacted]"`, `"writeKeySHA256":["`, `"suppress":true`, `"timeoutMS":5000`} {
+	for _, word := range []string{`"namespace":"default"`, `"name":"fine"`, `"name":"Authorization","value":"[redacted]"`,
+		`"url":"[redacted]"`, `"writeKeySHA256":["`, `"suppress":true`, `"timeoutMS":5000`} {
 		if !strings.Contains(config, word) {
 			t.Errorf("config: got %s, want one with %s", config, word)
 		}
 	}
 	profiles := ""
-	for _, name := range []string{"pprof/", "pprof/goroutine?debug=2", "pprof/heap?debug=1", "pprof/allocs", "pprof/profile?seconds=1", "pprof/trace?seconds=1"} {
+	for _, name := range []string{"pprof/", "pprof/goroutine?debug=2", "pprof/heap?debug=1", "pprof/allocs", "pprof/profile?seconds=1",
+		"pprof/trace?seconds=1"} {
 		profile := debug(name)
 		if len(profile) < 100 {
 			t.Errorf("size of %s: got %d bytes, want at least 100", name, len(profile))

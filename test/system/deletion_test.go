@@ -30,7 +30,8 @@ metadata: {name: tv}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: sharedSecret}}]
 `, "crm.yaml": destination("crm", crm.URL, ""), "failing.yaml": destination("failing", failing.URL, ""),
-		"off.yaml": destination("off", crm.URL, "\n  enabled: false\n"), "picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
+		"off.yaml":   destination("off", crm.URL, "\n  enabled: false\n"),
+		"picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
 	})
 	for _, name := range []string{"crm", "failing"} {
 		p.condition(name, "Ready", "True", "")
@@ -39,7 +40,8 @@ spec:
 	if code != 1 { // One notification was not delivered.
 		t.Errorf("delete-user: got exit code %d, want 1: %s %s", code, out, errs)
 	}
-	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Delivered", "1 of 3 notifications not delivered"} {
+	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Delivered",
+		"1 of 3 notifications not delivered"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant one with %q", out, want)
 		}
@@ -62,7 +64,8 @@ spec:
 	}
 	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
 	p.arrive(crm, 4)
-	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests); code != 1 || !strings.Contains(errs, "is already requested") {
+	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests); code != 1 ||
+		!strings.Contains(errs, "is already requested") {
 		t.Errorf("repeated request: got exit code %d: %s %s, want 1 and \"is already requested\"", code, out, errs)
 	}
 	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.Admin)

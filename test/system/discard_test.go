@@ -20,7 +20,8 @@ func TestDiscard(t *testing.T) {
 	const messages = 5
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "mail.yaml": destination("mail", r.URL, "")}, "--orphan-grace", "1s")
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""),
+		"mail.yaml": destination("mail", r.URL, "")}, "--orphan-grace", "1s")
 	for i := range messages {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 	}
@@ -39,7 +40,8 @@ func TestDiscard(t *testing.T) {
 		return l
 	}
 	const object = "WebhookDestination default/crm"
-	for command, want := range map[string]string{"problems": object + ": the store has this object", "status": object + ": parked ", "why crm": "parked ", "why": object + ": parked "} {
+	for command, want := range map[string]string{"problems": object + ": the store has this object", "status": object + ": parked ",
+		"why crm": "parked ", "why": object + ": parked "} {
 		wait.For(p.T, command+" with the parked destination", func() error {
 			out, _, code := cli(t, "", append(strings.Fields(command), "--admin", p.Admin)...)
 			if code != 1 || !strings.Contains(out, want) || !strings.Contains(out, "posthorn discard default/crm") {
@@ -82,7 +84,8 @@ func TestDiscard(t *testing.T) {
 		}
 		return nil
 	})
-	if _, errs, code := cli(t, "", "discard", "default/crm", "--yes", "--admin", p.Admin); code != 1 || !strings.Contains(errs, "no parked object has this name") {
+	if _, errs, code := cli(t, "", "discard", "default/crm", "--yes", "--admin", p.Admin); code != 1 ||
+		!strings.Contains(errs, "no parked object has this name") {
 		t.Errorf("posthorn discard of a deleted object: got exit code %d and %q, want 1", code, errs)
 	}
 	r.set(func(int) int { return http.StatusOK })

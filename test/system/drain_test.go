@@ -60,7 +60,8 @@ func (p *posthorn) expectTimeout(pending int, reason string) {
 func backlog(t *testing.T, r *receiver, calls int) *posthorn {
 	t.Helper()
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+	p := start(t, map[string]string{"source.yaml": source(),
+		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.sendCalls("m", calls)
 	p.condition("crm", "Delivering", "False", "CircuitOpen")
 	p.End(syscall.SIGKILL)
@@ -109,7 +110,8 @@ func TestDrain(t *testing.T) {
 	// The folder has the ledger of an ordinary data directory: checkLedgers reads it at the end.
 	p.Launch()
 	delivered, filtered, dead, discarded := p.ledger("crm")
-	check.Equal(t, "ledger: delivered, filtered, dead-lettered, discarded", [4]int64{delivered, filtered, dead, discarded}, [4]int64{250, 0, 0, 0})
+	check.Equal(t, "ledger: delivered, filtered, dead-lettered, discarded", [4]int64{delivered, filtered, dead, discarded},
+		[4]int64{250, 0, 0, 0})
 	p.sendCalls("later", 1)
 	p.arrive(r, 251)
 }
@@ -249,7 +251,8 @@ func TestDrainAdminAPI(t *testing.T) {
 	r := newReceiver(t)
 	p := backlog(t, r, 5)
 	drain := *p.Posthorn
-	drain.Addr, drain.Args = "", []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8", "--admin-listen", p.Admin}
+	drain.Addr, drain.Args = "", []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8",
+		"--admin-listen", p.Admin}
 	if err := drain.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -300,15 +303,17 @@ func TestDrainRefuses(t *testing.T) {
 		args []string
 		want string
 	}{
-		"no folder":           {nil, "the data directory is missing; set --data"},
-		"missing folder":      {[]string{"--data", empty + "/missing"}, "is not a folder"},
-		"a file":              {[]string{"--data", file}, "is not a folder"},
-		"empty folder":        {[]string{"--data", empty}, "has no folder queue, so no dispatcher has stored messages there"},
-		"empty queue":         {[]string{"--data", emptyQueue}, "is empty, so it has no messages"},
-		"the queue itself":    {[]string{"--data", p.Data + "/queue"}, "use the folder above it, " + p.Data},
-		"two configs":         {[]string{"--data", p.Data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
-		"a replicated log":    {[]string{"--data", p.Data, "--replication-url", "nats://127.0.0.1:4222"}, "--replication-url: a replicated log is not drained"},
-		"open admin API":      {[]string{"--data", p.Data, "--admin-listen", ":8081"}, "the address has no authentication; use a loopback address"},
+		"no folder":        {nil, "the data directory is missing; set --data"},
+		"missing folder":   {[]string{"--data", empty + "/missing"}, "is not a folder"},
+		"a file":           {[]string{"--data", file}, "is not a folder"},
+		"empty folder":     {[]string{"--data", empty}, "has no folder queue, so no dispatcher has stored messages there"},
+		"empty queue":      {[]string{"--data", emptyQueue}, "is empty, so it has no messages"},
+		"the queue itself": {[]string{"--data", p.Data + "/queue"}, "use the folder above it, " + p.Data},
+		"two configs":      {[]string{"--data", p.Data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
+		"a replicated log": {[]string{"--data", p.Data, "--replication-url", "nats://127.0.0.1:4222"},
+			"--replication-url: a replicated log is not drained"},
+		"open admin API": {[]string{"--data", p.Data, "--admin-listen", ":8081"},
+			"the address has no authentication; use a loopback address"},
 		"kubeconfig":          {[]string{"--data", p.Data, "--kubeconfig", "config"}, "--kubeconfig needs --namespace"},
 		"a negative timeout":  {[]string{"--data", p.Data, "--timeout", "-1s"}, "--timeout -1s: use a positive duration"},
 		"manifests not found": {[]string{"--data", p.Data, "--manifests", empty + "/missing"}, "is not a folder"},
@@ -329,7 +334,8 @@ func TestDrainRefuses(t *testing.T) {
 func TestDrainContinuesASync(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {maxInFlight: 256}\n"),
+		"a.yaml": audience("vip", `displayName: VIP`)})
 	wait.For(p.T, "the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")

@@ -95,7 +95,8 @@ func TestForwardedDeadLetters(t *testing.T) {
 
 // The name of a built-in Source is rejected.
 func TestBuiltInSourceName(t *testing.T) {
-	p := start(t, map[string]string{"source.yaml": source(), "reserved.yaml": strings.Replace(source()[strings.Index(source(), "---"):], "{name: web}", "{name: posthorn-dead-letters}", 1)})
+	p := start(t, map[string]string{"source.yaml": source(),
+		"reserved.yaml": strings.Replace(source()[strings.Index(source(), "---"):], "{name: web}", "{name: posthorn-dead-letters}", 1)})
 	wait.For(p.T, "the manifest is rejected", func() error {
 		if !strings.Contains(p.Output.Tail(), "metadata.name is the name of a built-in Source; choose another name") {
 			return fmt.Errorf("the log does not mention it")

@@ -39,7 +39,8 @@ func TestLogOfAStorm(t *testing.T) {
 	if lines := strings.Count(p.Output.String(), "\n"); lines > most || lines < 3 {
 		t.Errorf("lines of the log: got %d, want 3 to %d", lines, most)
 	}
-	for _, text := range []string{"endpoint state changed", "delivery attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
+	for _, text := range []string{"endpoint state changed", "delivery attempt failed", "namespace=default destination=crm", "reason=Rejected",
+		"calls refused", "namespace=default source=web"} {
 		if !strings.Contains(p.Output.String(), text) {
 			t.Errorf("the log does not contain %q", text)
 		}

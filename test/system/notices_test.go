@@ -44,7 +44,8 @@ func TestNotices(t *testing.T) {
 	broken.set(func(int) int { return http.StatusConflict })
 	// The disk of the machine may be nearly full.
 	gets := func(name, url string) string {
-		return strings.Replace(destination(name, url, "  filter: {events: [Dead Letters, Circuit*]}\n"), "{name: web}", "{name: posthorn-notices}", 1)
+		return strings.Replace(destination(name, url, "  filter: {events: [Dead Letters, Circuit*]}\n"), "{name: web}",
+			"{name: posthorn-notices}", 1)
 	}
 	p := start(t, map[string]string{
 		"source.yaml": source(),
@@ -61,7 +62,8 @@ func TestNotices(t *testing.T) {
 	p.arrive(sink, 1)
 	list := distinct(t, sink)
 	check.Equal(t, "notices", len(list), 1)
-	check.Equal(t, "notice", fmt.Sprint(list[0].Type, " ", list[0].Event, " ", list[0].Properties.Destination, " ", list[0].Properties.Messages, " ", list[0].Properties.Pod), "track Dead Letters crm 1 standalone")
+	check.Equal(t, "notice", fmt.Sprint(list[0].Type, " ", list[0].Event, " ", list[0].Properties.Destination, " ",
+		list[0].Properties.Messages, " ", list[0].Properties.Pod), "track Dead Letters crm 1 standalone")
 
 	for i := range 20 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"Fail","messageId":"failed-%d"}`, i))

@@ -196,7 +196,8 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	p.arrive(first, 1)
 
 	// Another URL and a header.
-	p.Write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:", "    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
+	p.Write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:",
+		"    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
 	wait.For(p.T, "a message at the new URL", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		if len(second.got()) == 0 {
@@ -257,7 +258,8 @@ func TestDisabledDestinationKeepsMessages(t *testing.T) {
 func TestStatusShowsFailureAndRecovery(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+	p := start(t, map[string]string{"source.yaml": source(),
+		"crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.condition("crm", "Delivering", "Unknown", "NoTrafficYet")
 	for i := range 15 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -267,7 +269,8 @@ func TestStatusShowsFailureAndRecovery(t *testing.T) {
 		t.Errorf("message of Delivering: got %q, want the endpoint and the status code", m)
 	}
 	p.condition("crm", "Ready", "True", "") // A receiver's outage is not an error in the spec.
-	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.Admin); strings.Contains(out[strings.Index(out, "status:"):], "secret-path") {
+	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.Admin); strings.Contains(out[strings.Index(out, "status:"):],
+		"secret-path") {
 		t.Errorf("the status contains the URL's path:\n%s", out)
 	}
 	out, _, _ := cli(t, "", "get", "destinations", "--admin", p.Admin)
@@ -301,7 +304,8 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		inFlight--
 		mu.Unlock()
 	})
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+	p := start(t, map[string]string{"source.yaml": source(),
+		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	var calls []string
 	for i := range 200 {
 		calls = append(calls, fmt.Sprintf(`{"type":"track","userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -384,11 +388,13 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	}
 	send(0)
 	damage()
-	if _, errs, code := cli(t, "", "run", "--manifests", p.Manifests, "--data", p.Data, "--listen", p.Addr, "--admin-listen", p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
+	if _, errs, code := cli(t, "", "run", "--manifests", p.Manifests, "--data", p.Data, "--listen", p.Addr, "--admin-listen",
+		p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
 		t.Fatalf("start with a damaged store: got exit code %d and %s, want 1, the MANIFEST and `posthorn repair`", code, errs)
 	}
 	out, _, code := cli(t, "", "repair", "--data", p.Data)
-	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.Data, "queue", "MANIFEST")) || !strings.Contains(out, "Nothing was changed") {
+	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.Data, "queue", "MANIFEST")) ||
+		!strings.Contains(out, "Nothing was changed") {
 		t.Errorf("dry run: got exit code %d and %s, want 1 and the damaged file", code, out)
 	}
 	out, _, code = cli(t, "", "repair", "--data", p.Data, "--apply")
@@ -414,7 +420,8 @@ func TestFailingDestinationDoesNotAffectAnother(t *testing.T) {
 	t.Cleanup(hang.CloseClientConnections)
 	p := start(t, map[string]string{
 		"source.yaml": source(), "healthy.yaml": destination("healthy", healthy.URL, ""),
-		"dead.yaml": destination("dead", "http://"+process.FreeAddr(), ""), "hang.yaml": destination("hang", hang.URL, "  delivery: {timeout: 500ms}\n"),
+		"dead.yaml": destination("dead", "http://"+process.FreeAddr(), ""),
+		"hang.yaml": destination("hang", hang.URL, "  delivery: {timeout: 500ms}\n"),
 	})
 	for i := range 500 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -547,9 +554,10 @@ func TestCommandLine(t *testing.T) {
 		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", signature.SHA1("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
 		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret"},
 		"send, no type":     {[]string{"send"}, "", 2, "", "TYPE"},
-		"send, no server":   {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"}, "", 1, "", "Is Posthorn running"},
-		"get, no server":    {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
-		"get, bad kind":     {[]string{"get", "frobs"}, "", 2, "", "frobs"},
+		"send, no server": {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"},
+			"", 1, "", "Is Posthorn running"},
+		"get, no server": {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
+		"get, bad kind":  {[]string{"get", "frobs"}, "", 2, "", "frobs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			stdout, stderr, code := cli(t, tc.stdin, tc.args...)
@@ -558,7 +566,8 @@ func TestCommandLine(t *testing.T) {
 			}
 		})
 	}
-	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "attempts", "tail", "deadletters", "send", "sink", "verify"} {
+	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "attempts", "tail", "deadletters", "send", "sink",
+		"verify"} {
 		stdout, _, code := cli(t, "", command, "--help")
 		if code != 0 || !strings.Contains(stdout, "Usage:") || !strings.Contains(stdout, "posthorn "+command) {
 			t.Errorf("%s --help: got exit code %d and\n%s\nwant 0 and its usage", command, code, stdout)
@@ -651,7 +660,8 @@ func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	quick := "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick), "keep.yaml": "# The directory must not be empty.\n"})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick),
+		"keep.yaml": "# The directory must not be empty.\n"})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")

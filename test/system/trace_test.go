@@ -49,7 +49,8 @@ func TestTrace(t *testing.T) {
 	// By userId: what is pending, and dead letters; a similar name of a property does not count.
 	p.mustPost("/v1/track", `{"userId":"é\"u","event":"E","messageId":"m3"}`)
 	p.mustPost("/v1/track", `{"userId":"other","event":"E","messageId":"m4","properties":{"userId":"é\"u"}}`)
-	byUser := trace(0, "--user-id=é\"u", `m3: track "E", accepted by Source default/web`, "default/works primary Delivered answered 200", "default/fails primary Retrying", "Dead letter of default/rejects with message m3")
+	byUser := trace(0, "--user-id=é\"u", `m3: track "E", accepted by Source default/web`, "default/works primary Delivered answered 200",
+		"default/fails primary Retrying", "Dead letter of default/rejects with message m3")
 	if strings.Contains(byUser, "m1") || strings.Contains(byUser, "m4") {
 		t.Errorf("trace --user-id: got messages of other users:\n%s", byUser)
 	}

@@ -124,7 +124,9 @@ const caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // sendTraced sends a call with the traceparent of its caller.
 func sendTraced(t *testing.T, p *posthorn, id string) {
 	t.Helper()
-	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+"/v1/track", strings.NewReader(fmt.Sprintf(`{"userId":"ada","event":"Order Completed","messageId":%q}`, id))) //nolint:noctx // a test
+	//nolint:noctx // a test
+	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+"/v1/track",
+		strings.NewReader(fmt.Sprintf(`{"userId":"ada","event":"Order Completed","messageId":%q}`, id)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,7 +148,8 @@ func TestTraceFromCallerToReceiver(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL+"/hush-path", "")})
 	sendTraced(t, p, "m1")
 	wait.For(p.T, "the spans of the call and of the first attempt", func() error {
-		if calls, attempts := len(collector.of(tracev1.Span_SPAN_KIND_SERVER)), len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)); calls == 0 || attempts == 0 {
+		if calls, attempts := len(collector.of(tracev1.Span_SPAN_KIND_SERVER)), len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)); calls == 0 ||
+			attempts == 0 {
 			return fmt.Errorf("got %d and %d spans", calls, attempts)
 		}
 		return nil
@@ -176,7 +179,8 @@ func TestTraceFromCallerToReceiver(t *testing.T) {
 	var names []string
 	clients := collector.of(tracev1.Span_SPAN_KIND_CLIENT)
 	for _, attempt := range clients {
-		if attempt.Name != "POST default/crm" || hex.EncodeToString(attempt.TraceId) != hex.EncodeToString(ingest.TraceId) || hex.EncodeToString(attempt.ParentSpanId) != hex.EncodeToString(ingest.SpanId) {
+		if attempt.Name != "POST default/crm" || hex.EncodeToString(attempt.TraceId) != hex.EncodeToString(ingest.TraceId) ||
+			hex.EncodeToString(attempt.ParentSpanId) != hex.EncodeToString(ingest.SpanId) {
 			t.Errorf("attempt: got span %q with the parent %s, want POST default/crm with the parent %s", attempt.Name, parentOf(attempt), nameOf(ingest))
 		}
 		if attempt.EndTimeUnixNano <= attempt.StartTimeUnixNano || attempt.StartTimeUnixNano < ingest.StartTimeUnixNano {
@@ -190,7 +194,9 @@ func TestTraceFromCallerToReceiver(t *testing.T) {
 		names = append(names, nameOf(attempt))
 	}
 	begin := clients[0]
-	if got := attributes(begin); !strings.Contains(got, "resend_count=0 ") || !strings.Contains(got, "posthorn.outcome=retried http.response.status_code=503") || !strings.Contains(got, "error.type=ServerError") || begin.Status.Code != tracev1.Status_STATUS_CODE_ERROR {
+	if got := attributes(begin); !strings.Contains(got, "resend_count=0 ") ||
+		!strings.Contains(got, "posthorn.outcome=retried http.response.status_code=503") || !strings.Contains(got, "error.type=ServerError") ||
+		begin.Status.Code != tracev1.Status_STATUS_CODE_ERROR {
 		t.Errorf("first attempt: got attributes %s and status %v, want a retried ServerError", got, begin.Status)
 	}
 	if got := attributes(end); !strings.Contains(got, "posthorn.message_id=m1 posthorn.outcome=delivered http.response.status_code=200") || strings.Contains(got, "error.type") || end.Status.Code != tracev1.Status_STATUS_CODE_UNSET {
@@ -272,7 +278,8 @@ func TestInvalidTraceSettings(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Setenv(name, value)
-			_, stderr, code := cli(t, "", "run", "--manifests", t.TempDir(), "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+			_, stderr, code := cli(t, "", "run", "--manifests", t.TempDir(), "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen",
+				"127.0.0.1:0")
 			if code != 2 || !strings.Contains(stderr, name) || !strings.Contains(stderr, "use ") || strings.Contains(stderr, "hush") {
 				t.Errorf("start with %s=%s: got exit code %d and %s, want 2, the variable and the fix, without its value", name, value, code, stderr)
 			}

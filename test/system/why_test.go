@@ -42,7 +42,8 @@ func TestWhy(t *testing.T) {
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m2"}`)
 	why(1, "ServerError", "receiver's log", "1 message pending")
-	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 || !strings.Contains(stdout, "did you mean one of these: crm") {
+	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 ||
+		!strings.Contains(stdout, "did you mean one of these: crm") {
 		t.Errorf("why for a misspelled name: got exit code %d and %s, want 1 and a suggestion", code, stdout)
 	}
 }
@@ -174,8 +175,11 @@ func TestRejectedManifestOfOtherKinds(t *testing.T) {
 		want []string
 		not  string
 	}{
-		{"why source/web", []string{"Source default/web: rejected ", `unknown field "spec.writeKey"; did you mean "writeKeys"?`, "Z remains in effect", "To do: correct the manifest.", "NOTICE    Manifest       rejected", "broken.yaml:1: not YAML"}, "ManifestRejected"},
-		{"why audience/vip", []string{"Audience default/vip: rejected ", `unknown field "spec.source"`, "no earlier valid version, so the object does not exist"}, "there is no Audience"},
+		{"why source/web", []string{"Source default/web: rejected ", `unknown field "spec.writeKey"; did you mean "writeKeys"?`,
+			"Z remains in effect", "To do: correct the manifest.", "NOTICE    Manifest       rejected", "broken.yaml:1: not YAML"},
+			"ManifestRejected"},
+		{"why audience/vip", []string{"Audience default/vip: rejected ", `unknown field "spec.source"`,
+			"no earlier valid version, so the object does not exist"}, "there is no Audience"},
 		{"why redelivery/gone", []string{`there is no Redelivery "gone" in namespace "default"`, "NOTICE    Manifest"}, ""},
 		{"why sources", []string{"source.yaml:", "broken.yaml:", "1 of 1 object has a problem."}, "vip.yaml"},
 		{"why audiences", []string{"vip.yaml:", "broken.yaml:"}, "source.yaml"},

@@ -62,8 +62,9 @@ func main() {
 		AnonymousId: "anonymous",
 		Category:    "Docs",
 		Name:        "Go library",
-		Traits:      map[string]interface{}{"url": "https://example.com", "title": "Go library", "referrer": "https://example.com/docs", "path": "/go"},
-		Context:     map[string]interface{}{"ip": "192.0.2.1"},
+		Traits: map[string]interface{}{"url": "https://example.com", "title": "Go library", "referrer": "https://example.com/docs",
+			"path": "/go"},
+		Context: map[string]interface{}{"ip": "192.0.2.1"},
 	}
 	page.MessageId = "page-1"
 	check(client.Page(page))

@@ -91,7 +91,8 @@ func TestBridgedErrorsHaveOurKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	logr.FromSlogHandler(log.Handler()).Error(errors.New("boom"), "it failed", "namespace", "shop")
-	if !strings.Contains(out.String(), `"namespace":"shop","error":"boom"`) && !strings.Contains(out.String(), `"error":"boom","namespace":"shop"`) {
+	if !strings.Contains(out.String(), `"namespace":"shop","error":"boom"`) &&
+		!strings.Contains(out.String(), `"error":"boom","namespace":"shop"`) {
 		t.Error(out.String())
 	}
 }

@@ -51,7 +51,8 @@ func NewTracer(ctx context.Context, version, pod string, log *slog.Logger) (trac
 	}
 	about, err := resource.New(ctx,
 		resource.WithTelemetrySDK(),
-		resource.WithAttributes(attribute.String("service.name", "posthorn"), attribute.String("service.version", version), attribute.String("service.instance.id", pod)),
+		resource.WithAttributes(attribute.String("service.name", "posthorn"), attribute.String("service.version", version),
+			attribute.String("service.instance.id", pod)),
 		resource.WithFromEnv())
 	if err != nil {
 		return nil, nil, fmt.Errorf("OTEL_RESOURCE_ATTRIBUTES: %w", err)
@@ -96,7 +97,8 @@ func newClient(version string) (*client, error) {
 	if name, v := env("PROTOCOL"); v != "" && v != "http/protobuf" {
 		return nil, fmt.Errorf("%s %q: use http/protobuf, and the collector's port for it (4318)", name, v)
 	}
-	c := &client{timeout: 10 * time.Second, header: http.Header{"Content-Type": {"application/x-protobuf"}, "User-Agent": {"posthorn/" + version}}}
+	c := &client{timeout: 10 * time.Second, header: http.Header{"Content-Type": {"application/x-protobuf"},
+		"User-Agent": {"posthorn/" + version}}}
 	name, v := env("ENDPOINT")
 	u, err := url.Parse(v)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {

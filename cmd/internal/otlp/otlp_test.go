@@ -33,7 +33,8 @@ func TestSpansReachTheCollector(t *testing.T) {
 			return
 		}
 		body, err := io.ReadAll(unzipped)
-		if err != nil || proto.Unmarshal(body, &data) != nil || r.Header.Get("Authorization") != "Bearer a,b" || r.Header.Get("X-Scope") != "shop" || r.URL.Path != "/v1/traces" {
+		if err != nil || proto.Unmarshal(body, &data) != nil || r.Header.Get("Authorization") != "Bearer a,b" ||
+			r.Header.Get("X-Scope") != "shop" || r.URL.Path != "/v1/traces" {
 			t.Errorf("%s %v: %v", r.URL.Path, r.Header, err)
 		}
 		for _, s := range data.ResourceSpans[0].ScopeSpans {

@@ -351,7 +351,8 @@ func fieldOf(e ast.Expr) string {
 		if call.IsMemberFunction() {
 			args = append([]ast.Expr{call.Target()}, args...)
 		}
-		if name := call.FunctionName(); slices.Contains([]string{operators.Index, operators.OptIndex, operators.OptSelect}, name) && args[1].Kind() == ast.LiteralKind {
+		if name := call.FunctionName(); slices.Contains([]string{operators.Index, operators.OptIndex, operators.OptSelect}, name) &&
+			args[1].Kind() == ast.LiteralKind {
 			of, key := fieldOf(args[0]), args[1].AsLiteral().Value()
 			if name == operators.OptSelect {
 				return fmt.Sprintf("%s.?%v", of, key)

@@ -65,7 +65,9 @@ func (c *Certificate) Watch(ctx context.Context, client kubernetes.Interface, na
 		c.current.Store(&pair)
 		log.Info("admin listener's certificate loaded", "secret", secret.Name)
 	}
-	if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: take, UpdateFunc: func(_, after any) { take(after) }}); err != nil {
+	if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: take, UpdateFunc: func(_, after any) {
+		take(after)
+	}}); err != nil {
 		return fmt.Errorf("watch the admin listener's certificate: %w", err)
 	}
 	factory.StartWithContext(ctx)

@@ -104,7 +104,8 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 		case a.status == http.StatusUnauthorized:
 			unauthorized(w)
 		case a.status == http.StatusForbidden:
-			http.Error(w, fmt.Sprintf("user %q may not %s %s: %s", a.caller.User, strings.ToLower(r.Method), r.URL.Path, advice(r.URL.Path)), http.StatusForbidden)
+			http.Error(w, fmt.Sprintf("user %q may not %s %s: %s", a.caller.User, strings.ToLower(r.Method), r.URL.Path, advice(r.URL.Path)),
+				http.StatusForbidden)
 		default:
 			next.ServeHTTP(w, r.WithContext(adminapi.WithCaller(r.Context(), a.caller)))
 		}

@@ -68,7 +68,8 @@ func TestOnARealAPIServer(t *testing.T) {
 	}
 	token := func(ns, account string, audience ...string) string {
 		t.Helper()
-		made, err := boss.CoreV1().ServiceAccounts(ns).CreateToken(ctx, account, &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{Audiences: audience}}, metav1.CreateOptions{})
+		made, err := boss.CoreV1().ServiceAccounts(ns).CreateToken(ctx, account,
+			&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{Audiences: audience}}, metav1.CreateOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -94,7 +95,8 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"the operator, scheme in lower case", "bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "GET", "/report", 200},
 		{"the operator, tampered", "Bearer " + tampered(token(namespace, "posthorn-operator", adminapi.TokenAudience)), "GET", "/report", 401},
 		{"a token for somebody else", "Bearer " + token(namespace, "posthorn-operator", "vault"), "GET", "/report", 401},
-		{"the operator needs no purge", "Bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "POST", "/deadletters/purge", 403},
+		{"the operator needs no purge", "Bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "POST",
+			"/deadletters/purge", 403},
 		{"monitoring with its own token", "Bearer " + token("default", "prometheus"), "GET", "/metrics", 200},
 		{"monitoring reads nothing else", "Bearer " + token("default", "prometheus"), "GET", "/deadletters", 403},
 		{"a stranger", "Bearer " + token("default", "stranger"), "GET", "/metrics", 403},
@@ -103,11 +105,14 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"support purges", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", "/deadletters/purge", 200},
 		{"support follows", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/tail", 200},
 		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/debug/pprof/heap", 200},
-		{"support reads no body", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/bodies/deadletters/018c", 403},
+		{"support reads no body", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET",
+			"/bodies/deadletters/018c", 403},
 		{"support follows no bodies", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/bodies/tail", 403},
-		{"the account of bodies reads one", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "GET", "/bodies/deadletters/018c", 200},
+		{"the account of bodies reads one", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "GET",
+			"/bodies/deadletters/018c", 200},
 		{"the account of bodies follows", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "GET", "/bodies/tail", 200},
-		{"the account of bodies purges nothing", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "POST", "/deadletters/purge", 403},
+		{"the account of bodies purges nothing", "Bearer " + token(namespace, "posthorn-bodies", adminapi.TokenAudience), "POST",
+			"/deadletters/purge", 403},
 		{"support makes no backup", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", adminapi.BackupPath, 403},
 		{"support and no more", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/other", 403},
 	} {

@@ -152,7 +152,8 @@ type Client struct {
 
 // New makes a Client. Close releases it.
 func New(o Options) *Client {
-	c := &Client{policy: o.Policy, proxy: o.Proxy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
+	c := &Client{policy: o.Policy, proxy: o.Proxy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge,
+		maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
 	if c.resolver == nil {
 		c.resolver = newResolver()
 	}
@@ -248,7 +249,8 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 }
 
 // post makes one attempt; authorization is the value of the header Authorization, or empty.
-func (c *Client) post(ctx context.Context, e *Endpoint, deadline time.Time, authorization string, headers []Header, body []byte) (r Result) {
+func (c *Client) post(ctx context.Context, e *Endpoint, deadline time.Time, authorization string, headers []Header,
+	body []byte) (r Result) {
 	s := scratches.Get().(*scratch)
 	s.request = e.appendRequest(s.request[:0], authorization, c.proxyAuthorization(e), headers, body)
 	defer func() {

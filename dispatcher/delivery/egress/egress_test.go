@@ -68,7 +68,8 @@ func TestPostSendsExactRequest(t *testing.T) {
 		}
 		got := <-requests
 		remotes = append(remotes, got.remote)
-		if got.method != "POST" || got.target != "/in/%C3%BC%20x?a=1&b=%C3%A9%20f" || got.host != server.Listener.Addr().String() || got.body != body {
+		if got.method != "POST" || got.target != "/in/%C3%BC%20x?a=1&b=%C3%A9%20f" || got.host != server.Listener.Addr().String() ||
+			got.body != body {
 			t.Errorf("unexpected request %+v", got)
 		}
 		want := map[string]string{

@@ -108,7 +108,8 @@ func aged(e *Endpoint, by time.Duration) {
 	e.tokens.mu.Lock()
 	defer e.tokens.mu.Unlock()
 	c := e.tokens.current
-	e.tokens.current = &token{authorization: c.authorization, redactor: c.redactor, obtained: c.obtained.Add(-by), renewAt: c.renewAt.Add(-by), expires: c.expires.Add(-by)}
+	e.tokens.current = &token{authorization: c.authorization, redactor: c.redactor, obtained: c.obtained.Add(-by), renewAt: c.renewAt.Add(-by),
+		expires: c.expires.Add(-by)}
 }
 
 func TestTokenRequest(t *testing.T) {
@@ -131,7 +132,8 @@ func TestTokenRequest(t *testing.T) {
 				if err := r.ParseForm(); err != nil {
 					t.Error(err)
 				}
-				if diff := cmp.Diff([]string{tc.form, tc.user, tc.pass, userAgent}, []string{r.PostForm.Encode(), user, pass, r.UserAgent()}); diff != "" {
+				if diff := cmp.Diff([]string{tc.form, tc.user, tc.pass, userAgent},
+					[]string{r.PostForm.Encode(), user, pass, r.UserAgent()}); diff != "" {
 					t.Errorf("token request (-want +got):\n%s", diff)
 				}
 				grant(n, w, r)
@@ -296,9 +298,10 @@ func TestTokenFailures(t *testing.T) {
 		answer func(int, http.ResponseWriter, *http.Request)
 		want   string
 	}{
-		"wrong credentials": {asJSON(401, `{"error":"invalid_client","error_description":"no client `+clientSecret+`\u001b[31m"}`), `answered 401 Unauthorized: "invalid_client" ("no client`},
-		"error with 200":    {asJSON(200, `{"error":"invalid_scope"}`), `answered 200 OK: "invalid_scope"`},
-		"server error":      {asJSON(503, ``), "answered 503 Service Unavailable"},
+		"wrong credentials": {asJSON(401, `{"error":"invalid_client","error_description":"no client `+clientSecret+`\u001b[31m"}`),
+			`answered 401 Unauthorized: "invalid_client" ("no client`},
+		"error with 200": {asJSON(200, `{"error":"invalid_scope"}`), `answered 200 OK: "invalid_scope"`},
+		"server error":   {asJSON(503, ``), "answered 503 Service Unavailable"},
 		"HTML": {func(_ int, w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "text/html")
 			_, _ = io.WriteString(w, "<html>log in</html>")
@@ -309,7 +312,8 @@ func TestTokenFailures(t *testing.T) {
 		"0 seconds":        {asJSON(200, `{"access_token":"x","token_type":"Bearer","expires_in":0}`), "has expired already"},
 		"negative seconds": {asJSON(200, `{"access_token":"x","token_type":"Bearer","expires_in":-5}`), "has expired already"},
 		"a line break":     {asJSON(200, `{"access_token":"x\r\nX-Evil: 1","token_type":"Bearer"}`), "not valid in a header"},
-		"long":             {asJSON(200, `{"access_token":"`+strings.Repeat("x", maxTokenBytes+1)+`","token_type":"Bearer"}`), "more than 16384 bytes"},
+		"long": {asJSON(200, `{"access_token":"`+strings.Repeat("x", maxTokenBytes+1)+`","token_type":"Bearer"}`),
+			"more than 16384 bytes"},
 		"redirect": {func(_ int, w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/other", http.StatusFound)
 		}, "answered 302 Found; redirects are not followed"},
@@ -359,7 +363,8 @@ func TestSlowTokenEndpoint(t *testing.T) {
 	}
 	c := newClient(t, "127.0.0.0/8")
 	e := i.endpoint(t, c, nil)
-	if r := c.Post(withTimeout(t, 50*time.Millisecond), e, nil, nil); r.Reason != TokenFailed || !strings.Contains(r.Message, "within the timeout") {
+	if r := c.Post(withTimeout(t, 50*time.Millisecond), e, nil, nil); r.Reason != TokenFailed ||
+		!strings.Contains(r.Message, "within the timeout") {
 		t.Errorf("%+v", r)
 	}
 	close(held)
@@ -380,7 +385,8 @@ func TestTokenEndpointIsDown(t *testing.T) {
 		"https://login.example/tokens": "login.example",
 	} {
 		r := c.Post(withTimeout(t, wait.Limit), i.endpoint(t, c, func(o *liveconfig.OAuth2) { o.TokenURL = tokenURL }), nil, nil)
-		if r.Reason != TokenFailed || r.StatusCode != 0 || r.Sent || !strings.HasPrefix(r.Message, "no access token: ") || !strings.Contains(r.Message, want) {
+		if r.Reason != TokenFailed || r.StatusCode != 0 || r.Sent || !strings.HasPrefix(r.Message, "no access token: ") ||
+			!strings.Contains(r.Message, want) {
 			t.Errorf("%s: %+v, want %s, nothing sent and %q", tokenURL, r, TokenFailed, want)
 		}
 	}

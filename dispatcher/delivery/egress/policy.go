@@ -102,7 +102,8 @@ func forbiddenName(name string) string {
 	case "localhost", "localhost.localdomain", "localhost6", "localhost6.localdomain6",
 		"ip6-localhost", "ip6-loopback", "loopback", "broadcasthost":
 		return "the dispatcher's own machine"
-	case "metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal", "metadata.tencentyun.com", "metadata.azure.internal":
+	case "metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal", "metadata.tencentyun.com",
+		"metadata.azure.internal":
 		return "a metadata service"
 	}
 	if strings.HasSuffix(name, ".localhost") {

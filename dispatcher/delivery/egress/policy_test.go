@@ -21,18 +21,23 @@ var tricks = []string{
 	"::1%lo", "fe80::1%eth0", "fe80::1", "fe80::1%25eth0", "[::1", "::ffff:0.0.0.0", "0:0:0:0:0:ffff:0:0",
 	// Metadata services.
 	"169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254",
-	"::ffff:169.254.169.254", "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b::a9fe:a9fe", "64:ff9b::168.63.129.16", "2002:a9fe:a9fe::1",
-	"64:ff9b:1::169.254.169.254", "64:ff9b:1:a9fe:a9:fe00::", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518", "metadata.google.internal", "metadata.google.internal.", "Metadata",
+	"::ffff:169.254.169.254", "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b::a9fe:a9fe", "64:ff9b::168.63.129.16",
+	"2002:a9fe:a9fe::1",
+	"64:ff9b:1::169.254.169.254", "64:ff9b:1:a9fe:a9:fe00::", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518",
+	"metadata.google.internal", "metadata.google.internal.", "Metadata",
 	"fe80::a9fe:a9fe",
 	// Private and special ranges.
 	"10.0.0.1", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.1.1", "100.64.0.1", "100.127.255.255", "169.254.1.1",
 	"192.0.0.1", "192.0.2.1", "198.18.0.1", "198.19.255.255", "198.51.100.1", "203.0.113.1", "192.88.99.1", "224.0.0.1", "239.255.255.255",
-	"240.0.0.1", "255.255.255.255", "::ffff:10.0.0.1", "::ffff:a00:1", "64:ff9b::10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::255.255.255.255", "64:ff9b:1::8.8.8.8", "64:ff9b:1::",
-	"2002:7f00:1::", "2002:a00:1::1", "2002:808:808::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1", "2001:2::1", "2001:10::1", "3fff::1", "3ffe::1",
+	"240.0.0.1", "255.255.255.255", "::ffff:10.0.0.1", "::ffff:a00:1", "64:ff9b::10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::255.255.255.255",
+	"64:ff9b:1::8.8.8.8", "64:ff9b:1::",
+	"2002:7f00:1::", "2002:a00:1::1", "2002:808:808::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1", "2001:2::1", "2001:10::1",
+	"3fff::1", "3ffe::1",
 	"fc00::1", "fd12:3456::1", "fec0::1", "ff02::1", "ff0e::1", "100::1", "5f00::1", "4000::1", "1::1", "8000::1",
 	"2600:1f14::5efe:10.0.0.1", "2600:1f14::200:5efe:a00:1",
 	// Not valid as hosts.
-	"", ".", "..", "a..b", "exa mple", "a/b", "a@b", "a\r\nb", "a%2e", "127.0.0.1%2f", "[127.0.0.1]:", "ex\x00ample", "*.example", strings.Repeat("a", 64), strings.Repeat("a.", 130),
+	"", ".", "..", "a..b", "exa mple", "a/b", "a@b", "a\r\nb", "a%2e", "127.0.0.1%2f", "[127.0.0.1]:", "ex\x00ample", "*.example",
+	strings.Repeat("a", 64), strings.Repeat("a.", 130),
 }
 
 func TestZeroPolicyDeniesTricks(t *testing.T) {
@@ -45,8 +50,10 @@ func TestZeroPolicyDeniesTricks(t *testing.T) {
 
 func TestZeroPolicyAllowsPublic(t *testing.T) {
 	for _, host := range []string{
-		"hooks.example.com", "Hooks.Example.COM.", "bücher.example", "xn--bcher-kva.example", "a_b.example", "web", "crm.shop.svc.cluster.local", "10.example", "0x7f.example", "localhost.example.com",
-		"1.1.1.1", "8.8.8.8", "100.63.255.255", "100.128.0.1", "172.15.0.1", "172.32.0.1", "169.253.1.1", "223.255.255.255", "192.167.1.1", "11.0.0.1", "168.63.129.17",
+		"hooks.example.com", "Hooks.Example.COM.", "bücher.example", "xn--bcher-kva.example", "a_b.example", "web", "crm.shop.svc.cluster.local",
+		"10.example", "0x7f.example", "localhost.example.com",
+		"1.1.1.1", "8.8.8.8", "100.63.255.255", "100.128.0.1", "172.15.0.1", "172.32.0.1", "169.253.1.1", "223.255.255.255", "192.167.1.1",
+		"11.0.0.1", "168.63.129.17",
 		"2606:4700::1111", "[2606:4700::1111]", "2a00:1450:4001::a9fe:a9fe", "64:ff9b::8.8.8.8", "::ffff:8.8.8.8",
 	} {
 		if err := (Policy{}).CheckHost(host); err != nil {
@@ -139,7 +146,8 @@ func TestCheckHostKnowsThePolicy(t *testing.T) {
 }
 
 func TestParsePolicyRefuses(t *testing.T) {
-	for _, entry := range []string{"", "!", "10.0.0.0/33", "10.0.0", "10.0.0.0/8/8", "http://crm.internal", "crm.internal:80", "*", "*.", "*.*.internal", "a.*.internal", "!crm.internal", "!*.internal", "fe80::1%eth0", "*.10.0.0.1", "127.1"} {
+	for _, entry := range []string{"", "!", "10.0.0.0/33", "10.0.0", "10.0.0.0/8/8", "http://crm.internal", "crm.internal:80", "*", "*.",
+		"*.*.internal", "a.*.internal", "!crm.internal", "!*.internal", "fe80::1%eth0", "*.10.0.0.1", "127.1"} {
 		if _, err := ParsePolicy([]string{entry}); err == nil {
 			t.Errorf("entry %q passed", entry)
 		} else if !strings.Contains(err.Error(), `"`+entry+`"`) {

@@ -114,7 +114,8 @@ func TestPoolIdentity(t *testing.T) {
 		{"another host", endpoint("https://hooks2.example/", nil), false},
 		{"no search domains", endpoint("https://hooks.example./", nil), false},
 		{"a private CA", endpoint("https://hooks.example/", withTLS(liveconfig.TLS{CA: ca.pem})), false},
-		{"a client certificate", endpoint("https://hooks.example/", withTLS(liveconfig.TLS{ClientCert: client.pem, ClientKey: liveconfig.NewSecret(client.keyPEM)})), false},
+		{"a client certificate", endpoint("https://hooks.example/",
+			withTLS(liveconfig.TLS{ClientCert: client.pem, ClientKey: liveconfig.NewSecret(client.keyPEM)})), false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c := newClient(t)

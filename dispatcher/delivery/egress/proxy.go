@@ -273,5 +273,6 @@ func (p *Proxy) answered(e *Endpoint, status int) error {
 	case http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
 		hint = "; it has no connection to this host"
 	}
-	return &proxyError{strings.TrimSpace(fmt.Sprintf("egress proxy %s answered %d %s", p, status, http.StatusText(status))) + " for " + e.host + hint}
+	return &proxyError{strings.TrimSpace(fmt.Sprintf("egress proxy %s answered %d %s", p, status,
+		http.StatusText(status))) + " for " + e.host + hint}
 }

@@ -77,13 +77,19 @@ func TestProxyFaults(t *testing.T) {
 	}{
 		{"resets", func(_ int, c net.Conn) { resets(c) }, want{ProxyFailed, 0, "closed the connection"}, want{ProxyFailed, 0, "closed the connection"}},
 		{"asks for other credentials", answer("407 Proxy Authentication Required", "Proxy-Authenticate: Basic realm=x\r\n"), want{ProxyFailed, 0, "407 Proxy Authentication Required for hooks.example; it requires other credentials"}, want{ProxyFailed, 0, "it requires other credentials"}},
-		{"502", answer("502 Bad Gateway", "Proxy-Status: x; error=destination_unavailable\r\n"), want{ProxyFailed, 0, "502 Bad Gateway for hooks.example; it has no connection"}, want{ProxyFailed, 0, "502 Bad Gateway"}},
-		{"504", answer("504 Gateway Timeout", "X-Squid-Error: ERR_READ_TIMEOUT 0\r\n"), want{ProxyFailed, 0, "504 Gateway Timeout"}, want{ProxyFailed, 0, "504 Gateway Timeout"}},
-		{"denies the host", answer("403 Filtered", "Server: tinyproxy/1.11.1\r\n"), want{ProxyFailed, 0, "its rules deny this host"}, want{ProxyFailed, 0, "its rules deny this host"}},
-		{"redirects to a login", answer("302 Found", "Location: http://login.example\r\n"), want{ProxyFailed, 0, "302 Found"}, want{Redirected, 302, "redirects are not followed"}},
+		{"502", answer("502 Bad Gateway", "Proxy-Status: x; error=destination_unavailable\r\n"),
+			want{ProxyFailed, 0, "502 Bad Gateway for hooks.example; it has no connection"}, want{ProxyFailed, 0, "502 Bad Gateway"}},
+		{"504", answer("504 Gateway Timeout", "X-Squid-Error: ERR_READ_TIMEOUT 0\r\n"), want{ProxyFailed, 0, "504 Gateway Timeout"},
+			want{ProxyFailed, 0, "504 Gateway Timeout"}},
+		{"denies the host", answer("403 Filtered", "Server: tinyproxy/1.11.1\r\n"), want{ProxyFailed, 0, "its rules deny this host"},
+			want{ProxyFailed, 0, "its rules deny this host"}},
+		{"redirects to a login", answer("302 Found", "Location: http://login.example\r\n"), want{ProxyFailed, 0, "302 Found"},
+			want{Redirected, 302, "redirects are not followed"}},
 		// Without a mark, the answer to an http URL is the receiver's.
-		{"503 without a mark", answer("503 Service Unavailable", "Server: nginx\r\n"), want{ProxyFailed, 0, "503 Service Unavailable"}, want{ServerError, 503, "hooks.example answered 503"}},
-		{"is not a proxy", func(_ int, c net.Conn) { _, _ = io.WriteString(c, "220 mail.example ESMTP\r\n") }, want{ProxyFailed, 0, "not valid HTTP"}, want{InvalidResponse, 0, "not valid HTTP"}},
+		{"503 without a mark", answer("503 Service Unavailable", "Server: nginx\r\n"), want{ProxyFailed, 0, "503 Service Unavailable"},
+			want{ServerError, 503, "hooks.example answered 503"}},
+		{"is not a proxy", func(_ int, c net.Conn) { _, _ = io.WriteString(c, "220 mail.example ESMTP\r\n") },
+			want{ProxyFailed, 0, "not valid HTTP"}, want{InvalidResponse, 0, "not valid HTTP"}},
 		{"talks first", func(_ int, c net.Conn) {
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n\r\nhello")
 			_, _ = io.Copy(io.Discard, c)
@@ -308,7 +314,8 @@ func startProxy(t *testing.T, config string, command func(file string) *exec.Cmd
 		t.Fatal(err)
 	}
 	authenticate := filepath.Join(folder, "authenticate")
-	writeFile(t, authenticate, "#!/bin/sh\nwhile read -r user password; do if [ \"$user $password\" = 'posthorn "+proxyPassword+"' ]; then echo OK; else echo ERR; fi; done\n")
+	writeFile(t, authenticate,
+		"#!/bin/sh\nwhile read -r user password; do if [ \"$user $password\" = 'posthorn "+proxyPassword+"' ]; then echo OK; else echo ERR; fi; done\n")
 	if err := os.Chmod(authenticate, 0o755); err != nil { //nolint:gosec // a program
 		t.Fatal(err)
 	}
@@ -415,7 +422,8 @@ func tryProxy(t *testing.T, machine, address string) {
 		case r.URL.Path == "/reject":
 			w.WriteHeader(http.StatusForbidden)
 		default:
-			got = append(got, fmt.Sprintf("%s %s auth=%q proxy=%q", r.URL.Path, body, r.Header.Get("Authorization"), r.Header.Get("Proxy-Authorization")))
+			got = append(got, fmt.Sprintf("%s %s auth=%q proxy=%q", r.URL.Path, body, r.Header.Get("Authorization"),
+				r.Header.Get("Proxy-Authorization")))
 		}
 	}
 	received := func() []string {

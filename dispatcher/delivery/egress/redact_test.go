@@ -110,7 +110,8 @@ func TestRedactParts(t *testing.T) {
 	const secret = "s3cr3t-T0ken-4-hooks" // 20 characters
 	r := NewRedactor(secret)
 	for _, n := range []int{10, 15, 19} {
-		for name, part := range map[string]string{"beginning": secret[:n], "end": secret[20-n:], "beginning in upper case": strings.ToUpper(secret[:n]), "percent-encoded end": percent(secret[20-n:], "%%%02x")} {
+		for name, part := range map[string]string{"beginning": secret[:n], "end": secret[20-n:],
+			"beginning in upper case": strings.ToUpper(secret[:n]), "percent-encoded end": percent(secret[20-n:], "%%%02x")} {
 			for _, around := range [][2]string{{"the key ", "… is unknown"}, {"", " at the beginning"}, {`{"key":"`, `"}`}} {
 				if got, want := string(r.Redact([]byte(around[0]+part+around[1]))), around[0]+redacted+around[1]; got != want {
 					t.Errorf("%s of %d characters: got %q, want %q", name, n, got, want)
@@ -154,7 +155,8 @@ func TestSecretsOfAnEndpoint(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, secret := range []string{"T0PATHSECRET", "QUERYSECRET", "HEADERSECRET", "BASICPASSWORD", "service:BASICPASSWORD", base64.StdEncoding.EncodeToString([]byte("service:BASICPASSWORD"))} {
+	for _, secret := range []string{"T0PATHSECRET", "QUERYSECRET", "HEADERSECRET", "BASICPASSWORD", "service:BASICPASSWORD",
+		base64.StdEncoding.EncodeToString([]byte("service:BASICPASSWORD"))} {
 		for name, encode := range encodings {
 			shown := string(e.redactor.Redact([]byte("no: " + encode(secret))))
 			if strings.Contains(shown, encode(secret)) || !strings.Contains(shown, redacted) {

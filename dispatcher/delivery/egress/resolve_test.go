@@ -59,7 +59,8 @@ func TestFamiliesAreResolvedSeparately(t *testing.T) {
 		{"both fail", reply{code: dnsmessage.RCodeServerFailure}, reply{code: dnsmessage.RCodeServerFailure}, port4, DNSFailed, "DNS lookup failed for", ""},
 		{"none is answered", reply{code: silent}, reply{code: silent}, port4, DNSFailed, "timed out", ""},
 		{"no A, AAAA is never answered", none, reply{code: silent}, port4, DNSFailed, "timed out", ""},
-		{"A is denied, AAAA is never answered", reply{addresses: []string{"127.0.0.2"}}, reply{code: silent}, port4, AddressDenied, "egress policy denies", ""},
+		{"A is denied, AAAA is never answered", reply{addresses: []string{"127.0.0.2"}}, reply{code: silent}, port4, AddressDenied,
+			"egress policy denies", ""},
 		{"A is denied, no AAAA", reply{addresses: []string{"127.0.0.2"}}, none, port4, AddressDenied, "egress policy denies", ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -136,15 +136,19 @@ func TestTLS(t *testing.T) {
 		{name: "bundle of two authorities", server: good, ca: other.pem + ca.pem},
 		{name: "server would like HTTP/2", server: good, config: func(c *tls.Config) { c.NextProtos = []string{"h2", "http/1.1"} }},
 		{name: "client certificate", server: good, client: client, config: func(c *tls.Config) { c.ClientAuth = tls.RequireAndVerifyClientCert }},
-		{name: "client certificate, TLS 1.2", server: good, client: client, config: func(c *tls.Config) { c.ClientAuth, c.MaxVersion = tls.RequireAndVerifyClientCert, tls.VersionTLS12 }},
+		{name: "client certificate, TLS 1.2", server: good, client: client, config: func(c *tls.Config) {
+			c.ClientAuth, c.MaxVersion = tls.RequireAndVerifyClientCert, tls.VersionTLS12
+		}},
 
 		{name: "self-signed", server: selfSigned, reason: CertificateRejected, message: []string{"self-signed", "nothing was sent", `subject "CN=hooks test"`, `issuer "CN=hooks test"`, "SHA-256 " + fmt.Sprintf("%x", sha256.Sum256(selfSigned.cert.Raw))}},
 		{name: "self-signed, TLS 1.2", server: selfSigned, config: func(c *tls.Config) { c.MaxVersion = tls.VersionTLS12 }, reason: CertificateRejected, message: []string{"self-signed"}},
 		{name: "self-signed, listed as an authority", server: selfSigned, ca: selfSigned.pem, reason: CertificateRejected, message: []string{"self-signed", "nothing was sent"}},
 		{name: "self-signed authority, listed", server: selfSignedCA, ca: selfSignedCA.pem, reason: CertificateRejected, message: []string{"self-signed"}},
 		{name: "self-signed, listed with others, TLS 1.2", server: selfSigned, ca: ca.pem + selfSigned.pem, config: func(c *tls.Config) { c.MaxVersion = tls.VersionTLS12 }, reason: CertificateRejected, message: []string{"self-signed"}},
-		{name: "self-signed and expired", server: issue(t, nil, func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }), reason: CertificateRejected},
-		{name: "self-signed for another name", server: selfSigned, host: "other.example", reason: CertificateRejected, message: []string{"self-signed"}},
+		{name: "self-signed and expired", server: issue(t, nil, func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }),
+			reason: CertificateRejected},
+		{name: "self-signed for another name", server: selfSigned, host: "other.example", reason: CertificateRejected,
+			message: []string{"self-signed"}},
 		{name: "issuer of the same name", server: sameName, reason: CertificateRejected, message: []string{"authority that signed it is not trusted"}},
 		{name: "unknown authority", server: issue(t, other, nil), reason: CertificateRejected, message: []string{"authority that signed it is not trusted", `issuer "CN=another authority"`}},
 		{name: "system's authorities", server: good, ca: "-", reason: CertificateRejected, message: []string{"not trusted"}},
@@ -155,12 +159,16 @@ func TestTLS(t *testing.T) {
 		{name: "private CA with its root, not set", server: rooted, ca: "-", reason: CertificateRejected, message: []string{`sends the root CA "CN=test authority"; if it is a private CA, set tls.caSecretKeyRef to it`}},
 		{name: "private CA, another one is set", server: chained, ca: other.pem, reason: CertificateRejected, message: []string{`"CN=test authority"; if it is a private CA, add it to the Secret of tls.caSecretKeyRef`}},
 		{name: "no SAN, by address", server: noSAN, reason: CertificateRejected, message: []string{`no subject alternative name (SAN); the common name "hooks.example" does not count`, "with the SAN IP:127.0.0.1"}},
-		{name: "no SAN, by name", server: noSAN, host: "hooks.example", reason: CertificateRejected, message: []string{"with the SAN DNS:hooks.example"}},
+		{name: "no SAN, by name", server: noSAN, host: "hooks.example", reason: CertificateRejected,
+			message: []string{"with the SAN DNS:hooks.example"}},
 		{name: "expired", server: expired, reason: CertificateRejected, message: []string{"expired at " + expired.cert.NotAfter.UTC().Format(time.RFC3339)}},
 		{name: "not valid yet", server: issue(t, ca, func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Hour) }), reason: CertificateRejected, message: []string{"not valid before"}},
-		{name: "wrong name", server: good, host: "other.example", reason: CertificateRejected, message: []string{"not valid for this host, but for", "hooks.example, 127.0.0.1"}},
+		{name: "wrong name", server: good, host: "other.example", reason: CertificateRejected,
+			message: []string{"not valid for this host, but for", "hooks.example, 127.0.0.1"}},
 		{name: "wrong address", server: issue(t, ca, func(c *x509.Certificate) { c.IPAddresses = nil }), reason: CertificateRejected, message: []string{"not valid for this host"}},
-		{name: "client's certificate as a server's", server: issue(t, ca, func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth} }), reason: CertificateRejected},
+		{name: "client's certificate as a server's", server: issue(t, ca, func(c *x509.Certificate) {
+			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
+		}), reason: CertificateRejected},
 		{name: "signed by a certificate that is no authority", server: issue(t, good, nil), reason: CertificateRejected},
 
 		{name: "TLS 1.0 only", server: good, config: func(c *tls.Config) { c.MinVersion, c.MaxVersion = tls.VersionTLS10, tls.VersionTLS10 }, reason: TLSFailed, message: []string{"TLS"}},
@@ -312,15 +320,16 @@ func TestUnaskedAnswerOverTLS(t *testing.T) {
 	ca := issue(t, nil, authority("test authority"))
 	cert := issue(t, ca, nil)
 	var posts atomic.Int32
-	server, _ := listenTLS(t, func() *tls.Config { return &tls.Config{Certificates: []tls.Certificate{cert.forServer}} }, func(_ int, c net.Conn) {
-		r := bufio.NewReader(c)
-		for readRequest(r) != nil {
-			posts.Add(1)
-			// Two records, which the client may read together.
-			_, _ = io.WriteString(c, ok)
-			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
-		}
-	})
+	server, _ := listenTLS(t, func() *tls.Config { return &tls.Config{Certificates: []tls.Certificate{cert.forServer}} },
+		func(_ int, c net.Conn) {
+			r := bufio.NewReader(c)
+			for readRequest(r) != nil {
+				posts.Add(1)
+				// Two records, which the client may read together.
+				_, _ = io.WriteString(c, ok)
+				_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
+			}
+		})
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "https://"+server.address, &liveconfig.TLS{CA: ca.pem})
 	for range 20 {

@@ -63,7 +63,8 @@ func noLeaks(t *testing.T) {
 		for runtime.NumGoroutine() > goroutines || files() > sockets {
 			if time.Now().After(deadline) {
 				stacks := make([]byte, 1<<20)
-				t.Errorf("%d goroutines, %d sockets before; %d and %d after\n%s", goroutines, sockets, runtime.NumGoroutine(), files(), stacks[:runtime.Stack(stacks, true)])
+				t.Errorf("%d goroutines, %d sockets before; %d and %d after\n%s", goroutines, sockets, runtime.NumGoroutine(), files(),
+					stacks[:runtime.Stack(stacks, true)])
 				return
 			}
 			time.Sleep(5 * time.Millisecond)
@@ -211,7 +212,8 @@ func TestWireFaults(t *testing.T) {
 		{name: "until close", serve: answersAndCloses("HTTP/1.1 200 OK\r\n\r\nhello"), status: 200, conns: 2},
 		{name: "Connection: close", serve: answers("HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 2},
 		{name: "64 KiB of body", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + big[:65536]), status: 200, conns: 1},
-		{name: "more than 64 KiB of body", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 65537\r\n\r\n" + big[:65537]), status: 200, conns: 2},
+		{name: "more than 64 KiB of body", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 65537\r\n\r\n" + big[:65537]),
+			status: 200, conns: 2},
 		{name: "more than 64 KiB in chunks", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n" + big + "\r\n0\r\n\r\n"), status: 200, conns: 2},
 		{name: "1 GB of body", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
@@ -231,7 +233,8 @@ func TestWireFaults(t *testing.T) {
 				}
 			}
 		}, reason: ServerError, status: 500, message: "answered 500 Internal Server Error", conns: 2},
-		{name: "a long header", serve: answers("HTTP/1.1 200 OK\r\nX-Long: " + big[:30000] + "\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 1},
+		{name: "a long header", serve: answers("HTTP/1.1 200 OK\r\nX-Long: " + big[:30000] + "\r\nContent-Length: 2\r\n\r\nok"),
+			status: 200, conns: 1},
 		{name: "a folded header", serve: answers("HTTP/1.1 200 OK\r\nX-Fold: a\r\n b\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 2},
 		{name: "100-continue", serve: answers("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + ok), status: 200, conns: 1},
 		{name: "twice the same length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 1},
@@ -239,25 +242,37 @@ func TestWireFaults(t *testing.T) {
 		{name: "more than its length", serve: answers(ok + ok), status: 200, conns: 2},
 		{name: "closes behind the answer", serve: answersAndCloses(ok), status: 200},
 
-		{name: "redirect", serve: answers("HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/" + canary + "\r\nContent-Length: 0\r\n\r\n"), reason: Redirected, status: 302, message: "redirects are not followed", conns: 1},
-		{name: "not modified", serve: answers("HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"), reason: Redirected, status: 304, conns: 1},
-		{name: "bad request", serve: answers("HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 400, message: "answered 400 Bad Request", conns: 1},
-		{name: "gone", serve: answers("HTTP/1.1 410 " + canary + "\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 410, message: "answered 410 Gone", conns: 1},
+		{name: "redirect", serve: answers("HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/" + canary + "\r\nContent-Length: 0\r\n\r\n"),
+			reason: Redirected, status: 302, message: "redirects are not followed", conns: 1},
+		{name: "not modified", serve: answers("HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"), reason: Redirected,
+			status: 304, conns: 1},
+		{name: "bad request", serve: answers("HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 400,
+			message: "answered 400 Bad Request", conns: 1},
+		{name: "gone", serve: answers("HTTP/1.1 410 " + canary + "\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 410,
+			message: "answered 410 Gone", conns: 1},
 		{name: "request timeout", serve: answersAndCloses("HTTP/1.1 408 T\r\nConnection: close\r\n\r\n"), reason: Throttled, status: 408},
 		{name: "too many requests", serve: answers("HTTP/1.1 429 T\r\nRetry-After: 7\r\nContent-Length: 0\r\n\r\n"), reason: Throttled, status: 429, conns: 1},
 		{name: "server error", serve: answers("HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n"), reason: ServerError, status: 503, conns: 1},
-		{name: "an error that breaks off", serve: answersAndCloses("HTTP/1.1 400 Bad\r\nContent-Length: 100\r\n\r\nabc"), reason: Rejected, status: 400},
+		{name: "an error that breaks off", serve: answersAndCloses("HTTP/1.1 400 Bad\r\nContent-Length: 100\r\n\r\nabc"), reason: Rejected,
+			status: 400},
 
 		{name: "closes after accept", serve: func(_ int, _ net.Conn) {}, reason: ConnectionFailed, message: "closed the connection without a response"},
 		{name: "resets after accept", serve: func(_ int, c net.Conn) { resets(c) }, reason: ConnectionFailed, message: "closed the connection"},
 		{name: "closes after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)) }, reason: ConnectionFailed, message: "without a response", conns: 2},
-		{name: "resets after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)); resets(c) }, reason: ConnectionFailed, conns: 2},
-		{name: "closes in the status line", serve: answersAndCloses("HTTP/1.1 20"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
-		{name: "closes in the headers", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
-		{name: "closes in the body", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "resets after the request", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			resets(c)
+		}, reason: ConnectionFailed, conns: 2},
+		{name: "closes in the status line", serve: answersAndCloses("HTTP/1.1 20"), reason: ConnectionFailed,
+			message: "in the middle of its response", conns: 2},
+		{name: "closes in the headers", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-"), reason: ConnectionFailed,
+			message: "in the middle of its response", conns: 2},
+		{name: "closes in the body", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"), reason: ConnectionFailed,
+			message: "in the middle of its response", conns: 2},
 		{name: "closes in a chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
 		{name: "closes before the last chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
-		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed,
+			message: "in the middle of its response", conns: 2},
 
 		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: true, reason: TimedOut, message: "no response from 127.0.0.1", conns: 2},
 		{name: "trickles the head", serve: func(_ int, c net.Conn) {
@@ -349,36 +364,44 @@ func TestWireFaults(t *testing.T) {
 			defer posts.RUnlock()
 		}, reason: TimedOut, conns: 2},
 
-		{name: "not HTTP", serve: answers("220 mail.example ESMTP " + canary + "\r\n"), reason: InvalidResponse, message: "does not begin with an HTTP/1.x status line", conns: 2},
+		{name: "not HTTP", serve: answers("220 mail.example ESMTP " + canary + "\r\n"), reason: InvalidResponse,
+			message: "does not begin with an HTTP/1.x status line", conns: 2},
 		{name: "echoes the request line", serve: answers("POST /" + canary + " HTTP/1.1\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "HTTP/2 preface", serve: answers("\x00\x00\x12\x04\x00\x00\x00\x00\x00\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "HTTP/2 GOAWAY, then closes", serve: answersAndCloses("\x00\x00\x08\x07\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01"), reason: ConnectionFailed, message: "closed the connection", conns: 2},
 		{name: "HTTP/2.0", serve: answers("HTTP/2.0 200 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "HTTP/0.9", serve: answersAndCloses("<html>" + canary + "</html>\n"), reason: InvalidResponse, conns: 2},
-		{name: "TLS at the http port", serve: answers("\x15\x03\x01\x00\x02\x02\x16\n"), reason: InvalidResponse, message: "use an https URL", conns: 2},
+		{name: "TLS at the http port", serve: answers("\x15\x03\x01\x00\x02\x02\x16\n"), reason: InvalidResponse,
+			message: "use an https URL", conns: 2},
 		{name: "status of letters", serve: answers("HTTP/1.1 abc OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "status of two digits", serve: answers("HTTP/1.1 20 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "status of four digits", serve: answers("HTTP/1.1 2000 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "status with a sign", serve: answers("HTTP/1.1 +20 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "status 099", serve: answers("HTTP/1.1 099 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "status 600", serve: answers("HTTP/1.1 600 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
-		{name: "an endless status line", serve: answers("HTTP/1.1 200 " + big[:10000] + "\r\n\r\n"), reason: InvalidResponse, message: "status line is too long", conns: 2},
+		{name: "an endless status line", serve: answers("HTTP/1.1 200 " + big[:10000] + "\r\n\r\n"), reason: InvalidResponse,
+			message: "status line is too long", conns: 2},
 		{name: "space before the first header", serve: answers("HTTP/1.1 200 OK\r\n X-A: b\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "header without a colon", serve: answers("HTTP/1.1 200 OK\r\n" + canary + "\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "header without a name", serve: answers("HTTP/1.1 200 OK\r\n: x\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "space before the colon", serve: answers("HTTP/1.1 200 OK\r\nContent-Length : 0\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "NUL in a header's name", serve: answers("HTTP/1.1 200 OK\r\nX\x00: 0\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "two lengths", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
-		{name: "negative length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
-		{name: "length with a plus", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
+		{name: "negative length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok"), reason: InvalidResponse,
+			message: "Content-Length", conns: 2},
+		{name: "length with a plus", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\nok"), reason: InvalidResponse,
+			message: "Content-Length", conns: 2},
 		{name: "absurd length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
-		{name: "a length longer than the buffer", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: " + strings.Repeat("0", 9000) + "2\r\n\r\nok"), reason: InvalidResponse, message: "too long", conns: 2},
+		{name: "a length longer than the buffer", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: " + strings.Repeat("0",
+			9000) + "2\r\n\r\nok"), reason: InvalidResponse, message: "too long", conns: 2},
 		{name: "unknown encoding", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"), reason: InvalidResponse, message: "Transfer-Encoding", conns: 2},
 		{name: "chunked twice", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "chunk size of letters", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
-		{name: "negative chunk size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "negative chunk size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n"), reason: InvalidResponse,
+			message: "chunk", conns: 2},
 		{name: "absurd chunk size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
-		{name: "endless chunk extension", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + big[:9000] + "\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "endless chunk extension", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + big[:9000] + "\r\n"),
+			reason: InvalidResponse, message: "chunk", conns: 2},
 		{name: "chunk line without CR", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\nx\r\n0\r\n\r\n"), reason: InvalidResponse, message: "CR LF", conns: 2},
 		{name: "chunk longer than its size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
 		{name: "switches protocols", serve: answers("HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"), reason: InvalidResponse, conns: 2},
@@ -399,7 +422,8 @@ func TestWireFaults(t *testing.T) {
 				for range 2 {
 					r := postBody(t, withTimeout(t, timeout), c, e, body)
 					if r.Reason != test.reason || r.StatusCode != test.status || !strings.Contains(r.Message, test.message) {
-						return fmt.Errorf("got %d %q %q, want %d %q and %q in the message", r.StatusCode, r.Reason, r.Message, test.status, test.reason, test.message)
+						return fmt.Errorf("got %d %q %q, want %d %q and %q in the message", r.StatusCode, r.Reason, r.Message, test.status, test.reason,
+							test.message)
 					}
 					if r.RemoteAddr != server.address {
 						return fmt.Errorf("RemoteAddr = %q, want %q", r.RemoteAddr, server.address)
@@ -504,9 +528,11 @@ func TestSlowAnswer(t *testing.T) {
 	plain := listen(t, slow)
 	secure, _ := listenTLS(t, func() *tls.Config { return &tls.Config{Certificates: []tls.Certificate{cert.forServer}} }, slow)
 	c := newClient(t, "127.0.0.1")
-	for _, e := range []*Endpoint{secretEndpoint(t, c, "http://"+plain.address, nil), secretEndpoint(t, c, "https://"+secure.address, &liveconfig.TLS{CA: ca.pem})} {
+	for _, e := range []*Endpoint{secretEndpoint(t, c, "http://"+plain.address, nil),
+		secretEndpoint(t, c, "https://"+secure.address, &liveconfig.TLS{CA: ca.pem})} {
 		// One post on a new connection and one on a reused connection.
-		for _, ctx := range []context.Context{withTimeout(t, generousTimeout), WithDeadline(context.Background(), time.Now().Add(generousTimeout))} {
+		for _, ctx := range []context.Context{withTimeout(t, generousTimeout),
+			WithDeadline(context.Background(), time.Now().Add(generousTimeout))} {
 			if r := post(t, ctx, c, e); r.StatusCode != 200 || r.Timing.FirstByte < cancelCheck {
 				t.Errorf("unexpected result %+v", r)
 			}
@@ -684,8 +710,10 @@ func TestRetryAfter(t *testing.T) {
 		want  time.Duration
 	}{
 		{"", 0}, {"0", 0}, {"7", 7 * time.Second}, {"007", 7 * time.Second}, {"86400", 24 * time.Hour}, {"86401", 24 * time.Hour},
-		{"99999999999999999999999", 24 * time.Hour}, {"9223372036854775807", 24 * time.Hour}, {"-5", 0}, {"+5", 0}, {"1.5", 0}, {"soon", 0}, {"5s", 0},
-		{"Sun, 01 Mar 2026 12:00:30 GMT", 30 * time.Second}, {"Sunday, 01-Mar-26 12:00:30 GMT", 30 * time.Second}, {"Sun Mar  1 12:00:30 2026", 30 * time.Second},
+		{"99999999999999999999999", 24 * time.Hour}, {"9223372036854775807", 24 * time.Hour}, {"-5", 0}, {"+5", 0}, {"1.5", 0},
+		{"soon", 0}, {"5s", 0},
+		{"Sun, 01 Mar 2026 12:00:30 GMT", 30 * time.Second}, {"Sunday, 01-Mar-26 12:00:30 GMT", 30 * time.Second},
+		{"Sun Mar  1 12:00:30 2026", 30 * time.Second},
 		{"Sun, 01 Mar 2026 11:00:30 GMT", 0}, {"Fri, 01 Mar 2999 12:00:30 GMT", 24 * time.Hour}, {"Sun, 99 Mar 2026 12:00:30 GMT", 0},
 	}
 	for _, test := range tests {
@@ -705,7 +733,8 @@ func TestRetryAfter(t *testing.T) {
 		} {
 			server := listen(t, answers("HTTP/1.1 "+status+"\r\nretry-after: "+test.value+"\r\nRetry-After: 9\r\nContent-Length: 0\r\n\r\n"))
 			c := newClient(t, "127.0.0.1")
-			if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter < test.from || r.RetryAfter > test.to {
+			if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter < test.from ||
+				r.RetryAfter > test.to {
 				t.Errorf("status %s, %s: RetryAfter = %v", status, form, r.RetryAfter)
 			}
 		}
@@ -722,7 +751,8 @@ func TestHTTP2Only(t *testing.T) {
 		t.Fatal(err)
 	}
 	var hits atomic.Int32
-	server := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { hits.Add(1) }), Protocols: &protocols, ReadHeaderTimeout: generousTimeout}
+	server := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { hits.Add(1) }), Protocols: &protocols,
+		ReadHeaderTimeout: generousTimeout}
 	go func() { _ = server.Serve(l) }()
 	defer server.Close()
 	c := newClient(t, "127.0.0.1")
@@ -815,7 +845,8 @@ func TestResponseIsRedacted(t *testing.T) {
 	e := secretEndpoint(t, c, server.URL, nil)
 	for key, want := range map[string]string{"echo": "no such hook [redacted]", "cut": strings.Repeat("-", 1020), "break": "tail "} {
 		r := c.Post(withTimeout(t, generousTimeout), e, []Header{{"Idempotency-Key", key}}, nil)
-		if r.Reason != Rejected || !strings.HasPrefix(string(r.Response), want) || strings.Contains(string(r.Response), canary[:10]) || len(r.Response) > 1024 {
+		if r.Reason != Rejected || !strings.HasPrefix(string(r.Response), want) || strings.Contains(string(r.Response), canary[:10]) ||
+			len(r.Response) > 1024 {
 			t.Errorf("%s: unexpected result %+v: %s", key, r, r.Response)
 		}
 	}
@@ -866,7 +897,8 @@ func resolverByType(lookup func(name string, of dnsmessage.Type) (addresses []st
 						message.Answers = append(message.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AResource{A: [4]byte(v4)}})
 					}
 				} else if question.Type == dnsmessage.TypeAAAA {
-					message.Answers = append(message.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AAAAResource{AAAA: [16]byte(ip.To16())}})
+					message.Answers = append(message.Answers, dnsmessage.Resource{Header: header,
+						Body: &dnsmessage.AAAAResource{AAAA: [16]byte(ip.To16())}})
 				}
 			}
 			packet, err := message.Pack()
@@ -906,7 +938,8 @@ func TestEgressGuardEndToEnd(t *testing.T) {
 		{"resolves to unspecified", nil, "hooks.example", []string{"0.0.0.0"}, AddressDenied, false},
 		{"resolves to metadata", []string{"*.example", "0.0.0.0/0"}, "hooks.example", []string{"169.254.169.254"}, AddressDenied, false},
 		{"resolves to NAT64 metadata", []string{"*.example"}, "hooks.example", []string{"64:ff9b::a9fe:a9fe"}, AddressDenied, false},
-		{"resolves to many, all denied", []string{"10.0.0.0/8"}, "hooks.example", []string{"127.0.0.1", "127.0.0.2", "::1", "fe80::1"}, AddressDenied, false},
+		{"resolves to many, all denied", []string{"10.0.0.0/8"}, "hooks.example", []string{"127.0.0.1", "127.0.0.2", "::1", "fe80::1"},
+			AddressDenied, false},
 		{"allowed by CIDR", []string{"127.0.0.0/8"}, "hooks.example", []string{"127.0.0.1"}, "", true},
 		{"allowed by host", []string{"hooks.example"}, "hooks.example", []string{"127.0.0.1"}, "", true},
 		{"allowed by suffix", []string{"*.example"}, "Hooks.Example.", []string{"127.0.0.1"}, "", true},
@@ -965,7 +998,8 @@ func TestRedirectIsNotFollowed(t *testing.T) {
 	noLeaks(t)
 	target := listen(t, answersAndCloses(ok))
 	for _, status := range []string{"301", "302", "303", "307", "308"} {
-		server := listen(t, answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
+		server := listen(t,
+			answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
 		c := newClient(t, "127.0.0.1")
 		if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.Reason != Redirected {
 			t.Errorf("status %s: %+v", status, r)

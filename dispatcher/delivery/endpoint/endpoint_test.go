@@ -94,7 +94,8 @@ func (d *driver) reject(status int) Change {
 }
 
 func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
-	limits := map[int]int{410: 1, 301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100}
+	limits := map[int]int{410: 1, 301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100,
+		415: 100, 422: 100}
 	for status := 300; status < 500; status++ {
 		d := drive(64)
 		opened := 0

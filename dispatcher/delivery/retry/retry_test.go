@@ -82,7 +82,8 @@ func TestWait(t *testing.T) {
 		{name: "half", attempt: 4, rnd: half, want: 8 * time.Second},
 		{name: "Retry-After is a floor", after: time.Minute, rnd: half, want: time.Minute + 500*time.Millisecond},
 		{name: "Retry-After is cut to an hour", after: 24 * time.Hour, rnd: half, want: time.Hour + 500*time.Millisecond},
-		{name: "Retry-After is cut to the last attempt", after: 24 * time.Hour, age: 3*time.Hour + 30*time.Minute, rnd: half, want: 30*time.Minute - 5*time.Second},
+		{name: "Retry-After is cut to the last attempt", after: 24 * time.Hour, age: 3*time.Hour + 30*time.Minute, rnd: half,
+			want: 30*time.Minute - 5*time.Second},
 		{name: "negative Retry-After", after: -time.Hour, rnd: half, want: 500 * time.Millisecond},
 		{name: "near the end there is one last attempt", attempt: 20, age: 4*time.Hour - time.Minute, rnd: almostOne, want: 55 * time.Second},
 	} {

@@ -40,7 +40,8 @@ func newScheme(s liveconfig.SigningScheme) (scheme, error) {
 	case s.Type == liveconfig.HMAC && s.Format != nil:
 		f = *s.Format
 	default:
-		return scheme{}, fmt.Errorf("is unknown or has no format; use %s, %s or %s", liveconfig.HMACSHA1, liveconfig.StandardWebhooks, liveconfig.HMAC)
+		return scheme{}, fmt.Errorf("is unknown or has no format; use %s, %s or %s", liveconfig.HMACSHA1, liveconfig.StandardWebhooks,
+			liveconfig.HMAC)
 	}
 	if err := f.Validate(); err != nil {
 		return scheme{}, err

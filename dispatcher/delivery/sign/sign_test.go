@@ -66,9 +66,10 @@ func TestHeaders(t *testing.T) {
 			},
 		},
 		{
-			name:    "Standard Webhooks in rotation, one secret as it is",
-			signing: liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"), Previous: secret("plain")}},
-			id:      "msg_p5jXN8AQM9LWM0D4loKWxJek", now: 1614265330, body: `{"test": 2432232314}`,
+			name: "Standard Webhooks in rotation, one secret as it is",
+			signing: liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"),
+				Previous: secret("plain")}},
+			id: "msg_p5jXN8AQM9LWM0D4loKWxJek", now: 1614265330, body: `{"test": 2432232314}`,
 			want: []egress.Header{
 				{Name: "webhook-id", Value: "msg_p5jXN8AQM9LWM0D4loKWxJek"},
 				{Name: "webhook-timestamp", Value: "1614265330"},
@@ -96,9 +97,10 @@ func TestHeaders(t *testing.T) {
 		{
 			// RFC 2202 and RFC 4231, test cases 2.
 			name: "HMAC in rotation, with a header for the previous secret",
-			signing: liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("Jefe"), Previous: secret("Jefe"), Format: &liveconfig.HMACFormat{
-				Header: "X-A", Algorithm: liveconfig.SHA512, Encoding: liveconfig.Hex, Content: liveconfig.SignBody, Value: "{signature}",
-			}}},
+			signing: liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("Jefe"), Previous: secret("Jefe"),
+				Format: &liveconfig.HMACFormat{
+					Header: "X-A", Algorithm: liveconfig.SHA512, Encoding: liveconfig.Hex, Content: liveconfig.SignBody, Value: "{signature}",
+				}}},
 			body: "what do ya want for nothing?",
 			want: []egress.Header{
 				{Name: "X-A", Value: "164b7a7bfcf819e2e395fbe73b56e0a387bd64222e831fd610270cd7ea2505549758bf75c05a994a6d034f65f8f0e6fdcaeab1a34d4a6b4b636e070a38bce737"},
@@ -195,9 +197,11 @@ func TestRedactFormats(t *testing.T) {
 	for _, before := range []string{"", "sha256=", "t={timestamp},v1=", "v1 ", "keyId=a;signature="} {
 		for _, encoding := range []string{liveconfig.Hex, liveconfig.Base64} {
 			t.Run(encoding+" "+before, func(t *testing.T) {
-				s, err := New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("current-s3cr3t"), Previous: secret("previous-s3cr3t"), Format: &liveconfig.HMACFormat{
-					Header: "X-A", Algorithm: liveconfig.SHA1, Encoding: encoding, Content: liveconfig.SignBody, Value: before + "{signature}",
-				}}})
+				s,
+					err := New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("current-s3cr3t"), Previous: secret("previous-s3cr3t"),
+					Format: &liveconfig.HMACFormat{
+						Header: "X-A", Algorithm: liveconfig.SHA1, Encoding: encoding, Content: liveconfig.SignBody, Value: before + "{signature}",
+					}}})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -235,7 +239,8 @@ func TestNode(t *testing.T) {
 	if got := sha1.Headers(nil, "", time.Time{}, []byte(body))[0].Value; got != want {
 		t.Errorf("HMACSHA1: %s, Node says %s", got, want)
 	}
-	standard, err := New(liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_c2VjcmV0"), Previous: secret("old")}})
+	standard,
+		err := New(liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_c2VjcmV0"), Previous: secret("old")}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -248,12 +253,13 @@ func TestNode(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	for name, s := range map[string]liveconfig.SigningSchemes{
-		"no secret":            {{Type: liveconfig.HMACSHA1}},
-		"no secret, previous":  {{Type: liveconfig.HMACSHA1, Previous: secret("s3cr3t")}},
-		"unknown scheme":       {{Type: "HMACMD5", Secret: secret("s3cr3t")}},
-		"no scheme":            {{Secret: secret("s3cr3t")}},
-		"no format":            {{Type: liveconfig.HMAC, Secret: secret("s3cr3t")}},
-		"unknown algorithm":    {{Type: liveconfig.HMAC, Secret: secret("s3cr3t"), Format: &liveconfig.HMACFormat{Header: "X-A", Algorithm: "MD5", Encoding: "Hex", Content: "Body", Value: "{signature}"}}},
+		"no secret":           {{Type: liveconfig.HMACSHA1}},
+		"no secret, previous": {{Type: liveconfig.HMACSHA1, Previous: secret("s3cr3t")}},
+		"unknown scheme":      {{Type: "HMACMD5", Secret: secret("s3cr3t")}},
+		"no scheme":           {{Secret: secret("s3cr3t")}},
+		"no format":           {{Type: liveconfig.HMAC, Secret: secret("s3cr3t")}},
+		"unknown algorithm": {{Type: liveconfig.HMAC, Secret: secret("s3cr3t"),
+			Format: &liveconfig.HMACFormat{Header: "X-A", Algorithm: "MD5", Encoding: "Hex", Content: "Body", Value: "{signature}"}}},
 		"nothing behind whsec": {{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_")}},
 		"not base64":           {{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_s3cr3t!")}},
 		"second of two":        {{Type: liveconfig.HMACSHA1, Secret: secret("s3cr3t")}, {Type: liveconfig.StandardWebhooks}},

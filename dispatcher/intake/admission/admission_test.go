@@ -142,9 +142,10 @@ func TestRefusal(t *testing.T) {
 		refusal *admission.Refusal
 		want    answer
 	}{
-		"permanent":     {admission.Refuse(400, "bad", "a < b"), answer{400, header(), `{"success":false,"error":{"code":"bad","message":"a \u003c b"}}`}},
-		"of a line":     {&admission.Refusal{Status: 400, Code: "bad", Message: "m", Line: 3}, answer{400, header(), `{"success":false,"error":{"code":"bad","message":"m","line":3}}`}},
-		"temporary":     {admission.Retry(5, "busy", "m"), answer{503, header("Retry-After", "5"), `{"success":false,"error":{"code":"busy","message":"m"}}`}},
+		"permanent": {admission.Refuse(400, "bad", "a < b"), answer{400, header(), `{"success":false,"error":{"code":"bad","message":"a \u003c b"}}`}},
+		"of a line": {&admission.Refusal{Status: 400, Code: "bad", Message: "m", Line: 3}, answer{400, header(), `{"success":false,"error":{"code":"bad","message":"m","line":3}}`}},
+		"temporary": {admission.Retry(5, "busy", "m"),
+			answer{503, header("Retry-After", "5"), `{"success":false,"error":{"code":"busy","message":"m"}}`}},
 		"rate":          {&admission.Refusal{Status: 429, Code: "rate_limited", RetryAfter: 7}, answer{429, header("Retry-After", "7", "X-Ratelimit-Reset", "7"), `{"success":false,"error":{"code":"rate_limited","message":""}}`}},
 		"not ready":     {admission.NotReady(), answer{503, header("Retry-After", "1"), `{"success":false,"error":{"code":"not_ready","message":"Posthorn waits for its first config; send the request again"}}`}},
 		"disk full":     {stored(fmt.Errorf("append: %w", queue.ErrFull)), answer{503, header("Retry-After", "10"), `{"success":false,"error":{"code":"storage_full","message":"storage is full; nothing of this request was stored, send it again later"}}`}},
@@ -277,8 +278,11 @@ func TestDiskLeft(t *testing.T) {
 // An audience sync leaves the last part of the disk and half of the Source's quota to live calls.
 func TestRoomForSync(t *testing.T) {
 	full, room := false, true
-	g := newGate(&admissiontest.Store{OnFull: func() bool { return full }, OnRoom: func(source string) bool { return source == "shop/web" && room }})
-	for _, c := range []struct{ full, room, disk, want bool }{{false, true, true, true}, {true, true, false, false}, {false, false, true, false}} {
+	g := newGate(&admissiontest.Store{OnFull: func() bool { return full }, OnRoom: func(source string) bool {
+		return source == "shop/web" && room
+	}})
+	for _, c := range []struct{ full, room, disk, want bool }{{false, true, true, true}, {true, true, false, false},
+		{false, false, true, false}} {
 		if full, room = c.full, c.room; g.DiskForSync() != c.disk {
 			t.Errorf("disk for a sync with %+v: got %v, want %v", c, !c.disk, c.disk)
 		}
@@ -303,7 +307,8 @@ func TestAppend(t *testing.T) {
 	call := &event.Call{Type: event.Track, Event: "E", MessageID: "m", Body: []byte("{}"), LongNumbers: true}
 	message, _ := routing.Message(ref, ref.Key(), call, at)
 	duplicates, err := routing.Append(t.Context(), []queue.Message{message})
-	want := []queue.Message{{Source: "shop/web", ID: "m", Type: "track", Event: "E", AcceptedAt: at, Skip: []string{"shop/crm"}, LongNumbers: true, Body: []byte("{}")}}
+	want := []queue.Message{{Source: "shop/web", ID: "m", Type: "track", Event: "E", AcceptedAt: at, Skip: []string{"shop/crm"},
+		LongNumbers: true, Body: []byte("{}")}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("messages (-want +got):\n%s", diff)
 	}

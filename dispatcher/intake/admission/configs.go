@@ -73,8 +73,10 @@ func NewConfigs(gate *Gate, grace time.Duration, meta MetaStore, apply func(*liv
 	}
 	c := &Configs{
 		gate: gate, log: gate.Logger, apply: apply, grace: grace, meta: meta,
-		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]adminapi.RefusedConfig{}, invalid: map[string]bool{},
-		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories, lost: map[string]map[string]liveconfig.Lost{}, broken: map[string]bool{},
+		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]adminapi.RefusedConfig{},
+		invalid: map[string]bool{},
+		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories,
+		lost: map[string]map[string]liveconfig.Lost{}, broken: map[string]bool{},
 	}
 	for namespace, h := range histories {
 		if lost := h.lostConnections(); lost != nil {
@@ -274,7 +276,8 @@ func (c *Configs) swap(namespace string) {
 	unusable := c.unusable()
 	c.followMissing(unusable)
 	c.pruneHistories(time.Now())
-	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...).WithParked(parkedObjects(c.histories)).WithLost(maps.Clone(c.lost))
+	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)),
+		unusable...).WithParked(parkedObjects(c.histories)).WithLost(maps.Clone(c.lost))
 	parked := func(o writekey.Owner) bool {
 		return view.Parked(o.Namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: o.Source})
 	}

@@ -103,7 +103,8 @@ func (g *Gate) storeCounters(meta MetaStore, stored map[string]storedCounters) {
 		now := g.countersOf(key)
 		before := stored[key]
 		// The store counts accepted calls itself: the time alone is not worth a write.
-		if now.Rejected == before.Rejected && now.Duplicates == before.Duplicates && now.Defects == before.Defects && now.LastAccepted.Sub(before.LastAccepted) < time.Minute {
+		if now.Rejected == before.Rejected && now.Duplicates == before.Duplicates && now.Defects == before.Defects &&
+			now.LastAccepted.Sub(before.LastAccepted) < time.Minute {
 			return true
 		}
 		value, _ := json.Marshal(now) // Numbers, times and texts always marshal.

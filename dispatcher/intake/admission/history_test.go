@@ -52,17 +52,26 @@ func TestMissingObjects(t *testing.T) {
 		key    string // The state of the Source's key.
 		want   ConfigState
 	}{
-		"tombstone":                        {func(c *control) { c.numbered(6, none, web) }, "removed", ConfigState{Number: 6}},
-		"no tombstone":                     {func(c *control) { c.numbered(6, none) }, "parked", ConfigState{Number: 6, Parked: parked}},
-		"no tombstone, then a tombstone":   {func(c *control) { c.numbered(6, none); c.numbered(7, none, web) }, "removed", ConfigState{Number: 7}},
-		"no tombstone, then restored":      {func(c *control) { c.numbered(6, none); c.numbered(7, keysConfig("shop", "old")) }, "known", ConfigState{Number: 7}},
-		"parked twice":                     {func(c *control) { c.numbered(6, none); time.Sleep(time.Hour); c.numbered(7, none) }, "parked", ConfigState{Number: 7, Parked: parked}},
-		"no Secret":                        {func(c *control) { c.Delete("shop") }, "parked", ConfigState{Number: 5, Missing: since, Parked: parked}},
-		"no Secret after the deletion":     {func(c *control) { c.numbered(6, none, web); c.Delete("shop") }, "removed", ConfigState{Number: 6, Removed: true}},
-		"no Secret while parked":           {func(c *control) { c.numbered(6, none); c.Delete("shop") }, "parked", ConfigState{Number: 6, Parked: parked}},
-		"older number":                     {func(c *control) { c.numbered(4, none, web) }, "known", ConfigState{Number: 5}},
-		"without a number":                 {func(c *control) { c.set(none) }, "parked", ConfigState{Number: 5, Parked: parked}},
-		"without a number, then no Secret": {func(c *control) { c.set(keysConfig("shop", "old")); c.Delete("shop") }, "parked", ConfigState{Number: 5, Missing: since, Parked: parked}},
+		"tombstone":                      {func(c *control) { c.numbered(6, none, web) }, "removed", ConfigState{Number: 6}},
+		"no tombstone":                   {func(c *control) { c.numbered(6, none) }, "parked", ConfigState{Number: 6, Parked: parked}},
+		"no tombstone, then a tombstone": {func(c *control) { c.numbered(6, none); c.numbered(7, none, web) }, "removed", ConfigState{Number: 7}},
+		"no tombstone, then restored":    {func(c *control) { c.numbered(6, none); c.numbered(7, keysConfig("shop", "old")) }, "known", ConfigState{Number: 7}},
+		"parked twice":                   {func(c *control) { c.numbered(6, none); time.Sleep(time.Hour); c.numbered(7, none) }, "parked", ConfigState{Number: 7, Parked: parked}},
+		"no Secret": {func(c *control) {
+			c.Delete("shop")
+		}, "parked", ConfigState{Number: 5, Missing: since, Parked: parked}},
+		"no Secret after the deletion": {func(c *control) {
+			c.numbered(6, none, web)
+			c.Delete("shop")
+		}, "removed", ConfigState{Number: 6, Removed: true}},
+		"no Secret while parked": {func(c *control) {
+			c.numbered(6, none)
+			c.Delete("shop")
+		}, "parked", ConfigState{Number: 6, Parked: parked}},
+		"older number":     {func(c *control) { c.numbered(4, none, web) }, "known", ConfigState{Number: 5}},
+		"without a number": {func(c *control) { c.set(none) }, "parked", ConfigState{Number: 5, Parked: parked}},
+		"without a number, then no Secret": {func(c *control) { c.set(keysConfig("shop", "old")); c.Delete("shop") }, "parked",
+			ConfigState{Number: 5, Missing: since, Parked: parked}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -124,7 +133,8 @@ func TestHistorySurvivesRestarts(t *testing.T) {
 	}{
 		"Secret lost": {
 			after: func(*control) {}, key: "parked",
-			want: ConfigState{Number: 5, Missing: since.Add(time.Hour), Parked: []adminapi.ParkedObject{{Object: "sources/web", Number: 5, Since: since.Add(time.Hour)}}},
+			want: ConfigState{Number: 5, Missing: since.Add(time.Hour),
+				Parked: []adminapi.ParkedObject{{Object: "sources/web", Number: 5, Since: since.Add(time.Hour)}}},
 		},
 		"Secret lost before the restart": {
 			before: func(c *control) { c.Delete("shop") }, after: func(*control) {}, key: "parked",
@@ -132,7 +142,8 @@ func TestHistorySurvivesRestarts(t *testing.T) {
 		},
 		"older Secret": {
 			after: func(c *control) { c.numbered(4, keysConfig("shop", "stale")) }, key: "parked",
-			want:    ConfigState{Number: 5, Missing: since.Add(time.Hour), Parked: []adminapi.ParkedObject{{Object: "sources/web", Number: 5, Since: since.Add(time.Hour)}}},
+			want: ConfigState{Number: 5, Missing: since.Add(time.Hour),
+				Parked: []adminapi.ParkedObject{{Object: "sources/web", Number: 5, Since: since.Add(time.Hour)}}},
 			refused: "live config has number 4, and number 5 was in effect before",
 		},
 		"same Secret": {after: func(c *control) { c.numbered(5, keysConfig("shop", "old")) }, key: "known", want: ConfigState{Number: 5}},
@@ -142,7 +153,9 @@ func TestHistorySurvivesRestarts(t *testing.T) {
 		},
 		"deleted namespace": {before: func(c *control) { c.numbered(6, none, web); c.Delete("shop") }, after: func(*control) {}, key: "unknown", want: ConfigState{Number: 6, Removed: true}},
 		"older Secret of a deleted namespace": {
-			before: func(c *control) { c.numbered(6, none, web); c.Delete("shop") }, after: func(c *control) { c.numbered(5, keysConfig("shop", "old")) }, key: "unknown",
+			before: func(c *control) { c.numbered(6, none, web); c.Delete("shop") }, after: func(c *control) {
+				c.numbered(5, keysConfig("shop", "old"))
+			}, key: "unknown",
 			want: ConfigState{Number: 6, Missing: since.Add(time.Hour)}, refused: "live config has number 5, and number 6 was in effect before",
 		},
 	} {

@@ -43,7 +43,8 @@ func (g *Gate) sourceOf(ref liveconfig.SourceRef) *Source {
 	}
 	namespace, name := ref.Namespace, ref.Source.Name
 	share, _ := g.shares.LoadOrStore(namespace, new(limits.Share))
-	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(share.(*limits.Share)), changed: g.Changes.Object(changes.Sources, namespace, name)}
+	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(share.(*limits.Share)),
+		changed: g.Changes.Object(changes.Sources, namespace, name)}
 	s.acceptedCount = g.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = g.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	if c, ok := g.counters.Load(key); ok {
@@ -131,7 +132,8 @@ func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
 	s.changed.Numbers()
 	g.metrics.rejected.WithLabelValues(s.Namespace, s.Name, code).Add(float64(n))
 	if missed, ok := s.log.Due(now); ok {
-		g.Logger.Warn("calls refused", "namespace", s.Namespace, "source", s.Name, "code", code, "message", message, "calls", n, "suppressed", missed)
+		g.Logger.Warn("calls refused", "namespace", s.Namespace, "source", s.Name, "code", code, "message", message, "calls", n,
+			"suppressed", missed)
 	}
 }
 
@@ -155,7 +157,8 @@ func (g *Gate) Counters(key string) (c SourceCounters) {
 	if !ok { // No call since the start.
 		if recovered, ok := g.counters.Load(key); ok {
 			r := recovered.(storedCounters)
-			c = SourceCounters{Rejected: r.Rejected, Duplicates: r.Duplicates, LastAccepted: r.LastAccepted, LastRejected: r.LastRejected, LastRejection: r.LastRejection, Defects: r.Defects}
+			c = SourceCounters{Rejected: r.Rejected, Duplicates: r.Duplicates, LastAccepted: r.LastAccepted, LastRejected: r.LastRejected,
+				LastRejection: r.LastRejection, Defects: r.Defects}
 		}
 		return c
 	}

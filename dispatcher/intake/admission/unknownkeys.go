@@ -60,7 +60,8 @@ func (u *UnknownKeys) List(now time.Time) []adminapi.UnknownKey {
 	list := slices.Clone(u.entries)
 	u.mu.Unlock()
 	slices.SortFunc(list, func(a, b adminapi.UnknownKey) int {
-		return cmp.Or(cmp.Compare(b.Requests, a.Requests), b.Last.Compare(a.Last), cmp.Compare(a.Address, b.Address), cmp.Compare(a.Prefix, b.Prefix))
+		return cmp.Or(cmp.Compare(b.Requests, a.Requests), b.Last.Compare(a.Last), cmp.Compare(a.Address, b.Address),
+			cmp.Compare(a.Prefix, b.Prefix))
 	})
 	return list
 }

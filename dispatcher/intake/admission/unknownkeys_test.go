@@ -40,8 +40,12 @@ func TestUnknownKeysAreBounded(t *testing.T) {
 		key, address func(n int) string
 		entries      int
 	}{
-		{"keys of one address", func(n int) string { return fmt.Sprintf("%04d-invented-key", n) }, func(int) string { return "10.9.9.9" }, 1 + maxKeysPerAddress + 1},
-		{"keys and addresses", func(n int) string { return fmt.Sprintf("%04d-invented-key", n) }, func(n int) string { return fmt.Sprintf("fd00::%x", n) }, maxUnknownKeys},
+		{"keys of one address", func(n int) string { return fmt.Sprintf("%04d-invented-key", n) }, func(int) string {
+			return "10.9.9.9"
+		}, 1 + maxKeysPerAddress + 1},
+		{"keys and addresses", func(n int) string { return fmt.Sprintf("%04d-invented-key", n) }, func(n int) string {
+			return fmt.Sprintf("fd00::%x", n)
+		}, maxUnknownKeys},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var u UnknownKeys

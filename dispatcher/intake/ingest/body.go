@@ -172,7 +172,8 @@ func unreadable(err error) *admission.Refusal {
 		return admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive within the read timeout; send the request again")
 	}
 	message := "the body ended early; send the request again"
-	if _, damaged := errors.AsType[flate.CorruptInputError](err); damaged || errors.Is(err, gzip.ErrChecksum) || errors.Is(err, gzip.ErrHeader) {
+	if _, damaged := errors.AsType[flate.CorruptInputError](err); damaged || errors.Is(err, gzip.ErrChecksum) ||
+		errors.Is(err, gzip.ErrHeader) {
 		message = "the body begins as gzip, but is damaged or has other bytes after its end; compress it again, and send nothing after it"
 	}
 	return admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, message)

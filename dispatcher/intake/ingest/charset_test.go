@@ -22,7 +22,8 @@ func TestCharset(t *testing.T) {
 		{"Latin-1 that is declared as UTF-8", "application/json; charset=utf-8", noID, 200, "caf\ufffd"},
 		{"Latin-1 without a declaration", "application/json", noID, 200, "caf\ufffd"},
 		{"an id in Latin-1 without a declaration", "application/json", latin1Body, 400, ""},
-		{"too large after the conversion", "application/json; charset=iso-8859-1", strings.Replace(latin1Body, "caf", strings.Repeat("\xe9", 300_000), 1), 413, ""},
+		{"too large after the conversion", "application/json; charset=iso-8859-1",
+			strings.Replace(latin1Body, "caf", strings.Repeat("\xe9", 300_000), 1), 413, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := newFixture(t)

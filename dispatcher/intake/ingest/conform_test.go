@@ -28,7 +28,8 @@ var contract = sync.OnceValue(func() (c struct {
 }) {
 	var err error
 	if c.document, err = openapi3.NewLoader().LoadFromData(openAPI); err == nil {
-		c.router, err = legacy.NewRouter(c.document, openapi3.EnableExamplesValidation(), openapi3.EnableSchemaFormatValidation(), openapi3.EnableMultiError())
+		c.router, err = legacy.NewRouter(c.document, openapi3.EnableExamplesValidation(), openapi3.EnableSchemaFormatValidation(),
+			openapi3.EnableMultiError())
 	}
 	if err != nil {
 		panic("openapi.yaml: " + err.Error())
@@ -49,7 +50,8 @@ func conforms(r *http.Request, sent []byte, w *httptest.ResponseRecorder) error 
 		Request: r, Route: route, PathParams: params,
 		Options: &openapi3filter.Options{AuthenticationFunc: openapi3filter.NoopAuthenticationFunc, IncludeResponseStatus: true},
 	}
-	answer := &openapi3filter.ResponseValidationInput{RequestValidationInput: input, Status: w.Code, Header: w.Header(), Options: input.Options}
+	answer := &openapi3filter.ResponseValidationInput{RequestValidationInput: input, Status: w.Code, Header: w.Header(),
+		Options: input.Options}
 	if err := openapi3filter.ValidateResponse(r.Context(), answer.SetBodyBytes(w.Body.Bytes())); err != nil {
 		return fmt.Errorf("the answer %d %s: %w", w.Code, w.Body, err)
 	}

@@ -58,10 +58,12 @@ func TestFiltersAreChargedByTheirUnits(t *testing.T) {
 				var mu sync.Mutex
 				var order []string
 				config := func(namespace string) liveconfig.Revisioned {
-					return liveconfig.Revisioned{Config: liveconfig.Config{Namespace: namespace, Sources: []liveconfig.Source{source_("web", namespace, nil)}}}
+					return liveconfig.Revisioned{Config: liveconfig.Config{Namespace: namespace,
+						Sources: []liveconfig.Source{source_("web", namespace, nil)}}}
 				}
 				routers := map[string]admission.Router{"costly": costly{&mu, &order, "costly", c.units}, "other": costly{&mu, &order, "other", 0}}
-				if err := f.Gate.Replace(liveconfig.NewView([]liveconfig.Revisioned{config("costly"), config("other")}), routers, func(*liveconfig.View) error { return nil }); err != nil {
+				if err := f.Gate.Replace(liveconfig.NewView([]liveconfig.Revisioned{config("costly"), config("other")}), routers,
+					func(*liveconfig.View) error { return nil }); err != nil {
 					t.Fatal(err)
 				}
 				var blockers [2]limits.Turn

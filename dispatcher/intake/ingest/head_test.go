@@ -49,7 +49,8 @@ func TestHeads(t *testing.T) {
 			protocols.SetHTTP1(!second)
 			protocols.SetHTTP2(second && encrypted)
 			protocols.SetUnencryptedHTTP2(second && !encrypted)
-			transport := &http.Transport{Protocols: &protocols, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "example.com"}}
+			transport := &http.Transport{Protocols: &protocols,
+				TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "example.com"}}
 			t.Cleanup(transport.CloseIdleConnections)
 			reused := true
 			do := func(method, path string, header http.Header) (resp *http.Response, text string) {

@@ -282,11 +282,13 @@ var (
 )
 
 // recoverPanics limits a panic to the request that caused it.
-func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *admission.Refusal) {
+func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection,
+	bad *admission.Refusal) {
 	defer func() {
 		if fault := recover(); fault != nil {
 			if missed, ok := h.faults.Due(now); ok { // The panic's text may contain request data, so it is not logged.
-				h.Logger.Error("request handler panicked", "namespace", q.source.Namespace, "source", q.source.Name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
+				h.Logger.Error("request handler panicked", "namespace", q.source.Namespace, "source", q.source.Name, "type", fmt.Sprintf("%T", fault),
+					"stack", string(debug.Stack()), "suppressed", missed)
 			}
 			bad = admission.Refuse(http.StatusInternalServerError, codeInternal, "internal error, see the log of Posthorn; send the request again")
 		}
@@ -295,7 +297,8 @@ func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Typ
 }
 
 // handle authenticates a request, then reads, parses, rate-limits and stores it.
-func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *admission.Refusal) {
+func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection,
+	bad *admission.Refusal) {
 	if q.view == nil {
 		return nil, admission.NotReady()
 	}
@@ -357,7 +360,8 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 // request is small.
 func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *admission.Refusal {
 	defer body.release()
-	parser := event.Request{Type: typ, Import: isImport(q.URL.Path), ReceivedAt: now, ClientIP: h.clientIP(q.Request), FromBrowser: q.origin != ""}
+	parser := event.Request{Type: typ, Import: isImport(q.URL.Path), ReceivedAt: now, ClientIP: h.clientIP(q.Request),
+		FromBrowser: q.origin != ""}
 	q.bodyBytes = len(body.bytes)
 	want := 2*q.bodyBytes + event.MessageOverhead
 	for {
@@ -428,7 +432,8 @@ func (h *Handler) memoryFor(q *request) int64 {
 
 // readBatch returns the calls of a request that may be stored, within the turn that parse started, and the cost of
 // this turn that is not charged yet.
-func (h *Handler) readBatch(q *request, routing admission.Routing, typ event.Type) (calls []event.Call, rejected []event.Rejection, unpaid int, bad *admission.Refusal) {
+func (h *Handler) readBatch(q *request, routing admission.Routing, typ event.Type) (calls []event.Call, rejected []event.Rejection,
+	unpaid int, bad *admission.Refusal) {
 	defer q.reading.Release()
 	batch, err := q.reading.Messages()
 	made := 0
@@ -459,7 +464,8 @@ const maxCommitPart = 256 << 10
 
 // route makes the messages of the next commit, in turns, and leaves the last turn. bytes is their size, and names the
 // part of it that the names of excluded destinations take.
-func (h *Handler) route(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) (part []queue.Message, bytes, names int) {
+func (h *Handler) route(q *request, routing admission.Routing, calls []event.Call, unpaid int, now time.Time) (part []queue.Message, bytes,
+	names int) {
 	spent := 0
 	for i := range calls {
 		if bytes+len(calls[i].Body) > maxCommitPart && i > 0 {
@@ -499,7 +505,8 @@ func suppress(q *request, routing admission.Routing, typ event.Type, batch *even
 	calls, indexes := batch.Calls[:0], batch.Indexes[:0]
 	for i, c := range batch.Calls {
 		if routing.Suppressed(q.ref, &c) {
-			batch.Rejected = append(batch.Rejected, event.Rejection{Index: batch.Indexes[i], Err: &event.Error{Code: admission.CodeSuppressed, Message: message}})
+			batch.Rejected = append(batch.Rejected, event.Rejection{Index: batch.Indexes[i],
+				Err: &event.Error{Code: admission.CodeSuppressed, Message: message}})
 			continue
 		}
 		calls, indexes = append(calls, c), append(indexes, batch.Indexes[i])
@@ -516,7 +523,8 @@ const bytesPerCall = 4 << 10
 // messages if that is more. With calls = 0 it charges nothing, and refuses only if a single call
 // would have to wait more than a second.
 func (h *Handler) limit(q *request, calls, bytes int) *admission.Refusal {
-	wait := q.source.Limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Gate.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
+	wait := q.source.Limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Gate.Now,
+		max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
 	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}

@@ -165,15 +165,17 @@ func TestRefusedBatchesCountTheirCalls(t *testing.T) {
 		want    int64
 		text    string // of the last rejection
 	}{
-		"a single call":                {post("/v1/track", "web-key", `{"event":"E"}`), 1, ""},
-		"context is a text":            {post("/v1/batch", "web-key", batch(100, `,"context":"x"}`)), 100, ""},
-		"merged context is too large":  {post("/v1/batch", "web-key", batch(200, `,"context":{"x":"`+strings.Repeat("y", 30_000)+`"}}`)), 200, ""},
+		"a single call":     {post("/v1/track", "web-key", `{"event":"E"}`), 1, ""},
+		"context is a text": {post("/v1/batch", "web-key", batch(100, `,"context":"x"}`)), 100, ""},
+		"merged context is too large": {post("/v1/batch", "web-key",
+			batch(200, `,"context":{"x":"`+strings.Repeat("y", 30_000)+`"}}`)), 200, ""},
 		"invalid JSON after the calls": {post("/v1/batch", "web-key", batch(30, `,`)), 30, ""},
 		"invalid JSON between calls":   {post("/v1/batch", "web-key", strings.Replace(batch(30, `}`), "}, {", "}, , {", 1)), 30, ""},
 		"read before its calls":        {post("/v1/batch", "web-key", `{"context":"x",`+batch(7, `}`)[1:]), 7, ""},
 		"too large":                    {post("/v1/batch", "web-key", batch(9_000, `}`)), 9_000, "(about 9000 calls, estimated by size)"},
 		"inflates to too much":         {post("/v1/batch", "web-key", zip(batch(9_000, `}`))), int64((event.MaxBodyBytes - len(head) + 2) / (len(call) + 2)), "estimated by size"},
-		"origin not allowed":           {post("/v1/batch", "web-key", batch(20, `}`), "Origin", "https://evil.example"), int64(len(batch(20, `}`)) / bytesPerRefusedCall), "estimated by size"},
+		"origin not allowed": {post("/v1/batch", "web-key", batch(20, `}`), "Origin", "https://evil.example"),
+			int64(len(batch(20, `}`)) / bytesPerRefusedCall), "estimated by size"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t)
@@ -184,7 +186,8 @@ func TestRefusedBatchesCountTheirCalls(t *testing.T) {
 			if c.Rejected != tc.want {
 				t.Errorf("rejected: got %d, want %d (%s)", c.Rejected, tc.want, c.LastRejection)
 			}
-			if estimated := strings.Contains(c.LastRejection, "estimated by size"); estimated != (tc.text != "") || !strings.Contains(c.LastRejection, tc.text) {
+			if estimated := strings.Contains(c.LastRejection, "estimated by size"); estimated != (tc.text != "") ||
+				!strings.Contains(c.LastRejection, tc.text) {
 				t.Errorf("last rejection: got %q, want it to contain %q", c.LastRejection, tc.text)
 			}
 		})
@@ -201,42 +204,48 @@ func TestAnswers(t *testing.T) {
 		want    string // in the body
 		stored  int
 	}{
-		"single":                 {post("/v1/track", "web-key", track), 200, `{"success":true}`, 1},
-		"each path: page":        {post("/v1/page", "web-key", `{"anonymousId":"a"}`), 200, "true", 1},
-		"import is batch":        {post("/v1/import", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
-		"trailing slash":         {post("/v1/track/", "web-key", track), 200, "true", 1},
-		"batch with a bad call":  {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`), 200, `"rejected":[{"index":0,"code":"no_event"`, 1},
-		"batch, all bad":         {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"}]}`), 200, `"rejected":[{"index":0`, 0},
-		"key without colon":      {post("/v1/track", "", track, "Authorization", basic("web-key")), 200, "true", 1},
-		"key without padding":    {post("/v1/track", "", track, "Authorization", strings.TrimRight(basic("web-key:"), "=")), 200, "true", 1},
-		"key in the body":        {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`), 200, "true", 1},
-		"key in a batch":         {post("/v1/batch", "", `{"writeKey":"web-key","batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
-		"bearer and body key":    {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Authorization", "Bearer token"), 200, "true", 1},
-		"text/plain (beacon)":    {post("/v1/track", "web-key", track, "Content-Type", "text/plain;charset=UTF-8"), 200, "true", 1},
-		"no content type":        {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
-		"gzip":                   {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
-		"no key":                 {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
-		"unknown key":            {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
-		"unknown key in body":    {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
-		"disabled":               {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
-		"not JSON":               {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
-		"not an object":          {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
-		"no id":                  {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
-		"empty batch":            {post("/v1/batch", "web-key", `{"batch":[]}`), 400, `"empty_batch"`, 0},
-		"call too large":         {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
-		"body too large":         {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
-		"bomb":                   {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413, `"body_too_large"`, 0},
-		"inflated by a gateway":  {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 200, "true", 1},
-		"gzip without header":    {post("/v1/track", "web-key", zip(track), "Content-Type", ""), 200, "true", 1},
-		"identity of a client":   {post("/v1/track", "web-key", track, "Content-Encoding", "utf-8"), 200, "true", 1},
-		"gzip in two members":    {post("/v1/track", "web-key", zip(track[:9])+zip(track[9:]), "Content-Encoding", "gzip"), 200, "true", 1},
-		"bytes after gzip":       {post("/v1/track", "web-key", zip(track)+track, "Content-Encoding", "gzip"), 400, "other bytes after its end", 0},
-		"damaged gzip":           {post("/v1/track", "web-key", zip(track)[:12]+"\xff\xff"+zip(track)[14:], "Content-Encoding", "gzip"), 400, "is damaged", 0},
-		"gzip of gzip":           {post("/v1/track", "web-key", zip(zip(track)), "Content-Encoding", "gzip, gzip"), 415, `"unsupported_encoding"`, 0},
-		"gzip cut off":           {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
-		"other encoding":         {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
-		"other type":             {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
-		"browser library":        {post("/v1/t", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Content-Type", "text/plain"), 200, "true", 1},
+		"single":                {post("/v1/track", "web-key", track), 200, `{"success":true}`, 1},
+		"each path: page":       {post("/v1/page", "web-key", `{"anonymousId":"a"}`), 200, "true", 1},
+		"import is batch":       {post("/v1/import", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"trailing slash":        {post("/v1/track/", "web-key", track), 200, "true", 1},
+		"batch with a bad call": {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`), 200, `"rejected":[{"index":0,"code":"no_event"`, 1},
+		"batch, all bad":        {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"}]}`), 200, `"rejected":[{"index":0`, 0},
+		"key without colon":     {post("/v1/track", "", track, "Authorization", basic("web-key")), 200, "true", 1},
+		"key without padding":   {post("/v1/track", "", track, "Authorization", strings.TrimRight(basic("web-key:"), "=")), 200, "true", 1},
+		"key in the body":       {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`), 200, "true", 1},
+		"key in a batch":        {post("/v1/batch", "", `{"writeKey":"web-key","batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"bearer and body key": {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Authorization", "Bearer token"), 200,
+			"true", 1},
+		"text/plain (beacon)": {post("/v1/track", "web-key", track, "Content-Type", "text/plain;charset=UTF-8"), 200, "true", 1},
+		"no content type":     {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
+		"gzip":                {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
+		"no key":              {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
+		"unknown key":         {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
+		"unknown key in body": {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
+		"disabled":            {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
+		"not JSON":            {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
+		"not an object":       {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
+		"no id":               {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
+		"empty batch":         {post("/v1/batch", "web-key", `{"batch":[]}`), 400, `"empty_batch"`, 0},
+		"call too large":      {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
+		"body too large":      {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
+		"bomb": {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413,
+			`"body_too_large"`, 0},
+		"inflated by a gateway": {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 200, "true", 1},
+		"gzip without header":   {post("/v1/track", "web-key", zip(track), "Content-Type", ""), 200, "true", 1},
+		"identity of a client":  {post("/v1/track", "web-key", track, "Content-Encoding", "utf-8"), 200, "true", 1},
+		"gzip in two members":   {post("/v1/track", "web-key", zip(track[:9])+zip(track[9:]), "Content-Encoding", "gzip"), 200, "true", 1},
+		"bytes after gzip": {post("/v1/track", "web-key", zip(track)+track, "Content-Encoding", "gzip"), 400,
+			"other bytes after its end", 0},
+		"damaged gzip": {post("/v1/track", "web-key", zip(track)[:12]+"\xff\xff"+zip(track)[14:], "Content-Encoding", "gzip"), 400,
+			"is damaged", 0},
+		"gzip of gzip": {post("/v1/track", "web-key", zip(zip(track)), "Content-Encoding", "gzip, gzip"), 415,
+			`"unsupported_encoding"`, 0},
+		"gzip cut off":   {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"other encoding": {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
+		"other type":     {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
+		"browser library": {post("/v1/t", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Content-Type", "text/plain"), 200,
+			"true", 1},
 		"browser library, /v1/b": {post("/v1/b", "", `{"writeKey":"web-key","batch":[{"type":"page","userId":"u","writeKey":"web-key"}]}`, "Content-Type", "text/plain"), 200, "true", 1},
 		"unknown path":           {post("/v1/frob", "web-key", track), 404, `"not_found"`, 0},
 		"without version":        {post("/track", "web-key", track), 404, `"not_found"`, 0},
@@ -286,7 +295,8 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		f := newFixture(t)
 		f.err = fmt.Errorf("append: %w", queue.ErrFull)
 		retry(t, f.do(post("/v1/track", "web-key", track)), 503, admission.CodeStorageFull)
-		if c := f.Gate.Counters("shop/web"); !c.StoragePressure || c.Rejected != 1 || !strings.Contains(c.LastRejection, admission.CodeStorageFull) {
+		if c := f.Gate.Counters("shop/web"); !c.StoragePressure || c.Rejected != 1 ||
+			!strings.Contains(c.LastRejection, admission.CodeStorageFull) {
 			t.Errorf("%+v", c)
 		}
 		f.err = nil
@@ -334,7 +344,8 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		if w := f.do(post("/v1/batch", "slow-key", larger)); w.Code != 200 {
 			t.Errorf("a batch larger than the burst can never pass: %d", w.Code)
 		}
-		if w := f.do(post("/v1/track", "slow-key", "not even JSON")); w.Code != http.StatusTooManyRequests || w.Header().Get("X-RateLimit-Reset") != "4" {
+		if w := f.do(post("/v1/track", "slow-key", "not even JSON")); w.Code != http.StatusTooManyRequests ||
+			w.Header().Get("X-RateLimit-Reset") != "4" {
 			t.Errorf("far over the rate the body is not looked at: %d %v", w.Code, w.Header())
 		}
 		f.now = f.now.Add(3 * time.Second)
@@ -396,13 +407,15 @@ func TestCORS(t *testing.T) {
 		}
 		return w.Header()
 	}
-	if h := preflight("https://shop.example"); h.Get(headerAllowedOrigin) != "https://shop.example" || !strings.Contains(h.Get("Access-Control-Allow-Headers"), "authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
+	if h := preflight("https://shop.example"); h.Get(headerAllowedOrigin) != "https://shop.example" ||
+		!strings.Contains(h.Get("Access-Control-Allow-Headers"), "authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
 		t.Errorf("allowed origin: %v", h)
 	}
 	if h := preflight("https://evil.example"); h.Get(headerAllowedOrigin) != "" {
 		t.Errorf("other origin: %v", h)
 	}
-	w := f.do(post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Origin", "https://shop.example", "Content-Type", "text/plain"))
+	w := f.do(post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Origin", "https://shop.example", "Content-Type",
+		"text/plain"))
 	if w.Code != 200 || w.Header().Get(headerAllowedOrigin) != "https://shop.example" || w.Header().Get("Vary") != "Origin" {
 		t.Errorf("%d %v", w.Code, w.Header())
 	}
@@ -447,15 +460,20 @@ func TestOrigins(t *testing.T) {
 	f := newFixture(t)
 	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) {
-			s.AllowedOrigins = []string{"https://shop.example", "https://*.shop.example", "https://*.port.example:8443", "capacitor://localhost", "null", "http://[::1]:3000"}
+			s.AllowedOrigins = []string{"https://shop.example", "https://*.shop.example", "https://*.port.example:8443", "capacitor://localhost",
+				"null", "http://[::1]:3000"}
 		}),
 	}}}}))
 	for origin, allowed := range map[string]bool{
 		"https://shop.example": true, "https://SHOP.example:443": true, "http://shop.example": false, "https://shop.example:8443": false,
-		"https://a.shop.example": true, "https://a.b.shop.example:443": true, "https://a.shop.example:8443": false, "http://a.shop.example": false,
-		"https://evilshop.example": false, "https://evil-shop.example": false, "https://.shop.example": false, "https://shop.example.evil.example": false,
-		"https://evil.example/.shop.example": false, "https://a.port.example:8443": true, "https://port.example:8443": false, "https://a.port.example": false,
-		"capacitor://localhost": true, "ionic://localhost": false, "http://localhost": false, "null": true, "http://[0::1]:3000": true, "http://[::2]:3000": false,
+		"https://a.shop.example": true, "https://a.b.shop.example:443": true, "https://a.shop.example:8443": false,
+		"http://a.shop.example":    false,
+		"https://evilshop.example": false, "https://evil-shop.example": false, "https://.shop.example": false,
+		"https://shop.example.evil.example":  false,
+		"https://evil.example/.shop.example": false, "https://a.port.example:8443": true, "https://port.example:8443": false,
+		"https://a.port.example": false,
+		"capacitor://localhost":  true, "ionic://localhost": false, "http://localhost": false, "null": true, "http://[0::1]:3000": true,
+		"http://[::2]:3000": false,
 	} {
 		r := httptest.NewRequest(http.MethodOptions, "/v1/t", nil)
 		r.Header.Set("Origin", origin)
@@ -472,7 +490,8 @@ func TestOrigins(t *testing.T) {
 		}
 	}
 	// The same-host rule is one of browsers: an app's page has no host.
-	for origin, want := range map[string]int{"tauri://localhost": http.StatusForbidden, "http://localhost": http.StatusOK, "https://localhost": http.StatusOK} {
+	for origin, want := range map[string]int{"tauri://localhost": http.StatusForbidden, "http://localhost": http.StatusOK,
+		"https://localhost": http.StatusOK} {
 		r := post("/v1/t", "web-key", track, "Origin", origin)
 		r.Host = "localhost"
 		if w := f.do(r); w.Code != want {
@@ -585,7 +604,8 @@ func TestCountersAndMetrics(t *testing.T) {
 	}
 	// The series of a removed Source are removed, too. Its counters remain, as the store's counters do:
 	// a Source with the same name continues them.
-	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}}))
+	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop",
+		Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}}))
 	f.do(post("/v1/track", "new-key", track))
 	families, _ = f.registry.Gather()
 	if strings.Contains(fmt.Sprint(families), `"web"`) {
@@ -617,7 +637,8 @@ func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *a
 // A flood cannot use more memory than the limit, and never all of it: a Source of another namespace still finds
 // memory, also if its messages are larger than its bodies. A Source of the same namespace shares its part.
 func TestMemoryIsBoundedAndShared(t *testing.T) {
-	wide := `{"context":{"x":"` + strings.Repeat("x", 20<<10) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
+	wide := `{"context":{"x":"` + strings.Repeat("x",
+		20<<10) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
 	for name, body := range map[string]string{
 		"messages larger than the body": wide,
 		"body":                          `{"batch":[{"type":"track","userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 20<<10) + `"}}]}`,
@@ -625,7 +646,8 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t)
 			f.set(liveconfig.NewView([]liveconfig.Revisioned{
-				{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("web", "web-key", nil), source_("ios", "ios-key", nil)}}},
+				{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("web", "web-key", nil),
+					source_("ios", "ios-key", nil)}}},
 				{Config: liveconfig.Config{Namespace: "bank", Sources: []liveconfig.Source{source_("app", "bank-key", nil)}}},
 			}))
 			f.memory.Max = 8 << 20
@@ -1031,7 +1053,8 @@ func TestAPanicEndsOneRequest(t *testing.T) {
 	f.Skip = func(string, *event.Call) []string { panic("secret") }
 	for range 100 { // more than there are turns
 		w := f.do(post("/v1/track", "web-key", track))
-		if w.Code != http.StatusInternalServerError || !strings.Contains(w.Body.String(), codeInternal) || strings.Contains(w.Body.String(), "secret") {
+		if w.Code != http.StatusInternalServerError || !strings.Contains(w.Body.String(), codeInternal) ||
+			strings.Contains(w.Body.String(), "secret") {
 			t.Fatalf("%d %s", w.Code, w.Body)
 		}
 	}
@@ -1180,9 +1203,11 @@ func BenchmarkBatchOf20(b *testing.B) {
 func TestPastCallsAndDefects(t *testing.T) {
 	f := newFixture(t)
 	const calls = `{"batch":[{"type":"page","userId":"u","timestamp":"2023-11-14T20:00:00Z","sentAt":"2023-11-14T21:00:00Z"},{"type":"page","userId":"u","timestamp":"x"}]}`
-	for path, want := range map[string]string{"/v1/batch": `"timestamp":"2023-11-14T21:13:20.000Z"`, "/v1/import": `"timestamp":"2023-11-14T20:00:00.000Z"`} {
+	for path, want := range map[string]string{"/v1/batch": `"timestamp":"2023-11-14T21:13:20.000Z"`,
+		"/v1/import": `"timestamp":"2023-11-14T20:00:00.000Z"`} {
 		before := len(f.stored)
-		if w := f.do(post(path, "web-key", calls)); w.Code != http.StatusOK || len(f.stored) != before+2 || !strings.Contains(string(f.stored[before].Body), want) {
+		if w := f.do(post(path, "web-key", calls)); w.Code != http.StatusOK || len(f.stored) != before+2 ||
+			!strings.Contains(string(f.stored[before].Body), want) {
 			t.Errorf("%s: got status %d and messages %v, want one with %s", path, w.Code, f.stored[before:], want)
 		}
 	}

@@ -41,7 +41,8 @@ func TestHTTP2PromisesLittle(t *testing.T) {
 		t.Fatal(err)
 	}
 	settings := frame.(*http2.SettingsFrame)
-	for id, most := range map[http2.SettingID]uint32{http2.SettingMaxFrameSize: 16 << 10, http2.SettingMaxConcurrentStreams: 100, http2.SettingMaxHeaderListSize: maxReadHead + 10*32} {
+	for id, most := range map[http2.SettingID]uint32{http2.SettingMaxFrameSize: 16 << 10, http2.SettingMaxConcurrentStreams: 100,
+		http2.SettingMaxHeaderListSize: maxReadHead + 10*32} {
 		if got, ok := settings.Value(id); !ok || got > most {
 			t.Errorf("%v is %d, want at most %d", id, got, most)
 		}

@@ -32,10 +32,12 @@ type metrics struct {
 func newMetrics(r prometheus.Registerer, memory func() int64) metrics {
 	m := metrics{
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "posthorn_ingest_request_duration_seconds", Help: "Time to answer a request, by class of status.", Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
+			Name: "posthorn_ingest_request_duration_seconds", Help: "Time to answer a request, by class of status.",
+			Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
 		}, []string{"status"}),
 		durable: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_ingest_durable_seconds", Help: "Duration of storing the calls of a request.", Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
+			Name: "posthorn_ingest_durable_seconds", Help: "Duration of storing the calls of a request.",
+			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
 		}),
 	}
 	m.succeeded = m.duration.WithLabelValues("2xx")

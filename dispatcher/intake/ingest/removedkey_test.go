@@ -30,7 +30,8 @@ func TestRemovedWriteKey(t *testing.T) {
 			requests := 0
 			is := func(status int, code, retryAfter string) {
 				t.Helper()
-				for path, body := range map[string]string{"/v1/track": track, "/v1/batch": `{"batch":[` + strings.Replace(track, "{", `{"type":"track",`, 1) + `]}`} {
+				for path, body := range map[string]string{"/v1/track": track,
+					"/v1/batch": `{"batch":[` + strings.Replace(track, "{", `{"type":"track",`, 1) + `]}`} {
 					for _, r := range []struct{ key, body string }{{"old-key", body}, {"", strings.Replace(body, "{", `{"writeKey":"old-key",`, 1)}} {
 						w := f.do(post(path, r.key, r.body))
 						if w.Code != status || !strings.Contains(w.Body.String(), `"`+code+`"`) || w.Header().Get("Retry-After") != retryAfter {

@@ -179,10 +179,12 @@ func TestSettingsOrigins(t *testing.T) {
 	}
 	t.Run("preflight", func(t *testing.T) {
 		f := newFixture(t)
-		r := getSettings(settings, "Origin", "https://shop.example", "Access-Control-Request-Method", "GET", "Access-Control-Request-Headers", "cache-control")
+		r := getSettings(settings, "Origin", "https://shop.example", "Access-Control-Request-Method", "GET", "Access-Control-Request-Headers",
+			"cache-control")
 		r.Method = http.MethodOptions
 		w := f.do(r)
-		if w.Code != http.StatusNoContent || w.Header().Get("Access-Control-Allow-Methods") != settingsMethods || w.Header().Get("Access-Control-Allow-Headers") != "cache-control" {
+		if w.Code != http.StatusNoContent || w.Header().Get("Access-Control-Allow-Methods") != settingsMethods ||
+			w.Header().Get("Access-Control-Allow-Headers") != "cache-control" {
 			t.Errorf("preflight: got %d %v, want 204 that allows GET with Cache-Control", w.Code, w.Header())
 		}
 	})
@@ -220,7 +222,8 @@ func TestSettingsAllocations(t *testing.T) {
 func TestCheckPublicHost(t *testing.T) {
 	for host, ok := range map[string]bool{
 		"track.example": true, "track.example:8443": true, "10.0.0.1": true, "[2001:db8::1]:443": true, "a_b.example": true,
-		"": false, "https://track.example": false, "track.example/v1": false, "a b": false, ":8080": false, "a:": false, "a:123456": false, "a@b": false, "-a": false,
+		"": false, "https://track.example": false, "track.example/v1": false, "a b": false, ":8080": false, "a:": false, "a:123456": false,
+		"a@b": false, "-a": false,
 	} {
 		if err := CheckPublicHost(host); (err == nil) != ok {
 			t.Errorf("host %q: got error %v, want accepted: %t", host, err, ok)

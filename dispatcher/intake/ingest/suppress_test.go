@@ -18,7 +18,8 @@ func (f *fixture) suppress(user string) {
 	}
 	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
 		Namespace: "shop",
-		Sources:   []liveconfig.Source{{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}}, {Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
+		Sources: []liveconfig.Source{{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}},
+			{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
 		Deletions: []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: user, Sources: []string{"web"}, Suppress: true}},
 	}}}))
 }
@@ -40,7 +41,8 @@ func TestSuppressedUser(t *testing.T) {
 		t.Errorf("another Source: %d %s", w.Code, w.Body)
 	}
 	w := f.do(post("/v1/batch", "web-key", `{"batch":[{"type":"page","userId":"ü"},{"type":"page","userId":"a"},{"type":"nonsense"},{"type":"page","userId":"ü"},{"type":"page","anonymousId":"b"}]}`))
-	if w.Code != http.StatusOK || strings.Count(w.Body.String(), "user_suppressed") != 2 || !strings.Contains(w.Body.String(), `"rejected":[{"index":0,`) || !strings.Contains(w.Body.String(), `{"index":3,`) {
+	if w.Code != http.StatusOK || strings.Count(w.Body.String(), "user_suppressed") != 2 ||
+		!strings.Contains(w.Body.String(), `"rejected":[{"index":0,`) || !strings.Contains(w.Body.String(), `{"index":3,`) {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 	if len(f.stored) != 3 {

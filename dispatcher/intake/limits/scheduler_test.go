@@ -79,14 +79,16 @@ func TestTurnsAreFairByBytes(t *testing.T) {
 		}
 	})
 	t.Run("Sources of one namespace take turns", func(t *testing.T) {
-		order := schedule(&Scheduler{slots: 2}, map[string]int{"shop/flood": 1, "shop/call": 1}, "shop/flood", "shop/flood", "shop/flood", "shop/flood", "shop/call")
+		order := schedule(&Scheduler{slots: 2}, map[string]int{"shop/flood": 1, "shop/call": 1}, "shop/flood", "shop/flood", "shop/flood",
+			"shop/flood", "shop/call")
 		if i := slices.Index(order, "shop/call"); i > 1 {
 			t.Errorf("the other Source's call ran as number %d: %v", i+1, order)
 		}
 	})
 	t.Run("small requests beside large ones", func(t *testing.T) {
 		bytes := map[string]int{"large": 1 << 20, "small": 64 << 10}
-		order := schedule(&Scheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small", "small", "small")
+		order := schedule(&Scheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small",
+			"small", "small")
 		// 1 MiB is worth 16 of them: all eight run behind at most one large request.
 		large := 0
 		for i, name := range order {

@@ -76,7 +76,9 @@ func scanAll(data []byte, piece func() int) (f *framing, ended int, passed []byt
 
 func TestFaults(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	pieces := map[string]func() int{"at once": func() int { return 1 << 20 }, "byte by byte": func() int { return 1 }, "in pieces": func() int { return 1 + rng.IntN(20) }}
+	pieces := map[string]func() int{"at once": func() int { return 1 << 20 }, "byte by byte": func() int {
+		return 1
+	}, "in pieces": func() int { return 1 + rng.IntN(20) }}
 	for _, test := range faults {
 		for name, piece := range pieces {
 			t.Run(test.name+" "+name, func(t *testing.T) {

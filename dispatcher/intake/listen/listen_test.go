@@ -62,7 +62,8 @@ func newFixture(t *testing.T, conns int) *fixture {
 	certificate := httptest.NewUnstartedServer(nil)
 	certificate.StartTLS()
 	t.Cleanup(certificate.Close)
-	f.roots = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: certificate.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs, ServerName: "example.com"}
+	f.roots = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: certificate.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs,
+		ServerName: "example.com"}
 	for _, encrypted := range []bool{false, true} {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
@@ -174,7 +175,8 @@ func TestSoundRequestsPass(t *testing.T) {
 			if encrypted {
 				url = "https://" + f.tlsAddr
 			}
-			for i, body := range []io.Reader{strings.NewReader("{}"), io.MultiReader(strings.NewReader("{"), strings.NewReader("}")), strings.NewReader("{}"), http.NoBody} {
+			for i, body := range []io.Reader{strings.NewReader("{}"), io.MultiReader(strings.NewReader("{"), strings.NewReader("}")),
+				strings.NewReader("{}"), http.NoBody} {
 				r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/track", body)
 				if err != nil {
 					t.Fatal(err)
@@ -212,7 +214,8 @@ func TestSoundRequestsPass(t *testing.T) {
 // of a connection.
 func TestHeadIsBounded(t *testing.T) {
 	f := newFixture(t, 100)
-	for size, want := range map[int]int{8192: http.StatusOK, 8193: http.StatusRequestHeaderFieldsTooLarge, 9000: http.StatusRequestHeaderFieldsTooLarge, 13000: http.StatusRequestHeaderFieldsTooLarge} {
+	for size, want := range map[int]int{8192: http.StatusOK, 8193: http.StatusRequestHeaderFieldsTooLarge,
+		9000: http.StatusRequestHeaderFieldsTooLarge, 13000: http.StatusRequestHeaderFieldsTooLarge} {
 		for _, later := range []bool{false, true} {
 			c := f.dial(t, false)
 			in := bufio.NewReader(c)
@@ -272,10 +275,11 @@ func TestHeadOfAStreamIsBounded(t *testing.T) {
 			change func(http.Header)
 			want   int
 		}{
-			"7 KB":          {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 7<<10)) }, http.StatusOK},
-			"9 KB":          {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 9<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
-			"30 KB":         {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 30<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
-			"short headers": {func(h http.Header) { h["Cookie"] = slices.Repeat([]string{"name=a value of 24 bytes"}, 500) }, http.StatusRequestHeaderFieldsTooLarge},
+			"7 KB":  {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 7<<10)) }, http.StatusOK},
+			"9 KB":  {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 9<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
+			"30 KB": {func(h http.Header) { h.Set("Cookie", strings.Repeat("c", 30<<10)) }, http.StatusRequestHeaderFieldsTooLarge},
+			"short headers": {func(h http.Header) { h["Cookie"] = slices.Repeat([]string{"name=a value of 24 bytes"}, 500) },
+				http.StatusRequestHeaderFieldsTooLarge},
 		} {
 			if status, reused := do("/v1/track", c.change); status != c.want || !reused {
 				t.Errorf("TLS %v, %s: got status %d on the same connection %v, want %d and true", encrypted, name, status, reused, c.want)
@@ -292,7 +296,8 @@ func TestHeadOfAStreamIsBounded(t *testing.T) {
 // Other requests are served, with large heads too.
 func TestHeadsShareMemory(t *testing.T) {
 	const size = 1 << 20
-	server := New(&http.Server{MaxHeaderBytes: size, Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})}, 100, slog.New(slog.DiscardHandler))
+	server := New(&http.Server{MaxHeaderBytes: size, Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})}, 100,
+		slog.New(slog.DiscardHandler))
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -326,7 +331,8 @@ func TestHeadsShareMemory(t *testing.T) {
 
 // attack sends n rounds of frames on one connection and returns the last frame that it reads. round gets a new
 // stream and the headers of a request.
-func attack(t *testing.T, f *fixture, encrypted bool, n int, round func(to *http2.Framer, stream uint32, headers []byte) error) (frame http2.Frame) {
+func attack(t *testing.T, f *fixture, encrypted bool, n int,
+	round func(to *http2.Framer, stream uint32, headers []byte) error) (frame http2.Frame) {
 	t.Helper()
 	var c net.Conn
 	if encrypted {
@@ -387,7 +393,8 @@ func TestFramesWithoutProgress(t *testing.T) {
 			return errors.Join(open(to, id, headers, false), to.WriteWindowUpdate(id, 1<<31-1))
 		},
 		"stream that depends on itself": func(to *http2.Framer, id uint32, headers []byte) error {
-			return to.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: headers, EndHeaders: true, Priority: http2.PriorityParam{StreamDep: id}})
+			return to.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: headers, EndHeaders: true,
+				Priority: http2.PriorityParam{StreamDep: id}})
 		},
 		"data after the end": func(to *http2.Framer, id uint32, headers []byte) error {
 			return errors.Join(open(to, id, headers, true), to.WriteData(id, false, []byte("x")))
@@ -452,7 +459,8 @@ func TestDeclinedBodiesPass(t *testing.T) {
 	}
 	frames.Reset()
 	_ = framer.WriteData(5, false, []byte("a body"))
-	for _, code := range []http2.ErrCode{http2.ErrCodeProtocol, http2.ErrCodeFlowControl, http2.ErrCodeFrameSize, http2.ErrCodeRefusedStream, http2.ErrCodeStreamClosed} {
+	for _, code := range []http2.ErrCode{http2.ErrCodeProtocol, http2.ErrCodeFlowControl, http2.ErrCodeFrameSize, http2.ErrCodeRefusedStream,
+		http2.ErrCodeStreamClosed} {
 		_ = framer.WriteRSTStream(7001, code)
 	}
 	_ = framer.WriteRSTStream(2001*2-3, http2.ErrCodeStreamClosed) // One more than those on their way.

@@ -40,9 +40,10 @@ func TestSkip(t *testing.T) {
 		body   string
 		want   []string
 	}{
-		"passes everything":  {"web", event.Track, `{"userId":"u","event":"Order Done","properties":{"total":101}}`, nil},
-		"another source":     {"ios", event.Group, `{"userId":"u","groupId":"g"}`, nil},
-		"event and amount":   {"web", event.Track, `{"userId":"u","event":"Signed Up","properties":{"total":1}}`, []string{"shop/orders", "shop/big"}},
+		"passes everything": {"web", event.Track, `{"userId":"u","event":"Order Done","properties":{"total":101}}`, nil},
+		"another source":    {"ios", event.Group, `{"userId":"u","groupId":"g"}`, nil},
+		"event and amount": {"web", event.Track, `{"userId":"u","event":"Signed Up","properties":{"total":1}}`,
+			[]string{"shop/orders", "shop/big"}},
 		"events: track only": {"web", event.Page, `{"userId":"u","properties":{"total":101}}`, nil},
 		"type, field absent": {"web", event.Identify, `{"userId":"u"}`, []string{"shop/tracks", "shop/big"}},
 		"all off":            {"ios", event.Identify, `{"userId":"u","integrations":{"All":false}}`, []string{"shop/all"}},
@@ -86,7 +87,8 @@ func TestNext(t *testing.T) {
 	config := func(expressions ...string) liveconfig.Config {
 		c := liveconfig.Config{Namespace: "shop"}
 		for i, e := range expressions {
-			c.Destinations = append(c.Destinations, liveconfig.Destination{Name: string(rune('a' + i)), State: liveconfig.Active, Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: e}})
+			c.Destinations = append(c.Destinations, liveconfig.Destination{Name: string(rune('a' + i)), State: liveconfig.Active,
+				Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: e}})
 		}
 		return c
 	}
@@ -186,7 +188,9 @@ func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
 }
 
 func BenchmarkSkipNothing(b *testing.B) {
-	r, err := New(liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}}, {Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
+	r, err := New(liveconfig.Config{Namespace: "shop",
+		Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}},
+			{Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -212,7 +216,8 @@ func TestKeep(t *testing.T) {
 		return skipOf(r, source, parse(t, event.Track, `{"userId":"u","event":"E"}`))
 	}
 	at := time.Unix(1000, 0)
-	first := router(liveconfig.Destination{Name: "crm", Sources: []string{"web", "ios"}, Filter: only}, liveconfig.Destination{Name: "old", Sources: []string{"web"}, Filter: only})
+	first := router(liveconfig.Destination{Name: "crm", Sources: []string{"web", "ios"}, Filter: only},
+		liveconfig.Destination{Name: "old", Sources: []string{"web"}, Filter: only})
 	second := router(liveconfig.Destination{Name: "crm", Sources: []string{"web"}})
 	second.Keep(first, at, time.Minute)
 	if diff := cmp.Diff([]string{"shop/old"}, skips(second, "web")); diff != "" {
@@ -253,7 +258,8 @@ func TestTheCostOfFilters(t *testing.T) {
 	} {
 		config := liveconfig.Config{Namespace: "shop"}
 		for i := range 100 {
-			config.Destinations = append(config.Destinations, liveconfig.Destination{Name: fmt.Sprint("d", i), State: liveconfig.Active, Sources: []string{"web"}, Filter: &c.filter})
+			config.Destinations = append(config.Destinations,
+				liveconfig.Destination{Name: fmt.Sprint("d", i), State: liveconfig.Active, Sources: []string{"web"}, Filter: &c.filter})
 		}
 		r, err := New(config)
 		if err != nil {

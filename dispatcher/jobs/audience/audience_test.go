@@ -67,13 +67,18 @@ func TestDiff(t *testing.T) {
 	}{
 		{"first", of(), of("a", "b"), true, false, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, adminapi.SyncCounts{Members: 2, Added: 2}},
 		{"same", of("a", "b"), of("a", "b"), true, false, []string{"m:a", "m:b"}, nil, adminapi.SyncCounts{Before: 2, Members: 2}},
-		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
+		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"},
+			[]string{"l:a=1", "c:c=4", "j:d=5"}, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
 		{"all removed", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, adminapi.SyncCounts{Before: 2, Removed: 2}},
-		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"},
+			adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
 		{"empty increment", of("a"), of(), false, false, []string{"m:a"}, nil, adminapi.SyncCounts{Before: 1, Members: 1}},
-		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
-		{"resent", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
-		{"increment resent", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, adminapi.SyncCounts{Before: 2, Members: 2, Resent: 1}},
+		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"},
+			adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"resent", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"},
+			adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
+		{"increment resent", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"},
+			adminapi.SyncCounts{Before: 2, Members: 2, Resent: 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var members, changes []string
@@ -105,7 +110,8 @@ func TestDiffFailsWithItsStreams(t *testing.T) {
 		}
 	}
 	for after := range 3 {
-		for _, both := range [][2]stream{{breaks(of("a", "b", "c"), after), of("a", "b", "c")}, {of("a", "b", "c"), breaks(of("a", "b", "c"), after)}} {
+		for _, both := range [][2]stream{{breaks(of("a", "b", "c"), after), of("a", "b", "c")},
+			{of("a", "b", "c"), breaks(of("a", "b", "c"), after)}} {
 			var members, changes []string
 			if _, err := diff(both[0], both[1], true, false, collect(&members), collect(&changes)); !errors.Is(err, broken) {
 				t.Errorf("stream with an error after %d records: got error %v, want %v", after, err, broken)
@@ -264,15 +270,21 @@ func TestLines(t *testing.T) {
 		line       int64
 	}{
 		{"members", audience, true, "{\"userId\":\"a\"}\n\n {\"userId\":\"b\"} \r\n{\"userId\":\"ü\"}", []string{"m:a", "m:b", "m:ü"}, "", 0},
-		{"values", trait, true, `{"userId":"a","value":1.50}` + "\n" + `{"value":"x","userId":"b"}` + "\n" + `{"userId":"c","value":[1, true]}`, []string{"m:a=1.5", `m:b="x"`, "m:c=[1,true]"}, "", 0},
-		{"increment", audience, false, `{"userId":"a","member":false}` + "\n" + `{"userId":"b","member":true}` + "\n" + `{"userId":"c"}`, []string{"r:a", "m:b", "m:c"}, "", 0},
+		{"values", trait, true, `{"userId":"a","value":1.50}` + "\n" + `{"value":"x","userId":"b"}` + "\n" + `{"userId":"c","value":[1, true]}`,
+			[]string{"m:a=1.5", `m:b="x"`, "m:c=[1,true]"}, "", 0},
+		{"increment", audience, false, `{"userId":"a","member":false}` + "\n" + `{"userId":"b","member":true}` + "\n" + `{"userId":"c"}`,
+			[]string{"r:a", "m:b", "m:c"}, "", 0},
 		{"empty", audience, true, "\n\n", nil, "", 0},
 		{"byte order mark", audience, true, "\ufeff{\"userId\":\"a\"}\n", []string{"m:a"}, "", 0},
 		{"only a byte order mark", audience, true, "\ufeff\n", nil, "", 0},
 		{"one user with two spellings", audience, true, `{"userId":"\u0061\/"}` + "\n" + `{"user\u0049d":"a/"}`, []string{"m:a/", "m:a/"}, "", 0},
-		{"users that look alike", audience, true, `{"userId":"é"}` + "\n" + `{"userId":"e\u0301"}` + "\n" + `{"userId":"É"}` + "\n" + `{"userId":" é"}`, []string{"m:é", "m:e\u0301", "m:É", "m: é"}, "", 0},
+		{"users that look alike", audience, true,
+			`{"userId":"é"}` + "\n" + `{"userId":"e\u0301"}` + "\n" + `{"userId":"É"}` + "\n" + `{"userId":" é"}`,
+			[]string{"m:é", "m:e\u0301", "m:É", "m: é"}, "", 0},
 		{"one value with many spellings", trait, true, strings.ReplaceAll(`{"userId":"a","value":1}#{"userId":"a","value":1.0}#{"userId":"a","value":10e-1}#{"userId":"b","value":-0}#{"userId":"c","value":["\u0061", {"b":1,"b":2}]}`, "#", "\r\n"), []string{"m:a=1", "m:a=1", "m:a=1", "m:b=0", `m:c=["a",{"b":2}]`}, "", 0},
-		{"values that differ", trait, true, `{"userId":"a","value":"1"}` + "\n" + `{"userId":"a","value":9007199254740993}` + "\n" + `{"userId":"a","value":9007199254740992}`, []string{`m:a="1"`, "m:a=9007199254740993", "m:a=9007199254740992"}, "", 0},
+		{"values that differ", trait, true,
+			`{"userId":"a","value":"1"}` + "\n" + `{"userId":"a","value":9007199254740993}` + "\n" + `{"userId":"a","value":9007199254740992}`,
+			[]string{`m:a="1"`, "m:a=9007199254740993", "m:a=9007199254740992"}, "", 0},
 		{"of equal names the last counts", trait, true, `{"userId":"x","value":1,"userId":"a","value":2}`, []string{"m:a=2"}, "", 0},
 		{"lines that end in CR", audience, true, "{\"userId\":\"a\"}\r{\"userId\":\"b\"}", nil, "invalid_json", 1},
 		{"another case", audience, true, `{"userid":"a"}`, nil, "unknown_field", 1},
@@ -297,7 +309,8 @@ func TestLines(t *testing.T) {
 		{"trait without value", trait, true, `{"userId":"a"}`, nil, "no_value", 1},
 		{"object value", trait, true, `{"userId":"a","value":{}}`, nil, "invalid_field", 1},
 		{"null value", trait, true, `{"userId":"a","value":null}`, nil, "invalid_field", 1},
-		{"deep value", trait, true, `{"userId":"a","value":` + strings.Repeat("[", 1000) + strings.Repeat("]", 1000) + `}`, nil, "invalid_field", 1},
+		{"deep value", trait, true, `{"userId":"a","value":` + strings.Repeat("[", 1000) + strings.Repeat("]", 1000) + `}`, nil,
+			"invalid_field", 1},
 		{"member in a snapshot", audience, true, `{"userId":"a","member":false}`, nil, "unknown_field", 1},
 		{"member of a wrong type", audience, false, `{"userId":"a","member":"no"}`, nil, "invalid_field", 1},
 		{"removal with a value", trait, false, `{"userId":"a","member":false,"value":1}`, nil, "invalid_field", 1},

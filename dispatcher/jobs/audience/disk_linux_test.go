@@ -62,7 +62,8 @@ func fullBeforeAcceptance(t *testing.T) {
 		{"the lines", 50_000, func() answer { return r.do(http.MethodPut, shoppers, "web-key", ids(before[1:]...)) }},
 		{"the members", 50_000, one},
 		{"any file", 0, func() answer {
-			return r.do(http.MethodPut, "/v1/audiences/young/members?resend=true", "web-key", strings.NewReader(`{"userId":"b"}`+"\n"+`{"userId":"a"}`))
+			return r.do(http.MethodPut, "/v1/audiences/young/members?resend=true", "web-key",
+				strings.NewReader(`{"userId":"b"}`+"\n"+`{"userId":"a"}`))
 		}},
 	} {
 		lift := limitFiles(t, c.bytes)

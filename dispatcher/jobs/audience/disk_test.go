@@ -69,7 +69,8 @@ func (d *disk) stepped() {
 func (d *disk) open(t *testing.T) *pebblestore.Store {
 	t.Helper()
 	check.NoError(t, "make the data folder", makeFolder(d.storeFS, d.dir))
-	store, err := pebblestore.Open(d.path("queue"), pebblestore.Options{FS: d.storeFS, MemTableBytes: 1 << 20, DuplicateWindow: 10 * time.Minute, Logger: slog.New(slog.DiscardHandler)})
+	store, err := pebblestore.Open(d.path("queue"), pebblestore.Options{FS: d.storeFS, MemTableBytes: 1 << 20,
+		DuplicateWindow: 10 * time.Minute, Logger: slog.New(slog.DiscardHandler)})
 	check.NoError(t, "open the store", err)
 	return store
 }

@@ -161,7 +161,8 @@ func (s *Service) request(r *http.Request) (q Request, bad *admission.Refusal) {
 		}
 		return q, admission.Refusef(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
 	}
-	q = Request{Namespace: ref.Namespace, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
+	q = Request{Namespace: ref.Namespace, Audience: config.Audiences[i], Full: r.Method == http.MethodPut,
+		AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	// Unknown parameters are rejected: a misspelled dry run would take effect.
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
@@ -180,7 +181,8 @@ func (s *Service) request(r *http.Request) (q Request, bad *admission.Refusal) {
 				return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "%s must be true or false, as in %[1]s=true", name)
 			}
 		default:
-			if q.AllowRemoval, err = strconv.ParseFloat(values[0], 64); err != nil || math.IsNaN(q.AllowRemoval) || q.AllowRemoval < 0 || q.AllowRemoval > 100 {
+			if q.AllowRemoval, err = strconv.ParseFloat(values[0], 64); err != nil || math.IsNaN(q.AllowRemoval) || q.AllowRemoval < 0 ||
+				q.AllowRemoval > 100 {
 				return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
 			}
 		}

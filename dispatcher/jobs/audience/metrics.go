@@ -25,7 +25,8 @@ func newMetrics(r prometheus.Registerer) metrics {
 			Name: "posthorn_audience_unsent", Help: "Identify calls of the last sync that are not in the queue yet.",
 		}, []string{"namespace", "audience"}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_audience_receive_seconds", Help: "Duration of receiving, sorting and comparing a sync.", Buckets: prometheus.ExponentialBuckets(0.01, 4, 10),
+			Name: "posthorn_audience_receive_seconds", Help: "Duration of receiving, sorting and comparing a sync.",
+			Buckets: prometheus.ExponentialBuckets(0.01, 4, 10),
 		}),
 	}
 	if r != nil {

@@ -63,18 +63,26 @@ func TestPace(t *testing.T) {
 	}{
 		{name: "fast", speed: map[string]float64{"a": 10_000}, lasts: 10 * second, least: 60_000, most: 100_000, wait: 5000},
 		{name: "slow", speed: map[string]float64{"a": 10}, lasts: 100 * second, least: 900, most: 1100, wait: 40},
-		{name: "the slowest lane sets the pace", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000, most: 10_500, wait: 300},
-		{name: "live calls take their share", speed: map[string]float64{"a": 100}, live: 60, lasts: 100 * second, least: 3_000, most: 4_500, wait: 300},
-		{name: "more live calls than the lane can deliver", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32, most: 2000, wait: 300},
+		{name: "the slowest lane sets the pace", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000,
+			most: 10_500, wait: 300},
+		{name: "live calls take their share", speed: map[string]float64{"a": 100}, live: 60, lasts: 100 * second, least: 3_000, most: 4_500,
+			wait: 300},
+		{name: "more live calls than the lane can deliver", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32,
+			most: 2000, wait: 300},
 		{name: "one crawls", speed: map[string]float64{"a": 1000, "b": 1}, lasts: 100 * second, least: 9_500, most: 10_500, wait: 3000},
-		{name: "one crawls, and the sync is large", speed: map[string]float64{"a": 10_000, "b": 100}, calls: 14_400_000, lasts: 100 * second, least: 95_000, most: 101_000, wait: 5000},
+		{name: "one crawls, and the sync is large", speed: map[string]float64{"a": 10_000, "b": 100}, calls: 14_400_000, lasts: 100 * second,
+			least: 95_000, most: 101_000, wait: 5000},
 		{name: "all crawl", speed: map[string]float64{"a": 20, "b": 2}, lasts: 100 * second, least: 1_900, most: 2_200, wait: 60},
-		{name: "one crawls, and filters the calls out", speed: map[string]float64{"a": 1000, "b": 1}, skips: "b", lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
-		{name: "one makes no progress", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
-		{name: "one is disabled", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
+		{name: "one crawls, and filters the calls out", speed: map[string]float64{"a": 1000, "b": 1}, skips: "b", lasts: 10 * second,
+			least: 9_000, most: 11_000, wait: 3000},
+		{name: "one makes no progress", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000,
+			wait: 3000},
+		{name: "one is disabled", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled},
+			lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "none makes progress", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
 		{name: "none makes progress for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
-		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Paused}, lasts: second, least: 10_000, most: 1e9},
+		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Paused}, lasts: second,
+			least: 10_000, most: 1e9},
 		{name: "no destination", lasts: second, least: 10_000, most: 1e9},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -104,7 +112,8 @@ func TestPace(t *testing.T) {
 				p.update(lanes.stats, batch{sent, map[string]int{"shop/" + c.skips: sent}}, now)
 				sent = min(p.room(now), batchSize)
 				for id, l := range p.lanes {
-					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) && float64(l.unread) > c.wait {
+					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) &&
+						float64(l.unread) > c.wait {
 						t.Fatalf("pending calls in %s after %s: got %d, want at most %g at %g calls a second", id.Destination, now.Sub(begin), l.unread, c.wait, lanes.speed[id])
 					}
 				}
@@ -194,7 +203,8 @@ func TestSlowReceiver(t *testing.T) {
 	check.Equal(t, "Added", result.Added, users)
 	live := func(n int) {
 		t.Helper()
-		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("live-%d", n), Type: "track", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"userId":"live-%d"}`, n)}
+		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("live-%d", n), Type: "track", AcceptedAt: time.Now(),
+			Body: fmt.Appendf(nil, `{"userId":"live-%d"}`, n)}
 		if _, err := s.store.Append(t.Context(), []queue.Message{m}); err != nil {
 			t.Fatal(err)
 		}

@@ -194,7 +194,8 @@ func (s *Service) load() error {
 					return fmt.Errorf("%s/%s: %w", id.namespace, id.name, err)
 				}
 				if a.broken = err; err != nil {
-					s.Logger.Error("the files of an audience are lost; its syncs are refused", "namespace", id.namespace, "audience", id.name, "error", err)
+					s.Logger.Error("the files of an audience are lost; its syncs are refused", "namespace", id.namespace, "audience", id.name,
+						"error", err)
 				}
 			}
 			for file := range r.files() {
@@ -331,7 +332,8 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 	a.changed.Transition()
 	switch {
 	case err == nil:
-		log.Info("audience synced", "members", a.pending.Members, "added", a.pending.Added, "removed", a.pending.Removed, "changed", a.pending.Changed)
+		log.Info("audience synced", "members", a.pending.Members, "added", a.pending.Added, "removed", a.pending.Removed, "changed",
+			a.pending.Changed)
 		s.metrics.finished(a.name, *a.pending)
 		a.done, a.pending, a.busy = a.pending, nil, ""
 		a.over <- true

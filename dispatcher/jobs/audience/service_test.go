@@ -103,7 +103,8 @@ func (l *log) drain(t *testing.T) []string {
 		if err := json.Unmarshal(m.Body, &call); err != nil {
 			t.Fatal(err)
 		}
-		if call.Type != "identify" || call.Version != 1 || m.Type != "identify" || m.Source != "shop/web" || m.AcceptedAt.IsZero() || len(call.Traits) != 1 {
+		if call.Type != "identify" || call.Version != 1 || m.Type != "identify" || m.Source != "shop/web" || m.AcceptedAt.IsZero() ||
+			len(call.Traits) != 1 {
 			t.Errorf("message: got %+v with body %s, want an identify call of version 1 of shop/web with one trait", m, m.Body)
 		}
 		for k, v := range call.Traits {
@@ -151,7 +152,8 @@ func newRig(t *testing.T, d *disk, l *log, change func(*Options)) *rig {
 	r := &rig{t: t, log: l, router: admissiontest.Router{}}
 	store := &admissiontest.Store{OnAppend: l.Append, OnFull: l.full, OnRoom: l.room}
 	o := Options{
-		Gate: admission.New(admission.Options{Store: store, Logger: slog.New(slog.DiscardHandler)}), Lanes: l, Logger: slog.New(slog.DiscardHandler),
+		Gate: admission.New(admission.Options{Store: store, Logger: slog.New(slog.DiscardHandler)}), Lanes: l,
+		Logger: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&o)
@@ -591,7 +593,8 @@ func TestInterruptedBody(t *testing.T) {
 // A body without new data, at the owner or at another pod, is answered 408 and changes nothing.
 func TestStalledBody(t *testing.T) {
 	owner := newRig(t, memory(), newLog(), nil)
-	for _, r := range []*rig{newRig(t, memory(), newLog(), nil), newRig(t, memory(), owner.log, func(o *Options) { o.Owner = owner.server.URL })} {
+	for _, r := range []*rig{newRig(t, memory(), newLog(), nil),
+		newRig(t, memory(), owner.log, func(o *Options) { o.Owner = owner.server.URL })} {
 		r.sync(shoppers, "a", "b")
 		r.log.drain(t)
 		r.IdleTimeout = 200 * time.Millisecond // Only for the syncs that must exceed it.
@@ -606,7 +609,8 @@ func TestStalledBody(t *testing.T) {
 					}
 				}()
 			}
-			r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding).want(t, encoding, http.StatusRequestTimeout, "body_too_slow")
+			r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding).want(t, encoding,
+				http.StatusRequestTimeout, "body_too_slow")
 		}
 		r.IdleTimeout = DefaultIdleTimeout
 		wait.True(owner.t, "the audience is up to date", func() bool { return owner.busy() == "" })
@@ -653,7 +657,8 @@ func TestConcurrentSyncsOfNamespaces(t *testing.T) {
 	}{{"shop", maxSyncsPerNamespace}, {"bank", maxSyncs - maxSyncsPerNamespace}, {"farm", 0}} {
 		for n := range maxSyncsPerNamespace + 1 {
 			_, err := r.begin(sync(c.namespace, n))
-			if refusal, _ := errors.AsType[*admission.Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
+			if refusal, _ := errors.AsType[*admission.Refusal](err); n < c.room && err != nil ||
+				n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
 				t.Errorf("sync %d of namespace %s: got error %v, want busy after %d syncs", n, c.namespace, err, c.room)
 			}
 		}
@@ -934,7 +939,8 @@ func TestUnknownFilesAreRemoved(t *testing.T) {
 	r.sync(shoppers, "a")
 	r.end()
 	kept := d.files()
-	for _, path := range []string{members("shoppers") + "/members-old", members("shoppers") + "/sync-old/run-000001", "members/unknown/members-old"} {
+	for _, path := range []string{members("shoppers") + "/members-old", members("shoppers") + "/sync-old/run-000001",
+		"members/unknown/members-old"} {
 		d.write(t, d.path(path), nil)
 	}
 	newRig(t, d, newLog(), nil)
@@ -1200,12 +1206,15 @@ func TestForwardToTheOwner(t *testing.T) {
 	check.Equal(t, "Added", other.sync(shoppers, members...).Added, 5000)
 	check.Equal(t, "identify calls of the owner", len(owner.log.drain(t)), 5000)
 	other.wantCalls()
-	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync that the owner rejects", http.StatusUnprocessableEntity, "too_many_removals")
+	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync that the owner rejects", http.StatusUnprocessableEntity,
+		"too_many_removals")
 	other.do(http.MethodPut, shoppers, "unknown-key", ids("a")).want(t, "unknown write key", http.StatusUnauthorized, "unknown_write_key")
 	third := newRig(t, memory(), newLog(), func(o *Options) { o.Owner = other.server.URL })
-	check.Equal(t, "status of a sync that was forwarded twice", third.do(http.MethodPut, shoppers, "web-key", ids("a")).status, http.StatusMisdirectedRequest)
+	check.Equal(t, "status of a sync that was forwarded twice", third.do(http.MethodPut, shoppers, "web-key", ids("a")).status,
+		http.StatusMisdirectedRequest)
 	owner.end()
-	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync without the owner", http.StatusServiceUnavailable, "owner_unreachable")
+	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync without the owner", http.StatusServiceUnavailable,
+		"owner_unreachable")
 }
 
 // The rules for numbers in values are the same as for other calls.
@@ -1220,7 +1229,8 @@ func TestLongNumbersAreMarked(t *testing.T) {
 		got[traits] = m.LongNumbers
 	}
 	r.log.mu.Unlock()
-	want := map[string]bool{`"spent":12345678901234567890`: true, `"spent":1`: false, `"spent":[1e400]`: true, `"spent":"12345678901234567890"`: false, `"spent":0.1`: false}
+	want := map[string]bool{`"spent":12345678901234567890`: true, `"spent":1`: false, `"spent":[1e400]`: true,
+		`"spent":"12345678901234567890"`: false, `"spent":0.1`: false}
 	if d := gocmp.Diff(want, got); d != "" {
 		t.Errorf("marks by traits (-want +got):\n%s", d)
 	}

@@ -303,7 +303,8 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 			case to.State == liveconfig.Disabled:
 				disabled[to.Name] = true
 			default:
-				planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: adminapi.NotificationPending, Time: now})
+				planned.Notifications = append(planned.Notifications,
+					notification{Destination: to.Name, State: adminapi.NotificationPending, Time: now})
 			}
 		}
 		if len(planned.Notifications) > 0 {
@@ -331,7 +332,8 @@ func (s *Service) append(ctx context.Context, r *record, userID string) error {
 		}
 		now := s.Now().UTC().Truncate(time.Millisecond)
 		if err := s.appendOne(ctx, r, to, queue.Message{
-			Source: r.Namespace + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now, Body: event.DeleteMessage(userID, r.Time),
+			Source: r.Namespace + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
+			Body: event.DeleteMessage(userID, r.Time),
 		}); err != nil {
 			return err
 		}
@@ -399,7 +401,8 @@ func (s *Service) end(lanes []queue.LaneID, source string) (end uint64) {
 	return end
 }
 
-func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, destination string, from *source) (state, reason string, err error) {
+func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, destination string, from *source) (state, reason string,
+	err error) {
 	found, known := false, false
 	for _, lane := range lanes {
 		if lane.Source != source || lane.Destination != destination {
@@ -531,7 +534,8 @@ func (r record) clone() record {
 }
 
 func (r record) equal(o record) bool {
-	return r.UID == o.UID && r.Completed == o.Completed && r.Exceeded == o.Exceeded && slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
-		return a.Accepted.Equal(b.Accepted) && a.End == b.End && slices.Equal(a.Notifications, b.Notifications)
-	})
+	return r.UID == o.UID && r.Completed == o.Completed && r.Exceeded == o.Exceeded &&
+		slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
+			return a.Accepted.Equal(b.Accepted) && a.End == b.End && slices.Equal(a.Notifications, b.Notifications)
+		})
 }

@@ -71,7 +71,8 @@ func newRig(t *testing.T) *rig {
 	r := &rig{t: t, store: store, now: time.Unix(1_800_000_000, 0)}
 	r.gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: r.Append}, Logger: slog.New(slog.DiscardHandler)})
 	r.set(config())
-	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}, {Source: "shop/web", Destination: "shop/off"}} {
+	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"},
+		{Source: "shop/web", Destination: "shop/paused"}, {Source: "shop/web", Destination: "shop/off"}} {
 		if err := store.OpenLane(lane); err != nil {
 			t.Fatal(err)
 		}
@@ -379,9 +380,11 @@ func TestBegunOnly(t *testing.T) {
 func TestEveryURLMustAcceptADeletion(t *testing.T) {
 	r := newRig(t)
 	c := config()
-	c.Destinations = []liveconfig.Destination{{Name: "any", State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint}}
+	c.Destinations = []liveconfig.Destination{{Name: "any", State: liveconfig.Active, Sources: []string{"web"},
+		Success: liveconfig.AnyEndpoint}}
 	r.set(c)
-	lanes := []queue.LaneID{{Source: "shop/web", Destination: "shop/any", Endpoint: "a", Any: true}, {Source: "shop/web", Destination: "shop/any", Endpoint: "b", Any: true}}
+	lanes := []queue.LaneID{{Source: "shop/web", Destination: "shop/any", Endpoint: "a", Any: true},
+		{Source: "shop/web", Destination: "shop/any", Endpoint: "b", Any: true}}
 	var got []queue.Delivery
 	for _, lane := range lanes {
 		if err := r.store.OpenLane(lane); err != nil {

@@ -233,7 +233,8 @@ func TestDeadlineOfADeletedObject(t *testing.T) {
 	r.request(nil)
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}} {
+	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"},
+		{Source: "shop/web", Destination: "shop/paused"}} {
 		if got, err := r.tracked.Lease(lane, 10, nil); err != nil || len(got) != 0 {
 			t.Errorf("lane %v after the deadline: got %v and error %v, want no message", lane, got, err)
 		}

@@ -236,7 +236,8 @@ func (s *Service) pace(ctx context.Context, l letters, err error) {
 	n := s.waits[l.key()].errors
 	s.waits[l.key()] = wait{n + 1, time.Now().Add(min(tick<<min(n, 10), maxBackoff))}
 	if n == 0 {
-		s.Logger.Warn("forwarding dead letters failed; they wait and are retried", "namespace", l.namespace, "destination", l.from, "target", l.to, "error", err)
+		s.Logger.Warn("forwarding dead letters failed; they wait and are retried", "namespace", l.namespace, "destination", l.from, "target",
+			l.to, "error", err)
 	}
 }
 

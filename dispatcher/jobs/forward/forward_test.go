@@ -61,7 +61,8 @@ func run(t *testing.T, destinations []liveconfig.Destination, test func(r *rig))
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		r := &rig{T: t, files: vfs.NewMem(), status: map[string]int{}, got: map[string][]received{}, hosts: map[*egress.Endpoint]string{}}
-		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{{Name: "web"}}, Destinations: destinations}
+		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{{Name: "web"}},
+			Destinations: destinations}
 		r.start()
 		test(r)
 		r.stop()
@@ -85,7 +86,8 @@ func (r *rig) start() {
 	log := slog.New(slog.DiscardHandler)
 	r.store, err = pebblestore.Open("queue", pebblestore.Options{FS: r.files, Logger: log, Now: time.Now, MaintainInterval: time.Hour})
 	check.NoError(r.T, "open the store", err)
-	r.gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: func(ctx context.Context, m []queue.Message) ([]bool, error) {
+	r.gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: func(ctx context.Context,
+		m []queue.Message) ([]bool, error) {
 		if r.fault.fails("append", m[0].Source) {
 			return nil, queue.ErrFull
 		}
@@ -266,7 +268,8 @@ func TestForwards(t *testing.T) {
 		d := body.DeadLetter
 		check.Equal(r.T, "accepted in the past", !d.AcceptedAt.After(d.FailedAt) && d.FailedAt.Before(m.at), true)
 		d.AcceptedAt, d.FailedAt = time.Time{}, time.Time{}
-		check.Equal(r.T, "details", d, forward.Details{Destination: "crm", Source: "web", Reason: "Rejected", StatusCode: 422, Message: "status", Attempts: 1})
+		check.Equal(r.T, "details", d, forward.Details{Destination: "crm", Source: "web", Reason: "Rejected", StatusCode: 422, Message: "status",
+			Attempts: 1})
 		check.Equal(r.T, "id is one of its own", strings.HasPrefix(m.id, "dead-letter-") && len(m.id) == len("dead-letter-")+32, true)
 		check.Equal(r.T, "forwarded", r.service.Forwarded("shop", "crm"), 3)
 		check.Equal(r.T, "ledger of crm", r.ledger("crm"), queue.Ledger{Accepted: 3, DeadLettered: 3})
@@ -350,7 +353,8 @@ func TestPartialFailure(t *testing.T) {
 
 // Destinations that forward to each other forward nothing: their dead letters wait.
 func TestCycle(t *testing.T) {
-	run(t, []liveconfig.Destination{to("crm", "ops", "web", liveconfig.SourceDeadLetters), to("ops", "crm", "web", liveconfig.SourceDeadLetters)}, func(r *rig) {
+	run(t, []liveconfig.Destination{to("crm", "ops", "web", liveconfig.SourceDeadLetters),
+		to("ops", "crm", "web", liveconfig.SourceDeadLetters)}, func(r *rig) {
 		r.wait(2 * time.Second)
 		r.answer("crm", 422)
 		r.answer("ops", 422)

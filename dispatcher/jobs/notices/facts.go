@@ -77,7 +77,8 @@ func (f fact) due(before record, now time.Time) bool {
 
 // facts returns the facts of a namespace that are due. Destinations that get notices have none, also as
 // forwarded dead letters, so that no notice causes another one.
-func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.ConfigReport, before map[string]record, now time.Time) (list []fact) {
+func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.ConfigReport, before map[string]record,
+	now time.Time) (list []fact) {
 	if n == nil {
 		n = &podreport.NamespaceIndex{}
 	}
@@ -132,13 +133,15 @@ func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.Con
 			reported = 0 // The count began again, for a new destination with this name.
 		}
 		if r.DeadLettered > reported {
-			add(key, strconv.FormatInt(r.DeadLettered, 10), DeadLetters, repeatPause, Properties{Destination: d.Name, Messages: r.DeadLettered - reported})
+			add(key, strconv.FormatInt(r.DeadLettered, 10), DeadLetters, repeatPause,
+				Properties{Destination: d.Name, Messages: r.DeadLettered - reported})
 		}
 		window := d.Delivery.RetryWindow()
 		key = "window/" + d.Name
 		if oldest := r.OldestPending; !oldest.IsZero() && now.Sub(oldest) >= window*windowPercent/100 {
 			ends := oldest.Add(window)
-			add(key, "ending", RetryWindowEnding, repeatPause, Properties{Destination: d.Name, Since: at(oldest), Until: at(ends), Messages: r.Pending})
+			add(key, "ending", RetryWindowEnding, repeatPause,
+				Properties{Destination: d.Name, Since: at(oldest), Until: at(ends), Messages: r.Pending})
 		} else {
 			add(key, none, "", 0, Properties{})
 		}
@@ -147,7 +150,8 @@ func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.Con
 	}
 	for _, d := range c.Discards {
 		if d.Messages > 0 && !gets[d.Destination] && d.Source != liveconfig.SourceNotices {
-			add("discard/"+d.Destination+"/"+d.Source, d.At.UTC().Format(time.RFC3339), DiscardAhead, 0, Properties{Destination: d.Destination, Source: d.Source, Until: at(d.At), Messages: d.Messages})
+			add("discard/"+d.Destination+"/"+d.Source, d.At.UTC().Format(time.RFC3339), DiscardAhead, 0,
+				Properties{Destination: d.Destination, Source: d.Source, Until: at(d.At), Messages: d.Messages})
 		}
 	}
 	return list

@@ -282,7 +282,8 @@ func (s *Service) append(ctx context.Context, namespace string, f fact, before r
 	if err := e.Encode(m); err != nil {
 		return err
 	}
-	call := event.Call{Type: event.Track, MessageID: m.MessageID, Event: f.event, AnonymousID: m.AnonymousID, Timestamp: now, Body: bytes.TrimSpace(body.Bytes())}
+	call := event.Call{Type: event.Track, MessageID: m.MessageID, Event: f.event, AnonymousID: m.AnonymousID, Timestamp: now,
+		Body: bytes.TrimSpace(body.Bytes())}
 	ref := liveconfig.SourceRef{Namespace: namespace, Source: liveconfig.Source{Name: liveconfig.SourceNotices}}
 	routing := s.Gate.Begin()
 	defer routing.End()

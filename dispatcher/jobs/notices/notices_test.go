@@ -90,12 +90,14 @@ func run(t *testing.T, test func(r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		r := &rig{T: t, meta: &meta{values: map[string][]byte{}}, fail: map[string]error{}}
-		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{
-			destination("crm", "web"), destination("ops", liveconfig.SourceNotices),
-		}}
+		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop",
+			Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{
+				destination("crm", "web"), destination("ops", liveconfig.SourceNotices),
+			}}
 		r.report = adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
 			Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web"}},
-			Destinations: []adminapi.DestinationReport{{Name: "crm", Endpoints: endpoints("primary")}, {Name: "ops", Endpoints: endpoints("primary")}},
+			Destinations: []adminapi.DestinationReport{{Name: "crm", Endpoints: endpoints("primary")},
+				{Name: "ops", Endpoints: endpoints("primary")}},
 		}}}
 		r.start()
 		test(r)
@@ -130,26 +132,27 @@ func (r *rig) start() {
 		return nil, nil
 	}}, HighWater: 0.9, Logger: slog.New(slog.DiscardHandler)})
 	r.apply()
-	s, err := notices.New(notices.Options{Gate: r.gate, Store: r.meta, Pod: "pod-0", Namespace: "shop", DiskLeft: func() (left, total float64, ok bool) {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		return float64(900 - r.used), 1000, r.used >= 0
-	}, Logger: slog.New(slog.DiscardHandler), Changes: func(cursor string) *adminapi.Report {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.reports++
-		if cursor == fmt.Sprint(r.version) {
-			return nil
-		}
-		// A copy, as from a real dispatcher.
-		text, err := json.Marshal(r.report)
-		var report adminapi.Report
-		if err := errors.Join(err, json.Unmarshal(text, &report)); err != nil {
-			panic(err)
-		}
-		report.Cursor = fmt.Sprint(r.version)
-		return &report
-	}})
+	s, err := notices.New(notices.Options{Gate: r.gate, Store: r.meta, Pod: "pod-0", Namespace: "shop",
+		DiskLeft: func() (left, total float64, ok bool) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			return float64(900 - r.used), 1000, r.used >= 0
+		}, Logger: slog.New(slog.DiscardHandler), Changes: func(cursor string) *adminapi.Report {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.reports++
+			if cursor == fmt.Sprint(r.version) {
+				return nil
+			}
+			// A copy, as from a real dispatcher.
+			text, err := json.Marshal(r.report)
+			var report adminapi.Report
+			if err := errors.Join(err, json.Unmarshal(text, &report)); err != nil {
+				panic(err)
+			}
+			report.Cursor = fmt.Sprint(r.version)
+			return &report
+		}})
 	check.NoError(r.T, "make the Service", err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -332,7 +335,8 @@ func TestDiscard(t *testing.T) {
 		discard := func(messages int64) func() {
 			at := time.Now().Truncate(time.Hour).Add(2 * time.Hour)
 			return func() {
-				r.report.Configs = []adminapi.ConfigReport{{Namespace: "shop", Discards: []adminapi.Discard{{Source: "web", Destination: "gone", Messages: messages, At: at}}}}
+				r.report.Configs = []adminapi.ConfigReport{{Namespace: "shop",
+					Discards: []adminapi.Discard{{Source: "web", Destination: "gone", Messages: messages, At: at}}}}
 			}
 		}
 		r.after(time.Minute, discard(0))

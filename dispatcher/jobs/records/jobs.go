@@ -65,7 +65,8 @@ type Records struct {
 
 // Open reads the records of earlier runs. Records that cannot be decoded are ignored.
 func Open(store Store, now func() time.Time) (*Records, error) {
-	r := &Records{store: store, now: now, namespaceMax: maxNamespace, totalMax: maxTotal, byID: map[string]Record{}, namespaces: map[string]int{}}
+	r := &Records{store: store, now: now, namespaceMax: maxNamespace, totalMax: maxTotal, byID: map[string]Record{},
+		namespaces: map[string]int{}}
 	all, err := store.AllMeta()
 	if err != nil {
 		return nil, fmt.Errorf("read the records of jobs: %w", err)

@@ -22,7 +22,8 @@ const pageSize = 100
 
 // matches reports whether a selector selects a dead letter.
 func matches(s adminapi.DeadLetterSelector, d queue.DeadLetter) bool {
-	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.StatusCodes, d.Failure.StatusCode) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
+	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.StatusCodes, d.Failure.StatusCode) && in(s.Types, d.Type) &&
+		in(s.Events, d.Event) &&
 		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
 }
 
@@ -68,7 +69,8 @@ type Store interface {
 // destination's success policy has changed, the messages are appended to the lanes of the
 // new policy. After a crash some may be delivered twice; none is lost. With an error, Run
 // returns the progress up to it.
-func Run(ctx context.Context, gate *admission.Gate, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
+func Run(ctx context.Context, gate *admission.Gate, store Store, destination string, s adminapi.DeadLetterSelector,
+	o Options) (adminapi.DeadLetterProgress, error) {
 	limiter := o.limiter
 	if limiter == nil {
 		limiter = newLimiter(o.Rate)
@@ -89,9 +91,11 @@ func Run(ctx context.Context, gate *admission.Gate, store Store, destination str
 		defer routing.End()
 		messages := make([]queue.Message, len(page))
 		for i, d := range page {
-			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), LongNumbers: !event.IsFixedPoint(d.Body), Body: d.Body}
+			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o),
+				Only: receiver(d.Lane, lanes), LongNumbers: !event.IsFixedPoint(d.Body), Body: d.Body}
 			if d.Failure.Reason == queue.ReasonFilterFailed {
-				messages[i].Skip = routing.Refilter(d.Lane.Source, destination, &event.Call{Type: event.Type(d.Type), Event: d.Event, LongNumbers: messages[i].LongNumbers, Body: d.Body})
+				messages[i].Skip = routing.Refilter(d.Lane.Source, destination,
+					&event.Call{Type: event.Type(d.Type), Event: d.Event, LongNumbers: messages[i].LongNumbers, Body: d.Body})
 			}
 		}
 		if _, err := routing.Append(ctx, messages); err != nil {
@@ -144,7 +148,8 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 }
 
 // Purge removes the selected dead letters permanently.
-func Purge(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
+func Purge(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector,
+	o Options) (adminapi.DeadLetterProgress, error) {
 	return each(ctx, store, destination, s, o, pageSize, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
 		for i, d := range page {
@@ -156,7 +161,8 @@ func Purge(ctx context.Context, store Store, destination string, s adminapi.Dead
 
 // each calls act with pages of selected dead letters, up to a size. act returns the number
 // that it processed, and may change the page.
-func each(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
+func each(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options, size int,
+	act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
 	started := now(o)
 	p.AsOf = started.Add(1) // Selector.Until is exclusive.
 	for after, more := o.from, true; more; {

@@ -33,7 +33,8 @@ var (
 // open creates a store with n dead letters of a destination; every third one has the reason Expired.
 func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 	t.Helper()
-	s, err := pebblestore.Open("queue", pebblestore.Options{FS: vfs.NewMem(), DuplicateWindow: time.Minute, Logger: slog.New(slog.DiscardHandler)})
+	s, err := pebblestore.Open("queue", pebblestore.Options{FS: vfs.NewMem(), DuplicateWindow: time.Minute,
+		Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,8 @@ func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 		}
 	}
 	for i := range n {
-		m := queue.Message{Source: src, ID: fmt.Sprint("m", i), Type: "track", Event: "E", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"n":%d}`, i)}
+		m := queue.Message{Source: src, ID: fmt.Sprint("m", i), Type: "track", Event: "E", AcceptedAt: time.Now(),
+			Body: fmt.Appendf(nil, `{"n":%d}`, i)}
 		if _, err := s.Append(t.Context(), []queue.Message{m}); err != nil {
 			t.Fatal(err)
 		}
@@ -94,13 +96,15 @@ func count(t *testing.T, s queue.Store) (n int) {
 
 func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 	s := open(t, 250, lane)
-	dry, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
+	dry, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}},
+		redelivery.Options{DryRun: true})
 	check.NoError(t, "dry run", err)
 	check.Equal(t, "dry run: Matched", dry.Matched, 84)
 	check.Equal(t, "dry run: Redelivered", dry.Redelivered, 0)
 	check.Equal(t, "dead letters after a dry run", count(t, s), 250)
 	calls := 0
-	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(adminapi.DeadLetterProgress) { calls++ }})
+	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}},
+		redelivery.Options{Rate: 1e6, OnProgress: func(adminapi.DeadLetterProgress) { calls++ }})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 84)
 	check.Equal(t, "Redelivered", p.Redelivered, 84)
@@ -127,7 +131,9 @@ func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 func TestStatusCodesSelectDeadLetters(t *testing.T) {
 	s := open(t, 0, lane)
 	for i, code := range []int{422, 400, 0, 422, 0, 422} {
-		if _, err := s.Append(t.Context(), []queue.Message{{Source: src, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Body: []byte(`{}`)}}); err != nil {
+		if _,
+			err := s.Append(t.Context(), []queue.Message{{Source: src, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(),
+			Body: []byte(`{}`)}}); err != nil {
 			t.Fatal(err)
 		}
 		for _, d := range lease(t, s, lane) {
@@ -140,7 +146,8 @@ func TestStatusCodesSelectDeadLetters(t *testing.T) {
 		codes []int
 		want  int64
 	}{{nil, 6}, {[]int{422}, 3}, {[]int{0}, 2}, {[]int{0, 400}, 3}, {[]int{500}, 0}} {
-		p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{StatusCodes: c.codes}, redelivery.Options{DryRun: true})
+		p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{StatusCodes: c.codes},
+			redelivery.Options{DryRun: true})
 		check.NoError(t, fmt.Sprint("dry run of ", c.codes), err)
 		check.Equal(t, fmt.Sprint("Matched of ", c.codes), p.Matched, c.want)
 	}
@@ -178,7 +185,8 @@ func TestPurge(t *testing.T) {
 func TestRunStopsWithItsContext(t *testing.T) {
 	s := open(t, 250, lane)
 	ctx, cancel := context.WithCancel(t.Context())
-	p, err := redelivery.Run(ctx, gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 0.001, OnProgress: func(adminapi.DeadLetterProgress) { cancel() }})
+	p, err := redelivery.Run(ctx, gate(s), s, dest, adminapi.DeadLetterSelector{},
+		redelivery.Options{Rate: 0.001, OnProgress: func(adminapi.DeadLetterProgress) { cancel() }})
 	check.Equal(t, "run returned an error", err != nil, true)
 	check.Equal(t, "Redelivered", p.Redelivered, 1)
 	check.Equal(t, "remaining dead letters", count(t, s), 249)
@@ -206,7 +214,8 @@ func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 // when a release without the mark stored it.
 func TestLongNumbersAreMarkedAgain(t *testing.T) {
 	s := open(t, 0, lane)
-	bodies := map[string]bool{`{"id":12345678901234567890}`: true, `{"id":"12345678901234567890"}`: false, `{"n":1e400}`: true, `{"n":0.10000000000000000001}`: true, `{"n":0.1}`: false}
+	bodies := map[string]bool{`{"id":12345678901234567890}`: true, `{"id":"12345678901234567890"}`: false, `{"n":1e400}`: true,
+		`{"n":0.10000000000000000001}`: true, `{"n":0.1}`: false}
 	for body := range bodies {
 		if _, err := s.Append(t.Context(), []queue.Message{{Source: src, ID: body, AcceptedAt: time.Now(), Body: []byte(body)}}); err != nil {
 			t.Fatal(err)
@@ -217,7 +226,8 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
+	if p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{}); err != nil ||
+		p.Redelivered != int64(len(bodies)) {
 		t.Fatalf("run: got %d redelivered and error %v, want %d redelivered", p.Redelivered, err, len(bodies))
 	}
 	got := map[string]bool{}

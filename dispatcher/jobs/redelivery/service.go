@@ -389,7 +389,8 @@ func (w *worker) end(record records.Record, p *progress) error {
 		return err
 	}
 	*p = ended
-	w.Logger.Info("redelivery ended on this dispatcher", "namespace", w.namespace, "redelivery", w.config.Name, "matched", p.Matched, "redelivered", p.Redelivered, "left", p.Left, "error", p.Error)
+	w.Logger.Info("redelivery ended on this dispatcher", "namespace", w.namespace, "redelivery", w.config.Name, "matched", p.Matched,
+		"redelivered", p.Redelivered, "left", p.Left, "error", p.Error)
 	return nil
 }
 
@@ -405,5 +406,6 @@ func (w *worker) fail(cause error) error {
 
 func (w *worker) selector() adminapi.DeadLetterSelector {
 	c := w.config
-	return adminapi.DeadLetterSelector{Reasons: c.Reasons, StatusCodes: c.StatusCodes, Types: c.Types, Events: c.Events, Since: c.Since, Until: c.Until}
+	return adminapi.DeadLetterSelector{Reasons: c.Reasons, StatusCodes: c.StatusCodes, Types: c.Types, Events: c.Events, Since: c.Since,
+		Until: c.Until}
 }

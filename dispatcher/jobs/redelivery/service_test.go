@@ -46,7 +46,8 @@ func (r *rig) start(s queue.Store) {
 	check.NoError(r.T, "open the records", err)
 	r.gate = gate(s)
 	admissiontest.Set(r.gate, r.view, nil)
-	r.service = redelivery.New(redelivery.ServiceOptions{Gate: r.gate, Store: s, Records: stored, Takes: r.takes, Logger: slog.New(slog.DiscardHandler)})
+	r.service = redelivery.New(redelivery.ServiceOptions{Gate: r.gate, Store: s, Records: stored, Takes: r.takes,
+		Logger: slog.New(slog.DiscardHandler)})
 	ctx, cancel := context.WithCancel(r.Context())
 	done := make(chan error, 1)
 	go func() { done <- r.service.Run(ctx) }()
@@ -59,7 +60,8 @@ func (r *rig) start(s queue.Store) {
 // object returns a Redelivery of all dead letters.
 func object(uid string, phase liveconfig.RedeliveryPhase) liveconfig.Redelivery {
 	return liveconfig.Redelivery{
-		Name: "again", Generation: 1, Revision: "r", ID: "id", UID: uid, Destination: "crm", Phase: phase, Rate: 1e6, Until: time.Now().Add(time.Second),
+		Name: "again", Generation: 1, Revision: "r", ID: "id", UID: uid, Destination: "crm", Phase: phase, Rate: 1e6,
+		Until: time.Now().Add(time.Second),
 	}
 }
 
@@ -137,7 +139,8 @@ func TestServiceStartsAtTheBound(t *testing.T) {
 		r.set(object("1", liveconfig.RedeliveryBegin))
 		o := object("1", liveconfig.RedeliveryRun)
 		o.Until = time.Now().Add(1500 * time.Millisecond) // The service reads the config each second.
-		r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Redeliveries: []liveconfig.Redelivery{o}}}})
+		r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop",
+			Redeliveries: []liveconfig.Redelivery{o}}}})
 		admissiontest.Set(r.gate, r.view, nil)
 		for count(t, s) == 10 && time.Until(o.Until) > -time.Minute {
 			time.Sleep(10 * time.Millisecond)

@@ -451,7 +451,8 @@ func (c *committer) makeSpace(r *request, quota, more uint64, fits func() bool) 
 	done := map[*sourceLog]bool{}
 	for i := range r.messages {
 		l, err := c.logFor(r.messages[i].Source)
-		if err != nil || done[l] || len(c.s.grouped(l)) < 2 || l.bytes-l.trimmedBytes.Load()+uint64(r.bytes+len(r.messages)*codec.MessageKeyLen) <= quota {
+		if err != nil || done[l] || len(c.s.grouped(l)) < 2 ||
+			l.bytes-l.trimmedBytes.Load()+uint64(r.bytes+len(r.messages)*codec.MessageKeyLen) <= quota {
 			continue
 		}
 		done[l] = true

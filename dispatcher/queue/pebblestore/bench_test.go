@@ -24,7 +24,8 @@ import (
 var benchBody = []byte(`{"properties":{"text":"` + strings.Repeat("posthorn ", 108) + `"}}`)
 
 func benchMessage(i int64) queue.Message {
-	return queue.Message{Source: web, ID: "018f3c1e-7b1a-7c3e-9d6f-" + strconv.FormatInt(i+1e11, 10), Type: "track", Event: "Order Completed", AcceptedAt: time.Now(), Body: benchBody}
+	return queue.Message{Source: web, ID: "018f3c1e-7b1a-7c3e-9d6f-" + strconv.FormatInt(i+1e11, 10), Type: "track", Event: "Order Completed",
+		AcceptedAt: time.Now(), Body: benchBody}
 }
 
 // BenchmarkAppend measures durable messages per second by producers and batch size. Its

@@ -17,7 +17,8 @@ func TestWritesGoThroughTheCommitLog(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	writes := []string{"Apply", "ApplyNoSyncWait", "Set", "Merge", "Delete", "SingleDelete", "DeleteSized", "DeleteRange", "LogData", "Ingest", "Excise", "SyncWait", "Commit"}
+	writes := []string{"Apply", "ApplyNoSyncWait", "Set", "Merge", "Delete", "SingleDelete", "DeleteSized", "DeleteRange", "LogData", "Ingest",
+		"Excise", "SyncWait", "Commit"}
 	// The two commit logs, and the replica, which applies the batches of another store's log.
 	logs := []string{"commitlog.go", "replicated.go", "replica.go"}
 	inLog := 0

@@ -224,7 +224,8 @@ type endedStore struct {
 // makeEndedStore fills a store with batches, settles some messages, and ends the store.
 func makeEndedStore(t *testing.T, rnd *rand.Rand, batch int, end string) endedStore {
 	t.Helper()
-	v := endedStore{dir: filepath.Join(t.TempDir(), "queue"), end: end, batch: batch, acked: map[string]uint64{}, fate: map[queue.LaneID]map[uint64]string{}}
+	v := endedStore{dir: filepath.Join(t.TempDir(), "queue"), end: end, batch: batch, acked: map[string]uint64{},
+		fate: map[queue.LaneID]map[uint64]string{}}
 	mem := vfs.NewCrashableMem()
 	disk := &flushHoldFS{FS: mem}
 	s := open(t, "queue", Options{
@@ -348,7 +349,8 @@ func (v *endedStore) settle(t *testing.T, s *Store, rnd *rand.Rand) {
 }
 
 // suiteFiles are the kinds of files that the suite damages.
-var suiteFiles = []string{"newest log", "newest log", "older log", "table", "MANIFEST-*", "marker.*", "OPTIONS-*", integrity.SyncedName, integrity.AcceptedName, integrity.CleanName, integrity.DamagedName}
+var suiteFiles = []string{"newest log", "newest log", "older log", "table", "MANIFEST-*", "marker.*", "OPTIONS-*", integrity.SyncedName,
+	integrity.AcceptedName, integrity.CleanName, integrity.DamagedName}
 
 // damageFile damages a file of some kind and describes the damage. at is the first damaged byte, to
 // the end of the damage.
@@ -432,12 +434,13 @@ func (v endedStore) provable(t *testing.T, kind, name string, at, to int64) bool
 			proved = p.Offset
 		}
 	}
-	_, err = integrity.ScanLogFile(vfs.Default, filepath.Join(v.dir, name), number, integrity.BatchHead, nil, func(r integrity.LogRecord) error {
-		if log, offset, ok := integrity.MarkOf(r.Data); ok && log == number && r.At >= to {
-			proved = max(proved, offset)
-		}
-		return nil
-	})
+	_, err = integrity.ScanLogFile(vfs.Default, filepath.Join(v.dir, name), number, integrity.BatchHead, nil,
+		func(r integrity.LogRecord) error {
+			if log, offset, ok := integrity.MarkOf(r.Data); ok && log == number && r.At >= to {
+				proved = max(proved, offset)
+			}
+			return nil
+		})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -496,7 +499,8 @@ func TestDamageSuite(t *testing.T) {
 				if r, err = repair.Run(damaged, true, Verify); err != nil {
 					t.Fatalf("%s: %v", what, err)
 				}
-				if !slices.Equal(slices.Sorted(slices.Values(dry.Lost)), slices.Sorted(slices.Values(r.Lost))) || len(r.Damaged)+len(r.Lost) == 0 || r.Aside == "" {
+				if !slices.Equal(slices.Sorted(slices.Values(dry.Lost)), slices.Sorted(slices.Values(r.Lost))) || len(r.Damaged)+len(r.Lost) == 0 ||
+					r.Aside == "" {
 					t.Errorf("%s: the dry run named %q as lost, the repair %q and %q as damaged; aside is %q", what, dry.Lost, r.Lost, r.Damaged, r.Aside)
 				}
 				if got, err = v.drain(t, damaged, what); err != nil {

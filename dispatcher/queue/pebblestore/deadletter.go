@@ -266,7 +266,8 @@ func (g *buryBatch) retries() error {
 	if _, _, err := g.s.firstRetry(l); err != nil {
 		return err
 	}
-	it, err := g.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
+	it, err := g.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq),
+		UpperBound: codec.After(codec.PrefixRetry, l.number)})
 	if err != nil {
 		return err
 	}

@@ -140,7 +140,8 @@ func (d *disk) checkSpace() {
 		return
 	}
 	if full {
-		d.s.log.Error("disk above high-water mark; refusing new calls", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "unflushedBytes", unflushed, "minFreeBytes", o.MinFreeBytes)
+		d.s.log.Error("disk above high-water mark; refusing new calls", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes",
+			free, "unflushedBytes", unflushed, "minFreeBytes", o.MinFreeBytes)
 	} else {
 		d.s.log.Info("disk below high-water mark; accepting calls", "dir", d.s.dir, "used", share, "freeBytes", free)
 	}
@@ -311,7 +312,8 @@ func (s *Store) planTrim(l *sourceLog, all bool) (trimPlan, error) {
 	if err != nil || need <= trimmed+1 {
 		return trimPlan{}, err
 	}
-	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < uint64(s.disk.trimBytes) && s.o.Now().Sub(l.trimTime) < trimAge {
+	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < uint64(s.disk.trimBytes) &&
+		s.o.Now().Sub(l.trimTime) < trimAge {
 		return trimPlan{}, nil
 	}
 	return trimPlan{l, need, durable, bytes}, nil

@@ -208,7 +208,8 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 	if b.complete {
 		return nil
 	}
-	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixDuplicate, uint64(b.start)), UpperBound: codec.After(codec.PrefixDuplicate, uint64(b.start))})
+	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixDuplicate, uint64(b.start)),
+		UpperBound: codec.After(codec.PrefixDuplicate, uint64(b.start))})
 	if err != nil {
 		return err
 	}

@@ -347,7 +347,8 @@ func TestDamage(t *testing.T) {
 				}
 				letters := 0
 				err = s.DeadLetters(t.Context(), lane1.Destination, "", func(d queue.DeadLetter) bool {
-					if seen[d.Seq] || d.Failure.Reason != queue.ReasonDamaged || !strings.Contains(d.Failure.Message, filepath.Base(largest)) || !strings.Contains(d.Failure.Message, "checksum") {
+					if seen[d.Seq] || d.Failure.Reason != queue.ReasonDamaged || !strings.Contains(d.Failure.Message, filepath.Base(largest)) ||
+						!strings.Contains(d.Failure.Message, "checksum") {
 						t.Errorf("dead letter of %d: %+v", d.Seq, d.Failure)
 					}
 					letters++
@@ -429,7 +430,8 @@ func TestTruncatedLog(t *testing.T) {
 func TestLockAndFormat(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir, Options{})
-	if _, err := Open(dir, Options{Logger: discard}); !errors.Is(err, syscall.EAGAIN) || !strings.Contains(err.Error(), "another process has it open") {
+	if _, err := Open(dir, Options{Logger: discard}); !errors.Is(err, syscall.EAGAIN) ||
+		!strings.Contains(err.Error(), "another process has it open") {
 		t.Errorf("opened twice: %v", err)
 	}
 	if err := s.db.Set(codec.KeyFormat, []byte{codec.Format + 1}, pebble.Sync); err != nil {

@@ -46,7 +46,8 @@ var raiseFormats = map[string]struct {
 				return err
 			}
 			// The mark has the checksum of a file that the engine has changed.
-			return errors.Join(db.Set(codec.KeyFormat, []byte{codec.Format + 1}, pebble.Sync), db.Close(), fs.Remove(fs.PathJoin(dir, integrity.CleanName)))
+			return errors.Join(db.Set(codec.KeyFormat, []byte{codec.Format + 1}, pebble.Sync), db.Close(),
+				fs.Remove(fs.PathJoin(dir, integrity.CleanName)))
 		},
 		func(fs vfs.FS, dir string) (string, error) {
 			db, err := pebble.Open(dir, &pebble.Options{FS: fs, Logger: silentLogger{}, ReadOnly: true})
@@ -112,7 +113,8 @@ func TestNewerFormats(t *testing.T) {
 				for range 2 { // The first attempt does not change the second one.
 					var corrupt *CorruptError
 					err := openFiles(fs)
-					if !errors.Is(err, ErrNewerFormat) || errors.As(err, &corrupt) || !strings.Contains(err.Error(), "a newer release wrote the "+what+" "+newer.error+": use that release or a newer one") {
+					if !errors.Is(err, ErrNewerFormat) || errors.As(err, &corrupt) ||
+						!strings.Contains(err.Error(), "a newer release wrote the "+what+" "+newer.error+": use that release or a newer one") {
 						t.Errorf("open: got error %v, want %v with the formats", err, ErrNewerFormat)
 					}
 				}

@@ -428,7 +428,8 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 		if !known {
 			g.Handovers++
 		}
-		_ = b.Set(codec.Key(codec.PrefixHandover, g.number, letter.Seq), codec.AppendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
+		_ = b.Set(codec.Key(codec.PrefixHandover, g.number, letter.Seq),
+			codec.AppendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
 		l.HandedOver++
 		return false, nil
 	}
@@ -732,7 +733,8 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 		}
 	}
 	if l.Retries > 0 {
-		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number), UpperBound: codec.After(codec.PrefixRetry, l.number)})
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number),
+			UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return err
 		}

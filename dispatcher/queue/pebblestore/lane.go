@@ -925,7 +925,8 @@ func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
 		return 0, false, nil
 	}
 	if l.lowStale {
-		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq),
+			UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return 0, false, err
 		}

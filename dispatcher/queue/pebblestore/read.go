@@ -135,7 +135,8 @@ func (r *reader) buryDamaged(seqs []uint64, why []string) error {
 		if ok && t.due != 0 {
 			l.forgetRetry(b, seq, t.due)
 		}
-		_, err := s.buryOrHandOver(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Attempts: t.attempt, Failure: s.recordDamaged(l, seq, why[i])})
+		_, err := s.buryOrHandOver(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Attempts: t.attempt,
+			Failure: s.recordDamaged(l, seq, why[i])})
 		failed = errors.Join(failed, err)
 	}
 	l.dest.put(b)
@@ -147,7 +148,8 @@ func (r *reader) buryDamaged(seqs []uint64, why []string) error {
 func (s *Store) recordDamaged(l *lane, seq uint64, why string) queue.Failure {
 	s.metrics.damaged.Inc()
 	s.log.With(l.id.LogArgs()...).Error("message damaged; it becomes a dead letter", "position", seq, "error", why)
-	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
+	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged,
+		Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
 }
 
 func (r *reader) readOnce(seq uint64) (rec codec.Record, err error) {
@@ -214,7 +216,8 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 			b = b[n:]
 			return s
 		}
-		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt), Attempt: p.attempt, FilterError: p.failed}
+		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt),
+			Attempt: p.attempt, FilterError: p.failed}
 		if d.Type = codec.Types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}
@@ -263,7 +266,8 @@ func (r *reader) takeOldest() error {
 		if _, _, err := r.s.firstRetry(l); err != nil {
 			return err
 		}
-		it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
+		it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq),
+			UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return err
 		}

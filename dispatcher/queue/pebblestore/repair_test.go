@@ -189,7 +189,8 @@ func TestRepair(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
-			if len(r.Lost) != len(dry.Lost) || len(r.Damaged) != len(dry.Damaged) || dry.Aside != "" || (r.Aside == "") != (len(r.Damaged)+len(r.Lost) == 0) {
+			if len(r.Lost) != len(dry.Lost) || len(r.Damaged) != len(dry.Damaged) || dry.Aside != "" ||
+				(r.Aside == "") != (len(r.Damaged)+len(r.Lost) == 0) {
 				t.Errorf("%s: the dry run found %v %v, the repair %v %v, aside %q", what, dry.Damaged, dry.Lost, r.Damaged, r.Lost, r.Aside)
 			}
 			if r.Aside != "" {

@@ -63,7 +63,9 @@ func settleSome(t *testing.T, s *Store, bodies ...[]byte) {
 		t.Fatal(err)
 	}
 	for _, body := range bodies {
-		if _, err := s.Append(t.Context(), []queue.Message{{Source: replicatedLane.Source, ID: string(body[:1]), Type: "track", AcceptedAt: time.Now(), Body: body}}); err != nil {
+		if _,
+			err := s.Append(t.Context(), []queue.Message{{Source: replicatedLane.Source, ID: string(body[:1]), Type: "track", AcceptedAt: time.Now(),
+			Body: body}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -133,7 +135,9 @@ func TestCrashLeavesAPrefix(t *testing.T) {
 		t.Fatal(err)
 	}
 	flushed := s.LogPosition()
-	if _, err := s.Append(t.Context(), []queue.Message{{Source: replicatedLane.Source, ID: "c", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+	if _,
+		err := s.Append(t.Context(), []queue.Message{{Source: replicatedLane.Source, ID: "c", AcceptedAt: time.Now(),
+		Body: []byte("{}")}}); err != nil {
 		t.Fatal(err)
 	}
 	survived := mem.CrashClone(vfs.CrashCloneCfg{})

@@ -226,7 +226,8 @@ func TestALeaseReadsABoundedNumberOfNames(t *testing.T) {
 	}
 	var list []queue.Message
 	for i := range messages {
-		list = append(list, queue.Message{Source: fastLane.Source, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Skip: skip, Body: []byte("{}")})
+		list = append(list, queue.Message{Source: fastLane.Source, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(), Skip: skip,
+			Body: []byte("{}")})
 	}
 	if _, err := s.Append(t.Context(), list); err != nil {
 		t.Fatal(err)

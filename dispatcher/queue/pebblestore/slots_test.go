@@ -191,7 +191,8 @@ func TestForeignFilesAreKept(t *testing.T) {
 	}
 	o := pebblestore.Options{FS: fs, Logger: slog.New(slog.DiscardHandler)}
 	for range 2 {
-		if _, err := (slots.Slot{Log: slotstest.NewLog(stream), Dir: "data/queue", Store: o}).TakeOver(t.Context()); !errors.Is(err, slots.ErrRecordsLost) {
+		if _, err := (slots.Slot{Log: slotstest.NewLog(stream), Dir: "data/queue", Store: o}).TakeOver(t.Context()); !errors.Is(err,
+			slots.ErrRecordsLost) {
 			t.Fatalf("open the slot: got error %v, want %v", err, slots.ErrRecordsLost)
 		}
 	}

@@ -197,14 +197,16 @@ func newStore(dir string, o Options) (*Store, error) {
 	}
 	s := &Store{
 		o: o, log: o.Logger, dir: dir, withoutWAL: o.Log != nil,
-		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
-		requests: make(chan *request, 1024), stop: make(chan struct{}), noFlush: make(chan struct{}, 1),
+		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{},
+		destinations: map[string]*destination{},
+		requests:     make(chan *request, 1024), stop: make(chan struct{}), noFlush: make(chan struct{}, 1),
 		requestPool: sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
 		notify:      func(queue.LaneID) {},
 	}
 	set(&s.o.DataDir, dir)
 	s.metrics = newMetrics(s)
-	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced, Journal: &s.positions})
+	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced,
+		Journal: &s.positions})
 	s.disk.init(s)
 	s.flusher.init()
 	s.retryTimer.init()
@@ -399,7 +401,8 @@ func (s *Store) load() error {
 		if len(v) != 8 {
 			return s.corruptf("the number of log %q is malformed", k[2:])
 		}
-		l := &sourceLog{number: binary.BigEndian.Uint64(v), source: string(k[2:]), share: s.disk.shares.forLog(string(k[2:])), trimTime: s.o.Now()}
+		l := &sourceLog{number: binary.BigEndian.Uint64(v), source: string(k[2:]), share: s.disk.shares.forLog(string(k[2:])),
+			trimTime: s.o.Now()}
 		s.logs[l.source] = l
 		byNumber[l.number] = l
 		return nil
@@ -519,7 +522,8 @@ func (s *Store) loadLog(l *sourceLog) error {
 			return s.corruptf("the ledger of the log of %s is malformed", l.source)
 		}
 	}
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, l.number), UpperBound: codec.After(codec.PrefixMessage, l.number)})
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, l.number),
+		UpperBound: codec.After(codec.PrefixMessage, l.number)})
 	if err != nil {
 		return err
 	}

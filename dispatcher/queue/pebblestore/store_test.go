@@ -168,7 +168,9 @@ func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {
 			}
 			lease(s, a)
 			lease(s, b)
-			if _, err := s.Append(t.Context(), []queue.Message{{Source: a.Source, ID: "m", Type: "delete", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+			if _,
+				err := s.Append(t.Context(), []queue.Message{{Source: a.Source, ID: "m", Type: "delete", AcceptedAt: time.Now(),
+				Body: []byte("{}")}}); err != nil {
 				t.Fatal(err)
 			}
 			// The change of lane a is in memory only; the retry writes lane b and the group.
@@ -180,7 +182,8 @@ func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {
 				t.Fatal(err)
 			}
 
-			after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: rand.New(rand.NewPCG(1, 1))}), Now: func() time.Time { return time.Now().Add(time.Hour) }})
+			after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: rand.New(rand.NewPCG(1, 1))}),
+				Now: func() time.Time { return time.Now().Add(time.Hour) }})
 			defer after.Close()
 			for _, lane := range []queue.LaneID{a, b} {
 				if d := lease(after, lane); d.Seq != 0 {

@@ -65,7 +65,8 @@ func (s *Store) Search(ctx context.Context, match func(body []byte) bool, since 
 }
 
 // searchIn adds the matching pending messages of one Source.
-func (s *Store) searchIn(ctx context.Context, log *sourceLog, match func([]byte) bool, since time.Time, max int, result *queue.TraceResult) error {
+func (s *Store) searchIn(ctx context.Context, log *sourceLog, match func([]byte) bool, since time.Time, max int,
+	result *queue.TraceResult) error {
 	head := log.durable.Load()
 	first := log.trimmed.Load() + 1
 	if !since.IsZero() {
@@ -99,7 +100,8 @@ func (s *Store) searchIn(ctx context.Context, log *sourceLog, match func([]byte)
 }
 
 // traceIn looks for a message in the log of one Source.
-func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since time.Time, result *queue.TraceResult) (t queue.Trace, found bool, err error) {
+func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since time.Time, result *queue.TraceResult) (t queue.Trace,
+	found bool, err error) {
 	t.Source = log.source
 	at, indexed, err := s.duplicates.acceptedAt(log.source, id)
 	if err != nil {
@@ -198,7 +200,8 @@ func (s *Store) firstAfter(log *sourceLog, head uint64, at time.Time) (uint64, e
 // findIn reads a log from a message on, while in returns true, and returns the position of the message
 // with an ID; 0 if there is none. The record is valid until the next write of the caller. whole is false
 // if the bounds of the read ended it.
-func (s *Store) findIn(ctx context.Context, log *sourceLog, id string, from uint64, in func(uint64, *codec.Record) bool, result *queue.TraceResult) (seq uint64, rec codec.Record, whole bool, err error) {
+func (s *Store) findIn(ctx context.Context, log *sourceLog, id string, from uint64, in func(uint64, *codec.Record) bool,
+	result *queue.TraceResult) (seq uint64, rec codec.Record, whole bool, err error) {
 	var failed error
 	whole, err = s.readLog(ctx, log, from, func(n uint64, r *codec.Record, v []byte) bool {
 		if !in(n, r) {
@@ -220,8 +223,10 @@ func (s *Store) findIn(ctx context.Context, log *sourceLog, id string, from uint
 
 // readLog calls fn for each readable message of a log from a position on, until fn returns false. The record
 // and its encoded form are valid during the call. whole is false if the bounds of the read ended it.
-func (s *Store) readLog(ctx context.Context, log *sourceLog, from uint64, fn func(n uint64, rec *codec.Record, v []byte) bool) (whole bool, err error) {
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, log.number, from), UpperBound: codec.After(codec.PrefixMessage, log.number)})
+func (s *Store) readLog(ctx context.Context, log *sourceLog, from uint64, fn func(n uint64, rec *codec.Record, v []byte) bool) (whole bool,
+	err error) {
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, log.number, from),
+		UpperBound: codec.After(codec.PrefixMessage, log.number)})
 	if err != nil {
 		return false, err
 	}

@@ -101,7 +101,8 @@ func (x *suite) groupBury() {
 		x.Fatalf("buried %t (%v) after another lane delivered the message", buried, err)
 	}
 	letters := x.letters(crm, "")
-	if len(letters) != 1 || letters[0].Lane != letterLane || letters[0].Seq != 1 || letters[0].Attempts != 3 || letters[0].Failure.Reason != "Expired" {
+	if len(letters) != 1 || letters[0].Lane != letterLane || letters[0].Seq != 1 || letters[0].Attempts != 3 ||
+		letters[0].Failure.Reason != "Expired" {
 		x.Fatalf("dead letters: %+v", letters)
 	}
 	x.ledger(groupID, counts{Accepted: 2, Delivered: 1, DeadLettered: 1})
@@ -771,7 +772,8 @@ func (m *groupModel) settle(l *groupLane) {
 	m.rng.Shuffle(len(open), func(i, j int) { open[i], open[j] = open[j], open[i] })
 	for _, seq := range open[:min(len(open), 1+m.rng.IntN(6))] {
 		msg, f, now := m.log[seq-1], l.fates[seq], m.Clock.Now()
-		d := queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt, Attempt: f.attempt}
+		d := queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt,
+			Attempt: f.attempt}
 		switch n := m.rng.IntN(10); {
 		case n < 4:
 			m.note("ack %d of %s", seq, l.id.Endpoint)

@@ -32,7 +32,8 @@ type Crasher interface {
 //     and with a ledger that agrees with that state exactly,
 //   - a dead letter must exist if and only if the lane counts it.
 func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
-	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}, meta: map[string]string{}}
+	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{},
+		lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}, meta: map[string]string{}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("seed %d, after operation %d; the last ones:\n%s", seed, m.operation, m.tail())
@@ -221,7 +222,8 @@ func (m *model) append() {
 	want := []bool{}
 	for range 1 + m.rng.IntN(6) {
 		m.ids++
-		msg := queue.Message{Source: m.someSource(), ID: fmt.Sprint("m", m.ids), Type: "track", Event: "e", AcceptedAt: m.Clock.Now(), Body: fmt.Appendf(nil, "{%d:%0*d}", m.ids, m.rng.IntN(200), 7)}
+		msg := queue.Message{Source: m.someSource(), ID: fmt.Sprint("m", m.ids), Type: "track", Event: "e", AcceptedAt: m.Clock.Now(),
+			Body: fmt.Appendf(nil, "{%d:%0*d}", m.ids, m.rng.IntN(200), 7)}
 		switch m.rng.IntN(6) {
 		case 0:
 			msg.Skip = []string{crm}
@@ -404,7 +406,8 @@ func (m *model) settle() {
 
 func (m *model) delivery(l *modelLane, seq uint64) queue.Delivery {
 	msg, f := m.logs[l.id.Source][seq-1], l.fates[seq]
-	return queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt, Attempt: f.attempt}
+	return queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt,
+		Attempt: f.attempt}
 }
 
 func (m *model) settleOne(l *modelLane, seq uint64) {
@@ -493,7 +496,8 @@ func (m *model) openOrDrop() {
 	m.check(m.store.OpenLane(id))
 	if l == nil {
 		m.interrupted.opened = &id
-		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, skipped: map[uint64]bool{}, base: map[uint64]fate{}}
+		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, skipped: map[uint64]bool{},
+			base: map[uint64]fate{}}
 	}
 }
 
@@ -794,7 +798,9 @@ func (m *model) recoverCrash() {
 		}
 	}
 	got := m.readMeta()
-	if !slices.ContainsFunc(append(append(m.older, m.interrupted.meta...), m.meta), func(was map[string]string) bool { return maps.Equal(got, was) }) {
+	if !slices.ContainsFunc(append(append(m.older, m.interrupted.meta...), m.meta), func(was map[string]string) bool {
+		return maps.Equal(got, was)
+	}) {
 		m.Fatalf("after a crash the stored values are %v; they were %v, and %v before", got, m.meta, m.older)
 	}
 	m.meta, m.older = got, nil
@@ -842,7 +848,8 @@ func (m *model) recoverCrash() {
 }
 
 func minus(a, b queue.Ledger) queue.Ledger {
-	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, DeadLettered: -b.DeadLettered, Discarded: -b.Discarded, Pending: -b.Pending})
+	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, DeadLettered: -b.DeadLettered,
+		Discarded: -b.Discarded, Pending: -b.Pending})
 }
 
 // lanesOf returns the sum of the ledgers of a destination's lanes in the store.
@@ -937,7 +944,8 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 			same = same && isWaiting && attempt == f.attempt && stored[letterID{l.id, seq}] == ""
 		}
 	}
-	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries && s.Balance() == nil
+	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries &&
+		s.Balance() == nil
 }
 
 // drainAll delivers all pending messages and compares the final ledgers exactly.
@@ -960,7 +968,8 @@ func (m *model) drainAll() {
 		var n [passed + 1]int64
 		total := int64(0)
 		m.each(l, func(_ uint64, f fate) { n[f.status]++; total++ })
-		want := queue.LaneStats{Ended: l.end != 0, Ledger: queue.Ledger{Accepted: total - n[passed], Delivered: n[delivered], Filtered: n[filtered], DeadLettered: n[buried]}}
+		want := queue.LaneStats{Ended: l.end != 0, Ledger: queue.Ledger{Accepted: total - n[passed], Delivered: n[delivered],
+			Filtered: n[filtered], DeadLettered: n[buried]}}
 		if got := m.store.LaneStats(l.id); got != want {
 			m.Fatalf("lane %v ends with ledger %+v, want %+v", l.id, got, want)
 		}

@@ -182,7 +182,8 @@ func (x *suite) open(lanes ...queue.LaneID) {
 func (x *suite) message(change ...func(*queue.Message)) queue.Message {
 	x.ids++
 	id := fmt.Sprintf("m%d", x.ids)
-	m := queue.Message{Source: source, ID: id, Type: "track", Event: "Order Completed", AcceptedAt: x.Clock.Now(), Body: []byte(`{"messageId":"` + id + `"}`)}
+	m := queue.Message{Source: source, ID: id, Type: "track", Event: "Order Completed", AcceptedAt: x.Clock.Now(),
+		Body: []byte(`{"messageId":"` + id + `"}`)}
 	for _, c := range change {
 		c(&m)
 	}
@@ -258,7 +259,8 @@ func (x *suite) letters(destination, after string) []queue.DeadLetter {
 }
 
 func (x *suite) failure(reason string) queue.Failure {
-	return queue.Failure{Time: x.Clock.Now().Truncate(time.Millisecond).UTC(), Reason: reason, StatusCode: 503, Message: "rejected", Response: []byte("no")}
+	return queue.Failure{Time: x.Clock.Now().Truncate(time.Millisecond).UTC(), Reason: reason, StatusCode: 503, Message: "rejected",
+		Response: []byte("no")}
 }
 
 func (x *suite) appendLeaseAck() {
@@ -302,13 +304,16 @@ func (x *suite) fieldsSurvive() {
 		{Source: source, ID: strings.Repeat("i", 100), Type: "track", Event: strings.Repeat("é", 500), AcceptedAt: at, Body: bytes.Repeat([]byte{0, 1, 255}, 30_000), Skip: []string{mail, "x"}},
 		{Source: source, ID: "b", Type: "a new type", Event: "e", AcceptedAt: at, Body: []byte("{}"), Only: crm},
 		{Source: source, ID: "c", Type: "delete", AcceptedAt: at, Body: []byte("{}")},
-		{Source: source, ID: "d", Type: "track", Event: "e", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", AcceptedAt: at, Body: []byte("{}")},
+		{Source: source, ID: "d", Type: "track", Event: "e", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+			AcceptedAt: at, Body: []byte("{}")},
 		{Source: source, ID: "e", Type: "a new type", TraceParent: "t", AcceptedAt: at},
 		{Source: source, ID: "f", Type: "track", Event: "e", LongNumbers: true, AcceptedAt: at, Body: []byte("[1e400]")},
-		{Source: source, ID: "g", Type: "track", LongNumbers: true, Skip: []string{mail, "x"}, Only: crm, TraceParent: "t", AcceptedAt: at, Body: []byte("[1e400]")},
+		{Source: source, ID: "g", Type: "track", LongNumbers: true, Skip: []string{mail, "x"}, Only: crm, TraceParent: "t", AcceptedAt: at,
+			Body: []byte("[1e400]")},
 	} {
 		x.append(m)
-		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, LongNumbers: m.LongNumbers, Body: m.Body, AcceptedAt: at})
+		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent,
+			LongNumbers: m.LongNumbers, Body: m.Body, AcceptedAt: at})
 	}
 	x.equal("deliveries", x.lease(lane, 10), want)
 	x.reopenStore()
@@ -552,7 +557,8 @@ func (x *suite) duplicatesAfterReopen() {
 		}
 	}
 	x.Clock.Advance(x.DuplicateWindow/2 + time.Minute)
-	x.equal("after the window", x.append(x.message(func(m *queue.Message) { m.ID = "id7" }), x.message(func(m *queue.Message) { m.ID = "new7" })), []bool{false, true})
+	x.equal("after the window", x.append(x.message(func(m *queue.Message) { m.ID = "id7" }),
+		x.message(func(m *queue.Message) { m.ID = "new7" })), []bool{false, true})
 }
 
 func (x *suite) redelivery() {
@@ -788,7 +794,8 @@ func (x *suite) bury() {
 	x.buried(x.store.Bury(got[1], f1))
 	x.buried(x.store.Bury(got[1], f1)) // A second call has no effect.
 	want := []queue.DeadLetter{
-		{Lane: lane, Seq: 1, ID: "m1", Type: "track", Event: "Order Completed", Body: got[0].Body, AcceptedAt: got[0].AcceptedAt, Attempts: 1, Failure: f0},
+		{Lane: lane, Seq: 1, ID: "m1", Type: "track", Event: "Order Completed", Body: got[0].Body, AcceptedAt: got[0].AcceptedAt, Attempts: 1,
+			Failure: f0},
 		{Lane: lane, Seq: 2, ID: "m2", Type: "group", Body: got[1].Body, AcceptedAt: got[1].AcceptedAt, Attempts: 2, Failure: f1},
 	}
 	for range 2 {
@@ -979,7 +986,8 @@ func (x *suite) buryExpired() {
 	x.equal("buried again", n, 0)
 	x.store.Ack(got[0])
 	x.equal("left", seqs(x.lease(lane, 10)), []uint64{6, 7})
-	if _, err := x.store.BuryExpired(context.Background(), queue.LaneID{Source: source, Destination: "shop/none"}, cut, f); !errors.Is(err, queue.ErrNoLane) {
+	if _, err := x.store.BuryExpired(context.Background(), queue.LaneID{Source: source, Destination: "shop/none"}, cut, f); !errors.Is(err,
+		queue.ErrNoLane) {
 		x.Errorf("unknown lane: %v", err)
 	}
 }
@@ -1585,7 +1593,8 @@ func (x *suite) trace() {
 	x.equal("search after all messages ended", len(ids), 0)
 	x.Trim(x.store)
 	removed := trace("m10", time.Time{})
-	if len(removed.Traces) != 1 || removed.Traces[0].Seq != 0 || len(removed.Traces[0].Lanes) != 0 || removed.Traces[0].AcceptedAt.Before(from) {
+	if len(removed.Traces) != 1 || removed.Traces[0].Seq != 0 || len(removed.Traces[0].Lanes) != 0 ||
+		removed.Traces[0].AcceptedAt.Before(from) {
 		x.Errorf("a removed message: got %+v, want its Source and time alone", removed)
 	}
 

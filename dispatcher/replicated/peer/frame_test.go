@@ -16,7 +16,8 @@ import (
 // A frame is read as it was written, also after others.
 func TestFrames(t *testing.T) {
 	want := []frame{
-		{number: 1, target: "/v1/track?a=b", host: "calls.example.com", header: http.Header{"Authorization": {"Basic a2V5Og=="}, "X-Forwarded-For": {"192.0.2.1", "192.0.2.2"}}, body: []byte(`{"userId":"u"}`)},
+		{number: 1, target: "/v1/track?a=b", host: "calls.example.com",
+			header: http.Header{"Authorization": {"Basic a2V5Og=="}, "X-Forwarded-For": {"192.0.2.1", "192.0.2.2"}}, body: []byte(`{"userId":"u"}`)},
 		{number: 1 << 40, status: http.StatusServiceUnavailable, header: http.Header{"Retry-After": {""}}, body: []byte{}},
 		{number: 3, target: "/", header: http.Header{}, body: bytes.Repeat([]byte("a"), streamedBytes)},
 	}
@@ -38,7 +39,8 @@ func TestFrames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if body, err := io.ReadAll(q.Body); q.number != 1 || q.URL.Path != "/v1/track" || q.URL.RawQuery != "a=b" || q.Host != want[0].host || string(body) != string(want[0].body) || err != nil {
+	if body, err := io.ReadAll(q.Body); q.number != 1 || q.URL.Path != "/v1/track" || q.URL.RawQuery != "a=b" || q.Host != want[0].host ||
+		string(body) != string(want[0].body) || err != nil {
 		t.Errorf("request: got %v for %q with body %q and error %v", q.URL, q.Host, body, err)
 	}
 }

@@ -108,7 +108,8 @@ func namespaceOf(key writekey.Hash) (string, bool) {
 
 // admin is an admin API. The answer to a request for "/tail" has no end.
 func admin(w http.ResponseWriter, r *http.Request) {
-	fmt.Fprintln(w, "admin", r.Method, r.URL, r.Header.Get("Authorization"), r.RemoteAddr, r.Header.Get(adminHeader), r.Header.Get(tokenHeader))
+	fmt.Fprintln(w, "admin", r.Method, r.URL, r.Header.Get("Authorization"), r.RemoteAddr, r.Header.Get(adminHeader),
+		r.Header.Get(tokenHeader))
 	if r.URL.Path == "/tail" {
 		_ = http.NewResponseController(w).Flush()
 		<-r.Context().Done()
@@ -117,13 +118,14 @@ func admin(w http.ResponseWriter, r *http.Request) {
 
 // newForwarder returns a Forwarder, and a server of it. It answers 503 with the error.
 func newForwarder(t testing.TB) (*Forwarder, *httptest.Server) {
-	f := &Forwarder{Connections: &Connections{Memory: &limits.Pool{Max: 64 << 20}}, Logger: slog.New(slog.DiscardHandler), Refuse: func(w http.ResponseWriter, err error) {
-		status := http.StatusServiceUnavailable
-		if _, ok := errors.AsType[*BodyError](err); ok {
-			status = http.StatusBadRequest
-		}
-		http.Error(w, err.Error(), status)
-	}}
+	f := &Forwarder{Connections: &Connections{Memory: &limits.Pool{Max: 64 << 20}}, Logger: slog.New(slog.DiscardHandler),
+		Refuse: func(w http.ResponseWriter, err error) {
+			status := http.StatusServiceUnavailable
+			if _, ok := errors.AsType[*BodyError](err); ok {
+				status = http.StatusBadRequest
+			}
+			http.Error(w, err.Error(), status)
+		}}
 	s := httptest.NewServer(f)
 	t.Cleanup(s.Close)
 	return f, s
@@ -172,7 +174,8 @@ func TestOwnerSeesTheRequestOfTheClient(t *testing.T) {
 		ip, _, _ := net.SplitHostPort(r.RemoteAddr)
 		w.Header().Set("X-Answer", "1")
 		w.WriteHeader(http.StatusTeapot)
-		fmt.Fprintln(w, ip, r.Host, r.URL.String(), r.Header.Get("X-Forwarded-For"), r.Header.Get("Authorization"), r.Header.Get(tokenHeader)+r.Header.Get(clientHeader), string(body))
+		fmt.Fprintln(w, ip, r.Host, r.URL.String(), r.Header.Get("X-Forwarded-For"), r.Header.Get("Authorization"),
+			r.Header.Get(tokenHeader)+r.Header.Get(clientHeader), string(body))
 	})
 	f, s := newForwarder(t)
 	setOwner(f, i.Announce())

@@ -187,7 +187,9 @@ func TestNamespacesSharePlaces(t *testing.T) {
 		t.Errorf("call of the namespace that has used up its places: got %d, want 503", w.Code)
 	}
 	for name, handler := range map[string]http.Handler{
-		"sync": f.Limited(CallLimit), "admin": f.Admin(func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusBadGateway) }),
+		"sync": f.Limited(CallLimit), "admin": f.Admin(func(w http.ResponseWriter, err error) {
+			http.Error(w, err.Error(), http.StatusBadGateway)
+		}),
 	} {
 		r := httptest.NewRequestWithContext(ctx, http.MethodPost, "/v1/track", http.NoBody)
 		r.SetBasicAuth("shop-1", "")

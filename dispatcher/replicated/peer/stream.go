@@ -315,7 +315,8 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request) {
 // serveStream handles the requests of a stream at the same time.
 func (h *Handler) serveStream(w http.ResponseWriter, r *http.Request) {
 	control := http.NewResponseController(w)
-	if err := errors.Join(control.EnableFullDuplex(), control.SetReadDeadline(time.Time{}), control.SetWriteDeadline(time.Time{})); err != nil {
+	if err := errors.Join(control.EnableFullDuplex(), control.SetReadDeadline(time.Time{}),
+		control.SetWriteDeadline(time.Time{})); err != nil {
 		http.Error(w, "the connection cannot have a stream: "+err.Error(), http.StatusHTTPVersionNotSupported)
 		return
 	}

@@ -358,7 +358,8 @@ func TestStreamedRequestsHaveALimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &stream{out: newOutbox(), done: make(chan struct{}), end: func() {}, waiting: map[uint64]chan<- streamedAnswer{}}
 		begin := time.Now()
-		if a := s.send(t.Context(), t.Context(), &frame{}); a.err != ErrTimeout || time.Since(begin) != CallLimit { //nolint:errorlint // It is the error itself.
+		//nolint:errorlint // It is the error itself.
+		if a := s.send(t.Context(), t.Context(), &frame{}); a.err != ErrTimeout || time.Since(begin) != CallLimit {
 			t.Errorf("got error %v after %v, want %v after %v", a.err, time.Since(begin), ErrTimeout, CallLimit)
 		}
 		if err := s.ended(); err != ErrTimeout || len(s.waiting) > 0 { //nolint:errorlint // It is the error itself.

@@ -67,7 +67,8 @@ var ErrUsed = errors.New("the slot has messages, or was used by a process; use a
 // Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has all that it has
 // acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than those of the owner is
 // ErrInUse.
-func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool, prepare func(*pebblestore.Store) error) (a Adoption, err error) {
+func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool,
+	prepare func(*pebblestore.Store) error) (a Adoption, err error) {
 	s.setStoreDefaults()
 	state, err := s.checkIdle(ctx)
 	if errors.Is(err, ErrInUse) {
@@ -288,7 +289,8 @@ func (s Slot) storeSnapshot(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("open the store of the slot: %w", err)
 	}
-	snapshots := Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot", Logger: s.Logger, Limiter: rate.NewLimiter(rate.Inf, 0)}
+	snapshots := Snapshotter{Log: s.Log, Objects: s.Objects, Writer: w, Store: store, FS: s.Store.FS, Dir: s.Dir + ".snapshot",
+		Logger: s.Logger, Limiter: rate.NewLimiter(rate.Inf, 0)}
 	err = snapshots.Take(ctx)
 	if failed := store.Close(); failed != nil {
 		return errors.Join(err, failed)

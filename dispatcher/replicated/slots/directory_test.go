@@ -47,7 +47,8 @@ func TestDirectoryAssigns(t *testing.T) {
 	for i := range 6 {
 		got = append(got, assign(t, d, fmt.Sprint("n", i), slots.PinNone))
 	}
-	got = append(got, assign(t, d, "pinned", 2), assign(t, d, "pinned", 1), assign(t, d, "n7", slots.PinNone), assign(t, d, "n0", slots.PinNone))
+	got = append(got, assign(t, d, "pinned", 2), assign(t, d, "pinned", 1), assign(t, d, "n7", slots.PinNone),
+		assign(t, d, "n0", slots.PinNone))
 	if diff := cmp.Diff([]int{0, 1, 2, 0, 1, 2, 2, 2, 0, 0}, got); diff != "" {
 		t.Errorf("assigned slots (-want +got):\n%s", diff)
 	}

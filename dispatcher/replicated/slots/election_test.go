@@ -40,7 +40,8 @@ func (p *simProcess) heartbeat(now time.Time) Heartbeat {
 func threeProcesses(now *time.Time) []*simProcess {
 	var all []*simProcess
 	for i, name := range []string{"a", "b", "c"} {
-		p := &simProcess{Members: NewMembers(func() time.Time { return *now }), name: name, owned: map[int]time.Time{}, started: now.Add(-time.Hour)}
+		p := &simProcess{Members: NewMembers(func() time.Time { return *now }), name: name, owned: map[int]time.Time{},
+			started: now.Add(-time.Hour)}
 		p.copies = [][]int{{}, {0, 3}, {1, 2}}[i]
 		for _, slot := range [][]int{{0, 1}, {2}, {3}}[i] {
 			p.owned[slot] = time.Time{}

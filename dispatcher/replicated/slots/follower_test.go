@@ -49,10 +49,12 @@ func TestDamagedStream(t *testing.T) {
 		{"repeated batches", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, batches(own, 3, 4))}, 3, 3},
 		{"session without a claim", []Entry{entry(1, claimed), entry(2, batches(foreign, 1, 3))}, 2, 0},
 		{"claim of a wrong epoch", []Entry{entry(1, claimed), entry(2, header{kindClaim, foreign, 3, 1, 1, 0, 0})}, 2, 0},
-		{"claim before the last batch", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)), entry(3, header{kindClaim, foreign, 2, 1, 3, 2, 0})}, 3, 3},
+		{"claim before the last batch", []Entry{entry(1, claimed), entry(2, batches(own, 1, 3)),
+			entry(3, header{kindClaim, foreign, 2, 1, 3, 2, 0})}, 3, 3},
 		{"unknown kind", []Entry{entry(1, claimed), entry(2, header{99, own, 1, 2, 1, 0, 0})}, 2, 0},
 		{"too few batches", []Entry{entry(1, claimed), entry(2, header{kindHeartbeat, own, 1, 2, 3, 2, 0})}, 2, 0},
-		{"suspect of another session", []Entry{entry(1, claimed), entry(2, header{kindSuspect, foreign, 0, 1, 1, 0, 0}), entry(3, batches(own, 1, 1))}, 0, 1},
+		{"suspect of another session", []Entry{entry(1, claimed), entry(2, header{kindSuspect, foreign, 0, 1, 1, 0, 0}),
+			entry(3, batches(own, 1, 1))}, 0, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r := &countingReplica{}

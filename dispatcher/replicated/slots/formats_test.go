@@ -71,7 +71,9 @@ func TestNewerFormats(t *testing.T) {
 		// unreadable is true if raise changed the files, so that their position cannot be read.
 		unreadable bool
 	}{
-		"record": {"(record format 2, this release reads 1)", func(s *snapshotSlot, _ vfs.FS) error { return publish(s, slotstest.Newer) }, false},
+		"record": {"(record format 2, this release reads 1)", func(s *snapshotSlot, _ vfs.FS) error {
+			return publish(s, slotstest.Newer)
+		}, false},
 		"batch": {"(store format 2, this release reads 1)", func(s *snapshotSlot, _ vfs.FS) error {
 			owner := s.open(t, vfs.NewMem())
 			last := owner.store.LogPosition().Batch
@@ -84,8 +86,9 @@ func TestNewerFormats(t *testing.T) {
 			err = owner.Writer.Append(last+1, b.Repr())
 			return errors.Join(err, owner.Writer.Release(t.Context()), b.Close(), db.Close())
 		}, false},
-		"snapshot of the store":  {"(store format 2, this release reads 1)", snapshot(pebblestore.Formats{Store: readable.Store + 1}), false},
-		"snapshot of the engine": {"(Pebble format 25, this release reads 24)", snapshot(pebblestore.Formats{Store: 1, Pebble: readable.Pebble + 1}), false},
+		"snapshot of the store": {"(store format 2, this release reads 1)", snapshot(pebblestore.Formats{Store: readable.Store + 1}), false},
+		"snapshot of the engine": {"(Pebble format 25, this release reads 24)",
+			snapshot(pebblestore.Formats{Store: 1, Pebble: readable.Pebble + 1}), false},
 		"files of the store": {"(store format 2, this release reads 1)", func(_ *snapshotSlot, files vfs.FS) error {
 			db, err := pebble.Open("data/queue", &pebble.Options{FS: files, Logger: silent{}})
 			if err != nil {
@@ -116,11 +119,13 @@ func TestNewerFormats(t *testing.T) {
 			}
 			before, _ := slotstest.NewLog(s.stream).State(t.Context())
 			objects := &countedGets{Objects: s.objects}
-			slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: objects, Dir: "data/queue", Store: pebblestore.Options{FS: files, Logger: slog.New(slog.DiscardHandler)}}
+			slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: objects, Dir: "data/queue",
+				Store: pebblestore.Options{FS: files, Logger: slog.New(slog.DiscardHandler)}}
 			for range 2 { // A process tries again and again.
 				w, err := slot.Follow(t.Context())
 				var damage *slots.DamageError
-				if !errors.Is(err, pebblestore.ErrNewerFormat) || errors.As(err, &damage) || !strings.Contains(err.Error(), "a newer release wrote the log "+test.want+": use that release or a newer one") {
+				if !errors.Is(err, pebblestore.ErrNewerFormat) || errors.As(err, &damage) ||
+					!strings.Contains(err.Error(), "a newer release wrote the log "+test.want+": use that release or a newer one") {
 					t.Errorf("follow: got error %v, want %v with the formats", err, pebblestore.ErrNewerFormat)
 				}
 				if w != nil {

@@ -170,7 +170,8 @@ func TestStandbyAtAGapOfTheLeader(t *testing.T) {
 		s.stream.Lose(first+5, first+30)
 		for range 2 {
 			var gap *slots.GapError
-			if err := s.refused(t, fs); !errors.As(err, &gap) || gap.From != first+5 || gap.To != first+30 || strings.Contains(err.Error(), "trimmed") {
+			if err := s.refused(t, fs); !errors.As(err, &gap) || gap.From != first+5 || gap.To != first+30 ||
+				strings.Contains(err.Error(), "trimmed") {
 				t.Fatalf("standby at a gap: got error %v, want the records %d to %d", err, first+5, first+30)
 			}
 		}

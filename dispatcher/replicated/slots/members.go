@@ -129,7 +129,8 @@ func (m *Members) Hear(h Heartbeat) (changed bool) {
 		}
 	}
 	m.heard[h.Member] = heard{h, now}
-	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || before.OldConfig != h.OldConfig || !slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Silent, h.Silent) || !slices.Equal(before.Copies, h.Copies)
+	return !known || before.Leaving != h.Leaving || before.Starting != h.Starting || before.OldConfig != h.OldConfig ||
+		!slices.Equal(before.Owned, h.Owned) || !slices.Equal(before.Silent, h.Silent) || !slices.Equal(before.Copies, h.Copies)
 }
 
 // member returns what Place uses of a heartbeat.
@@ -174,7 +175,8 @@ func (m *Members) Successors(slot int) (list []Member) {
 	defer m.mu.Unlock()
 	now := m.now()
 	for _, h := range m.alive(now) {
-		if member := h.member(now); !h.Leaving && member.HasRightClock(members) && slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
+		if member := h.member(now); !h.Leaving && member.HasRightClock(members) &&
+			slices.Contains(h.Copies, SlotCopied{Slot: slot, Ready: true}) {
 			list = append(list, member)
 		}
 	}

@@ -12,12 +12,14 @@ func TestMembers(t *testing.T) {
 	m := NewMembers(func() time.Time { return now })
 	m.Hear(Heartbeat{Member: "a", Milliseconds: 20_000, Clock: 4000, Owned: []OwnedSlot{{Slot: 0, Epoch: 3}, {Slot: 1, Epoch: 1}}})
 	now = now.Add(time.Second)
-	m.Hear(Heartbeat{Member: "b", Milliseconds: 1_500, Leaving: true, ClockSkew: 31_000, Clock: 36_000, Starting: true, Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1, Failed: true}, {Slot: 7, Ready: true}}})
+	m.Hear(Heartbeat{Member: "b", Milliseconds: 1_500, Leaving: true, ClockSkew: 31_000, Clock: 36_000, Starting: true,
+		Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1, Failed: true}, {Slot: 7, Ready: true}}})
 	members, placed := m.View(3)
 	if diff := cmp.Diff([]Member{{Name: "a", Age: 20 * time.Second, Clock: time.UnixMilli(5000)}, {Name: "b", Age: 1500 * time.Millisecond, Leaving: true, Starting: true, ClockSkew: 31 * time.Second, Clock: time.UnixMilli(36_000)}}, members); diff != "" {
 		t.Errorf("members (-want +got):\n%s", diff)
 	}
-	want := []Placed{{Owner: "a", Followers: []Follower{{Name: "b", Ready: true}}}, {Owner: "a", Followers: []Follower{{Name: "b", Failed: true}}}, {}}
+	want := []Placed{{Owner: "a", Followers: []Follower{{Name: "b", Ready: true}}},
+		{Owner: "a", Followers: []Follower{{Name: "b", Failed: true}}}, {}}
 	if diff := cmp.Diff(want, placed); diff != "" {
 		t.Errorf("slots (-want +got):\n%s", diff)
 	}
@@ -84,7 +86,8 @@ func TestSilentOwner(t *testing.T) {
 func TestSuccessor(t *testing.T) {
 	m := NewMembers(func() time.Time { return time.Unix(1000, 0) })
 	for _, h := range []Heartbeat{
-		{Member: "owner", Owned: []OwnedSlot{{Slot: 0, Epoch: 1}, {Slot: 1, Epoch: 1}, {Slot: 2, Epoch: 1}, {Slot: 3, Epoch: 1}, {Slot: 4, Epoch: 1}}, ClockSkew: 3_600_000, Clock: 3_600_000},
+		{Member: "owner", Owned: []OwnedSlot{{Slot: 0, Epoch: 1}, {Slot: 1, Epoch: 1}, {Slot: 2, Epoch: 1}, {Slot: 3, Epoch: 1},
+			{Slot: 4, Epoch: 1}}, ClockSkew: 3_600_000, Clock: 3_600_000},
 		{Member: "right", Copies: []SlotCopied{{Slot: 0, Ready: true}, {Slot: 1}}},
 		{Member: "leaving", Copies: []SlotCopied{{Slot: 2, Ready: true}}, Leaving: true},
 		{Member: "wrong", Copies: []SlotCopied{{Slot: 3, Ready: true}}, ClockSkew: -3_600_000, Clock: -3_600_000},
@@ -102,7 +105,8 @@ func TestSuccessor(t *testing.T) {
 func TestMembersWithOneName(t *testing.T) {
 	now := time.Unix(1000, 0)
 	beat := func(announcement string, age time.Duration) Heartbeat {
-		return Heartbeat{Member: "twin", Announcement: []byte(announcement), Milliseconds: age.Milliseconds(), Owned: []OwnedSlot{{Slot: 0, Epoch: 3}}}
+		return Heartbeat{Member: "twin", Announcement: []byte(announcement), Milliseconds: age.Milliseconds(),
+			Owned: []OwnedSlot{{Slot: 0, Epoch: 3}}}
 	}
 	leaving := func(h Heartbeat) Heartbeat {
 		h.Leaving = true

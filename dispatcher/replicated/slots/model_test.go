@@ -25,8 +25,8 @@ import (
 // TestModel runs pods that own a slot in turn, on a stream with all faults of slotstest, in virtual
 // time. In place of a store they have a list of batches. Pods are paused, release the slot, and are
 // killed between the apply and the publishing of a batch, with a random part of their files. Owners
-// lose their connection to the stream for up to 20 s. The rates of the clocks differ by up to 10 %. In the seeds without leases, pods claim the slot from
-// each other at random times, so that only the stream is the fence. Afterwards:
+// lose their connection to the stream for up to 20 s. The rates of the clocks differ by up to 10 %. In the seeds
+// without leases, pods claim the slot from each other at random times, so that only the stream is the fence. Afterwards:
 //
 //   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
 //   - the log has no gap, and after a claim no record of an older session,
@@ -160,7 +160,8 @@ func runModel(t *testing.T, seed int, v modelVariant, tally *modelTally) (failur
 }
 
 func newModel(rng *rand.Rand, v modelVariant, tally *modelTally) *model {
-	m := &model{modelVariant: v, stream: slotstest.NewStream(0), objects: slotstest.NewObjectStore(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
+	m := &model{modelVariant: v, stream: slotstest.NewStream(0), objects: slotstest.NewObjectStore(0), rng: rng, tally: tally,
+		acknowledged: map[string]uint64{}}
 	if m.oneOf(3) {
 		m.stream = slotstest.NewStream(int64(20_000 + rng.IntN(100_000)))
 	}
@@ -331,7 +332,8 @@ func (m *model) newClock(pod int) func() time.Time {
 // isTransient reports whether an error ends with the faults of the stream. Stale reads may not see
 // the first records, or the newest ones for several seconds.
 func isTransient(err error) bool {
-	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slots.ErrRecordsLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied) || errors.Is(err, slots.ErrStaleRead)
+	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slots.ErrRecordsLost) || errors.Is(err, slotstest.ErrNoLeader) ||
+		errors.Is(err, slots.ErrEmptied) || errors.Is(err, slots.ErrStaleRead)
 }
 
 func (m *model) count(n *int) {

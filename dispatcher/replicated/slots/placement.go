@@ -453,7 +453,8 @@ func (p *placement) follow() {
 			return cmp.Or(cmp.Compare(s.ready(a.Name), s.ready(b.Name)), cmp.Compare(a.Name, b.Name))
 		})
 		for _, f := range kept {
-			if p.counts(f.Name) && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most && room(s.Owner, f.Name) > 0 {
+			if p.counts(f.Name) && f.Name != s.Owner && !f.Failed && len(wanted[i]) < p.standbys && follows[f.Name] < most &&
+				room(s.Owner, f.Name) > 0 {
 				want(i, f.Name)
 			}
 		}

@@ -83,7 +83,8 @@ type outgoing struct {
 // a sequence, and was sent at a time.
 func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publisher {
 	p := &publisher{session: claim.session, epoch: claim.epoch, number: claim.number, expected: sequence,
-		appended: claim.last, acknowledged: claim.last, claimed: claim.last, snapshot: claim.snapshot, lastSent: sent, leaseStart: sent, stream: s.ID}
+		appended: claim.last, acknowledged: claim.last, claimed: claim.last, snapshot: claim.snapshot, lastSent: sent, leaseStart: sent,
+		stream: s.ID}
 	p.usage.bytes, p.usage.max = s.Bytes, s.MaxBytes // It may be hours old; next reads it again.
 	return p
 }
@@ -197,7 +198,8 @@ func (p *publisher) start(now time.Time) bool {
 		p.inFlight = p.withoutBatches(kindSnapshot, now)
 		p.inFlight.data = append(p.inFlight.data, p.reference...)
 		p.reference = nil
-	case len(p.waiting) > 0 && (!p.usage.batchesWait() || p.waiting[0].first <= p.snapshotEnd) && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
+	case len(p.waiting) > 0 && (!p.usage.batchesWait() || p.waiting[0].first <= p.snapshotEnd) &&
+		(idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
 		p.inFlight = p.waiting[0]
 		p.waiting[0] = nil
 		p.waiting = p.waiting[1:]

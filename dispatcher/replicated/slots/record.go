@@ -31,7 +31,8 @@ const (
 )
 
 func (k kind) String() string {
-	names := [...]string{kindBatches: "batches", kindPart: "part", kindLastPart: "last part", kindClaim: "claim", kindReleased: "released", kindSuspect: "suspect", kindHeartbeat: "heartbeat", kindSnapshot: "snapshot"}
+	names := [...]string{kindBatches: "batches", kindPart: "part", kindLastPart: "last part", kindClaim: "claim", kindReleased: "released",
+		kindSuspect: "suspect", kindHeartbeat: "heartbeat", kindSnapshot: "snapshot"}
 	if k == 0 || int(k) >= len(names) {
 		return fmt.Sprintf("kind %d", byte(k))
 	}

@@ -44,7 +44,8 @@ func TestSalvage(t *testing.T) {
 			last := s.state(t).Last
 			owner.close(t, false)
 			c.lose(s, last)
-			slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: filepath.Join(t.TempDir(), "queue"), Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
+			slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: filepath.Join(t.TempDir(), "queue"),
+				Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
 			a, err := slot.Adopt(t.Context(), s.stream.Rename, false, unprepared)
 			if c.lost == 0 {
 				wantRefused(t, "adoption without a snapshot", err, slots.ErrNoSnapshot, "the stream begins with batch")

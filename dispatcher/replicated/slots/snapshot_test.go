@@ -187,8 +187,10 @@ func TestTrimmedCopy(t *testing.T) {
 	}
 	objects := s.objects
 	s.objects = slotstest.NewObjectStore(0)
-	slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: "data/queue", Store: pebblestore.Options{FS: old, Logger: slog.New(slog.DiscardHandler)}}
-	if _, err := slot.TakeOver(t.Context()); !errors.Is(err, slots.ErrForeignCopy) || !strings.Contains(err.Error(), "restore the stream and the objects") {
+	slot := slots.Slot{Log: slotstest.NewLog(s.stream), Objects: s.objects, Dir: "data/queue",
+		Store: pebblestore.Options{FS: old, Logger: slog.New(slog.DiscardHandler)}}
+	if _, err := slot.TakeOver(t.Context()); !errors.Is(err, slots.ErrForeignCopy) ||
+		!strings.Contains(err.Error(), "restore the stream and the objects") {
 		t.Errorf("take over without objects: got error %v, want %v with its fix", err, slots.ErrForeignCopy)
 	}
 	if p, err := pebblestore.ReadPosition(old, "data/queue"); err != nil || p.Batch == 0 {
@@ -216,7 +218,8 @@ func TestRestoreOfANewCopy(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Close()
-	if got := log.String(); !strings.Contains(got, "level=INFO msg=\"no local files; restoring the newest snapshot\"") || strings.Contains(got, "level=WARN") {
+	if got := log.String(); !strings.Contains(got, "level=INFO msg=\"no local files; restoring the newest snapshot\"") ||
+		strings.Contains(got, "level=WARN") {
 		t.Errorf("log of a restore without local files: got %s, want one line of level INFO about it", got)
 	}
 }

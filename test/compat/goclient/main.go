@@ -117,9 +117,11 @@ func showcase() []analytics.Message {
 				SetProducts(analytics.Product{ID: "p1", SKU: "s1", Name: "Pen", Price: 1.10}, analytics.Product{ID: "p2", Price: 3e-7}).
 				Set("none", nil).Set("nested", map[string]interface{}{"b": 1, "a": []interface{}{1.0, -0.5, "x", nil, true}}),
 		},
-		analytics.Page{MessageId: "go-page", AnonymousId: "a1", Name: "Home", Properties: analytics.NewProperties().SetURL("https://shop.example/").SetPath("/").SetReferrer("").SetTitle("Home")},
+		analytics.Page{MessageId: "go-page", AnonymousId: "a1", Name: "Home",
+			Properties: analytics.NewProperties().SetURL("https://shop.example/").SetPath("/").SetReferrer("").SetTitle("Home")},
 		analytics.Screen{MessageId: "go-screen", UserId: "u1", Name: "Cart", Properties: analytics.NewProperties().SetValue(3)},
-		analytics.Group{MessageId: "go-group", UserId: "u1", GroupId: "acme", Traits: analytics.NewTraits().SetName("Acme").Set("employees", 420)},
+		analytics.Group{MessageId: "go-group", UserId: "u1", GroupId: "acme",
+			Traits: analytics.NewTraits().SetName("Acme").Set("employees", 420)},
 		analytics.Alias{MessageId: "go-alias", UserId: "u1", PreviousId: "a1"},
 		// It excludes the destination. The client writes "all" for All.
 		analytics.Track{MessageId: "go-elsewhere", UserId: "u1", Event: "E", Integrations: analytics.NewIntegrations().DisableAll().Enable("Other")},

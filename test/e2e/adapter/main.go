@@ -67,7 +67,8 @@ type pods struct {
 }
 
 // GetMetricByName implements provider.CustomMetricsProvider.
-func (p *pods) GetMetricByName(ctx context.Context, name types.NamespacedName, info provider.CustomMetricInfo, _ labels.Selector) (*custom_metrics.MetricValue, error) {
+func (p *pods) GetMetricByName(ctx context.Context, name types.NamespacedName, info provider.CustomMetricInfo,
+	_ labels.Selector) (*custom_metrics.MetricValue, error) {
 	pod, err := p.client.CoreV1().Pods(name.Namespace).Get(ctx, name.Name, metav1.GetOptions{})
 	if err != nil {
 		return nil, err
@@ -80,7 +81,8 @@ func (p *pods) GetMetricByName(ctx context.Context, name types.NamespacedName, i
 }
 
 // GetMetricBySelector implements provider.CustomMetricsProvider. Pods that do not answer have no value.
-func (p *pods) GetMetricBySelector(ctx context.Context, namespace string, selector labels.Selector, info provider.CustomMetricInfo, _ labels.Selector) (*custom_metrics.MetricValueList, error) {
+func (p *pods) GetMetricBySelector(ctx context.Context, namespace string, selector labels.Selector, info provider.CustomMetricInfo,
+	_ labels.Selector) (*custom_metrics.MetricValueList, error) {
 	list, err := p.client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{LabelSelector: selector.String()})
 	if err != nil {
 		return nil, err

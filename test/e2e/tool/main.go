@@ -55,7 +55,8 @@ func main() {
 	}
 
 	var acknowledged, failed, retries atomic.Int64
-	client := analytics.New(os.Getenv("POSTHORN_WRITE_KEY"), analytics.WithEndpoint(*url), analytics.FlushAt(1), analytics.Blocking(), analytics.RetryFor(*retryWindow),
+	client := analytics.New(os.Getenv("POSTHORN_WRITE_KEY"), analytics.WithEndpoint(*url), analytics.FlushAt(1), analytics.Blocking(),
+		analytics.RetryFor(*retryWindow),
 		analytics.WithLogger(slog.New(slog.DiscardHandler)), // The output begins with the numbers.
 		analytics.OnResult(func(r analytics.Result) {
 			retries.Add(int64(max(0, r.Attempts-1)))
@@ -69,7 +70,8 @@ func main() {
 	stopped, _ := signal.NotifyContext(context.Background(), syscall.SIGINT)
 	tick := time.NewTicker(time.Second / time.Duration(*rate))
 	for i := 0; stopped.Err() == nil; i++ {
-		if err := client.Track(&analytics.Track{Message: analytics.Message{MessageId: fmt.Sprintf("%s-%d", *prefix, i)}, UserId: "load", Event: "Load"}); err != nil {
+		if err := client.Track(&analytics.Track{Message: analytics.Message{MessageId: fmt.Sprintf("%s-%d", *prefix, i)}, UserId: "load",
+			Event: "Load"}); err != nil {
 			fail(err)
 		}
 		<-tick.C

@@ -134,7 +134,8 @@ func replace(dir, fresh string) (aside string, err error) {
 
 // writeStore makes a store from the salvager's current entries.
 func writeStore(s *salvager, v *survey, dir string, r *Result) error {
-	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}, DisableWAL: true, MemTableSize: 16 << 20})
+	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}, DisableWAL: true,
+		MemTableSize: 16 << 20})
 	if err != nil {
 		return err
 	}
@@ -145,7 +146,9 @@ func writeStore(s *salvager, v *survey, dir string, r *Result) error {
 	if err != nil {
 		return errors.Join(err, db.Close())
 	}
-	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]integrity.AcceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, freed: map[uint64]uint64{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]integrity.AcceptedEntry{}, sources: map[uint64]string{},
+		heads: map[uint64]head{}, freed: map[uint64]uint64{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{},
+		names: map[string]uint64{}}
 	for _, e := range accepted {
 		w.accepted[e.Number] = e
 	}
@@ -238,7 +241,8 @@ func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 
 // repair makes the parts of the store consistent with each other.
 func (w *rebuilder) repair() error {
-	for _, step := range []func() error{w.readSources, w.readLanes, w.repairLogs, w.repairGroups, w.repairLanes, w.repairDestinations, w.repairMeta} {
+	for _, step := range []func() error{w.readSources, w.readLanes, w.repairLogs, w.repairGroups, w.repairLanes, w.repairDestinations,
+		w.repairMeta} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -491,7 +495,8 @@ func (w *rebuilder) repairLog(n uint64) error {
 		}
 		w.reportLoss("messages %d to %d of %s (%d)", next, to, source, to-next+1)
 		for ; next <= to; next++ {
-			if err := w.set(codec.Key(codec.PrefixMessage, n, next), codec.AppendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
+			if err := w.set(codec.Key(codec.PrefixMessage, n, next),
+				codec.AppendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
 				return err
 			}
 		}

@@ -163,7 +163,8 @@ func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
 	if !s.manifestSound {
 		return nil
 	}
-	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: codec.PebbleFormat, Logger: discardLogger{}})
+	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: codec.PebbleFormat,
+		Logger: discardLogger{}})
 	if err != nil {
 		s.unopened = err
 		return nil
@@ -375,7 +376,8 @@ type deletedRange struct {
 // rangeGroup is the common prefix of the keys of a deleted range, so that each key is compared
 // with few ranges.
 func rangeGroup(key []byte) string {
-	if len(key) > 9 && (key[0] == codec.PrefixMessage || key[0] == codec.PrefixRetry || key[0] == codec.PrefixDue || key[0] == codec.PrefixWait) {
+	if len(key) > 9 && (key[0] == codec.PrefixMessage || key[0] == codec.PrefixRetry || key[0] == codec.PrefixDue ||
+		key[0] == codec.PrefixWait) {
 		return string(key[:9])
 	}
 	return ""

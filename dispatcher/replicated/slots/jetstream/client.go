@@ -233,7 +233,8 @@ func (c *Client) OpenAdopted(ctx context.Context, slot int) (r slots.Remote, err
 func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots.Remote, err error) {
 	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
-		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes, Bucket: bucket, Installation: c.c.Installation,
+		Name: base, Subject: fmt.Sprintf("ph.%s.w%d", c.c.Name, slot), Replicas: c.c.Replicas, MaxBytes: c.c.MaxBytes, Bucket: bucket,
+		Installation: c.c.Installation,
 	})
 	if err != nil {
 		return r, explain(err)
@@ -246,7 +247,8 @@ func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots
 	if err != nil {
 		return r, explain(err)
 	}
-	streams := []*kept{{stream: log.stream, want: log.want}, {stream: snapshots.stream, want: snapshots.want}, {stream: members.stream, want: members.want}}
+	streams := []*kept{{stream: log.stream, want: log.want}, {stream: snapshots.stream, want: snapshots.want},
+		{stream: members.stream, want: members.want}}
 	return slots.Remote{
 		Log: log, Snapshots: snapshots, Members: members, Rename: log.rename,
 		Durability: func(ctx context.Context) (slots.Durability, error) {
@@ -404,7 +406,8 @@ func connectFix(err error) string {
 	_, isUnknown := errors.AsType[x509.UnknownAuthorityError](err)
 	_, isOtherHost := errors.AsType[x509.HostnameError](err)
 	switch {
-	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired), errors.Is(err, nats.ErrAuthRevoked), errors.Is(err, nats.ErrAccountAuthExpired):
+	case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired), errors.Is(err, nats.ErrAuthRevoked),
+		errors.Is(err, nats.ErrAccountAuthExpired):
 		return "the servers refuse the user; correct --replication-credentials, or the user in --replication-url"
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, fs.ErrPermission):
 		return "correct --replication-credentials, --replication-ca, --replication-cert and --replication-key"
@@ -531,13 +534,15 @@ var ErrOffline = errors.New("start all servers, and wait until they have found e
 func explain(err error) error {
 	var refused *jetstream.APIError
 	switch {
-	case errors.Is(err, jetstream.ErrJetStreamNotEnabled), errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount), errors.Is(err, nats.ErrNoResponders):
+	case errors.Is(err, jetstream.ErrJetStreamNotEnabled), errors.Is(err, jetstream.ErrJetStreamNotEnabledForAccount),
+		errors.Is(err, nats.ErrNoResponders):
 		return fmt.Errorf("%w; enable JetStream in the servers and for the account", err)
 	case errors.Is(err, nats.ErrPermissionViolation):
 		return fmt.Errorf("%w; the user needs the permissions of docs/replication.md", err)
 	case errors.As(err, &refused) && strings.Contains(refused.Description, "peer offline"):
 		return fmt.Errorf("%w: %w", err, ErrOffline)
-	case errors.As(err, &refused) && (strings.Contains(refused.Description, "insufficient") || strings.Contains(refused.Description, "no suitable peers")):
+	case errors.As(err, &refused) && (strings.Contains(refused.Description, "insufficient") ||
+		strings.Contains(refused.Description, "no suitable peers")):
 		return fmt.Errorf("%w; add servers or storage (max_file_store), or use fewer replicas or smaller streams", err)
 	}
 	return err

@@ -103,7 +103,8 @@ func openSlot(t *testing.T, c Config) (slots.Remote, error) {
 	t.Cleanup(client.Close)
 	for deadline := time.Now().Add(startTimeout); ; time.Sleep(10 * time.Millisecond) {
 		r, err := client.OpenSlot(t.Context(), 0)
-		if err == nil || !strings.Contains(err.Error(), "no answer yet") && !strings.Contains(err.Error(), "i/o timeout") || time.Now().After(deadline) {
+		if err == nil || !strings.Contains(err.Error(), "no answer yet") && !strings.Contains(err.Error(), "i/o timeout") ||
+			time.Now().After(deadline) {
 			return r, err
 		}
 	}
@@ -146,7 +147,8 @@ func TestWeakLogsAreRefused(t *testing.T) {
 	t.Run("certificate", func(t *testing.T) {
 		other := httptest.NewTLSServer(http.NotFoundHandler())
 		defer other.Close()
-		s := startServer(t, server.Options{Port: server.RANDOM_PORT, TLSConfig: &tls.Config{Certificates: other.TLS.Certificates, MinVersion: tls.VersionTLS12}})
+		s := startServer(t, server.Options{Port: server.RANDOM_PORT,
+			TLSConfig: &tls.Config{Certificates: other.TLS.Certificates, MinVersion: tls.VersionTLS12}})
 		_, err := openSlot(t, config(s.ClientURL()))
 		wantText(t, "an unknown certificate", err, "certificate", "set --replication-ca")
 	})
@@ -203,7 +205,8 @@ func TestWeakLogsAreRefused(t *testing.T) {
 		client.c.AllowWeak, client.c.Monitoring = false, monitor.URL
 		err = client.check(t.Context())
 		wantText(t, "no sync of each record", err, "sync_interval: always")
-		for path, want := range map[string]string{"/404": "status 404; set --replication-monitoring", "/text": "did not answer with the state of JetStream"} {
+		for path, want := range map[string]string{"/404": "status 404; set --replication-monitoring",
+			"/text": "did not answer with the state of JetStream"} {
 			client.c.Monitoring = other.URL + path
 			err := client.check(t.Context())
 			wantText(t, "another server at "+path, err, want)
@@ -593,7 +596,8 @@ func TestServerDisablesJetStream(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := read(MinReplicas - 1)
-	if want := []string{"JetStream is disabled in n2: check its disk, restart it"}; !slices.Equal(d.Disabled, want) || len(d.Weak)+len(d.Gaps) > 0 || d.Sync != slots.SyncAlways {
+	if want := []string{"JetStream is disabled in n2: check its disk, restart it"}; !slices.Equal(d.Disabled, want) ||
+		len(d.Weak)+len(d.Gaps) > 0 || d.Sync != slots.SyncAlways {
 		t.Errorf("got %+v, want the disabled server %q and no other problem", d, want)
 	}
 }
@@ -704,16 +708,20 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 		settings map[string]func(*jetstream.StreamConfig)
 		open     func() error
 	}{
-		{jetstream.StreamConfig{Name: "PH_test_DIR", Subjects: []string{"ph.test.dir.*"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * directoryBytes}, settings, func() error {
+		{jetstream.StreamConfig{Name: "PH_test_DIR", Subjects: []string{"ph.test.dir.*"}, Discard: jetstream.DiscardNew,
+			MaxBytes: 2 * directoryBytes}, settings, func() error {
 			_, err := client.OpenDirectory(t.Context(), 0)
 			return err
 		}},
-		{jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * MinBytes, Duplicates: time.Hour, DenyDelete: true}, with(map[string]func(*jetstream.StreamConfig){
+		{jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: 2 * MinBytes,
+			Duplicates: time.Hour, DenyDelete: true}, with(map[string]func(*jetstream.StreamConfig){
 			"duplicate_window": func(c *jetstream.StreamConfig) { c.Duplicates = time.Second },
 			"deny_purge":       func(c *jetstream.StreamConfig) { c.DenyPurge = true },
 		}), open},
-		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0", Subjects: []string{"$O.PH_test_W0.C.>", "$O.PH_test_W0.M.>"}, Discard: jetstream.DiscardNew, MaxBytes: 4 * MinBytes, AllowRollup: true, AllowDirect: true}, with(rollup), open},
-		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0_members", Subjects: []string{"$O.PH_test_W0_members.C.>", "$O.PH_test_W0_members.M.>"}, Discard: jetstream.DiscardNew, MaxBytes: -1, AllowRollup: true, AllowDirect: true}, with(rollup), open},
+		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0", Subjects: []string{"$O.PH_test_W0.C.>", "$O.PH_test_W0.M.>"},
+			Discard: jetstream.DiscardNew, MaxBytes: 4 * MinBytes, AllowRollup: true, AllowDirect: true}, with(rollup), open},
+		{jetstream.StreamConfig{Name: "OBJ_PH_test_W0_members", Subjects: []string{"$O.PH_test_W0_members.C.>", "$O.PH_test_W0_members.M.>"},
+			Discard: jetstream.DiscardNew, MaxBytes: -1, AllowRollup: true, AllowDirect: true}, with(rollup), open},
 	} {
 		for setting, change := range stream.settings {
 			for list := js.StreamNames(t.Context()); ; {
@@ -736,7 +744,8 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 				t.Fatalf("%s: %v", setting, err)
 			}
 			if name := objectsPrefix + "PH_test_W0"; c.Name == name { // The slot's stream was not deleted.
-				if _, err := js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"}, Discard: jetstream.DiscardNew, MaxBytes: MinBytes}); err != nil {
+				if _, err := js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "PH_test_W0", Subjects: []string{"ph.test.w0"},
+					Discard: jetstream.DiscardNew, MaxBytes: MinBytes}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -791,7 +800,8 @@ func TestMaxBytesAreRaised(t *testing.T) {
 // access to other streams.
 var permissions = []string{
 	"ph.test.>", "$O.PH_test_W0.>", "$O.PH_test_W0_members.>", "$JS.API.INFO",
-	"$JS.API.STREAM.*.PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0_members", "$JS.API.STREAM.*.PH_test_DIR",
+	"$JS.API.STREAM.*.PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0", "$JS.API.STREAM.*.OBJ_PH_test_W0_members",
+	"$JS.API.STREAM.*.PH_test_DIR",
 	"$JS.API.STREAM.MSG.GET.*", "$JS.API.DIRECT.GET.>", "$JS.API.CONSUMER.>", "$JS.FC.>", "$JS.ACK.>",
 }
 
@@ -853,7 +863,8 @@ func TestPermissions(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	for round := range 3 {
-		slot := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: t.TempDir() + "/queue", Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
+		slot := slots.Slot{Log: remote.Log, Objects: remote.Snapshots, Dir: t.TempDir() + "/queue",
+			Store: pebblestore.Options{Logger: slog.New(slog.DiscardHandler)}}
 		w, err := slot.TakeOver(ctx)
 		if err != nil {
 			t.Fatalf("round %d: %v", round, err)
@@ -867,7 +878,8 @@ func TestPermissions(t *testing.T) {
 		if err := store.PutMetaDurable(fmt.Sprint("round/", round), []byte("x")); err != nil {
 			t.Fatal(err)
 		}
-		snapshots := &slots.Snapshotter{Log: remote.Log, Objects: remote.Snapshots, Writer: w, Store: store, FS: vfs.Default, Dir: slot.Dir + ".snapshot", Logger: o.Logger}
+		snapshots := &slots.Snapshotter{Log: remote.Log, Objects: remote.Snapshots, Writer: w, Store: store, FS: vfs.Default,
+			Dir: slot.Dir + ".snapshot", Logger: o.Logger}
 		if err := snapshots.Take(ctx); err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
@@ -907,7 +919,8 @@ func TestPermissions(t *testing.T) {
 	case <-ctx.Done():
 		t.Error("no heartbeat was received")
 	}
-	assignments, err := OpenAssignments(ctx, client.nc, DirectoryConfig{Name: client.directory(), Subject: "ph.test.dir", Replicas: 1, MaxBytes: directoryBytes})
+	assignments, err := OpenAssignments(ctx, client.nc,
+		DirectoryConfig{Name: client.directory(), Subject: "ph.test.dir", Replicas: 1, MaxBytes: directoryBytes})
 	if err != nil {
 		t.Fatal(err)
 	}

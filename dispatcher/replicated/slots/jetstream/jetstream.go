@@ -125,7 +125,8 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 // want is recorded in a stream that has none; a stream of another installation is ErrOtherInstallation. A
 // smaller max_bytes, of an earlier configuration, is raised. Other settings with which the stream cannot keep
 // its messages are an error.
-func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig, mayCreate func() error) (jetstream.Stream, error) {
+func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig,
+	mayCreate func() error) (jetstream.Stream, error) {
 	stream, err := js.Stream(ctx, want.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		if err := mayCreate(); err != nil {
@@ -313,7 +314,8 @@ func (l *Log) State(ctx context.Context) (slots.State, error) {
 	if err != nil {
 		return slots.State{}, err
 	}
-	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Missing: uint64(info.State.NumDeleted), Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
+	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Missing: uint64(info.State.NumDeleted),
+		Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
 	if info.State.Msgs == 0 {
 		s.First = s.Last + 1
 	}

@@ -26,22 +26,28 @@ func TestLacking(t *testing.T) {
 		behind      string
 		want        map[string]uint64
 	}{
-		"idle":                                {before: reading(upTo(200), upTo(200), upTo(200)), now: reading(upTo(215), upTo(215), upTo(215))},
-		"load":                                {before: reading(upTo(200), upTo(190), upTo(230)), now: reading(upTo(9000), upTo(8500), upTo(9100))},
-		"a first reading":                     {now: reading(upTo(200), without(5, upTo(200)), upTo(200))},
-		"a gap":                               {before: reading(upTo(200), without(6, upTo(190)), upTo(200)), now: reading(upTo(300), without(5, upTo(301)), upTo(300)), want: map[string]uint64{"b": 5}},
-		"a gap of the leader":                 {before: reading(without(5, upTo(200)), upTo(200), upTo(200)), now: reading(without(5, upTo(300)), upTo(300), upTo(300)), want: map[string]uint64{"a": 5}},
-		"gaps of two":                         {before: reading(upTo(200), without(5, upTo(200)), without(7, upTo(200))), now: reading(upTo(300), without(5, upTo(300)), without(7, upTo(300))), want: map[string]uint64{"b": 5, "c": 7}},
-		"a gap that was repaired":             {before: reading(upTo(200), without(5, upTo(200)), upTo(200)), now: reading(from(280, 300), from(280, 300), from(280, 300))},
-		"a lost start":                        {before: reading(upTo(200), from(150, 200), upTo(200)), now: reading(upTo(300), from(150, 300), upTo(300)), want: map[string]uint64{"b": 50}},
-		"a trim that the leader does later":   {before: reading(upTo(200), from(150, 200), upTo(200)), now: reading(from(150, 300), from(150, 300), upTo(300))},
-		"two trims that it does later":        {before: reading(upTo(200), from(150, 200), upTo(200)), now: reading(from(150, 300), from(250, 300), upTo(300))},
-		"a trim that a server does later":     {before: reading(from(150, 200), upTo(200), upTo(200)), now: reading(from(150, 300), upTo(300), from(150, 300))},
+		"idle": {before: reading(upTo(200), upTo(200), upTo(200)), now: reading(upTo(215), upTo(215), upTo(215))},
+		"load": {before: reading(upTo(200), upTo(190), upTo(230)),
+			now: reading(upTo(9000), upTo(8500), upTo(9100))},
+		"a first reading":     {now: reading(upTo(200), without(5, upTo(200)), upTo(200))},
+		"a gap":               {before: reading(upTo(200), without(6, upTo(190)), upTo(200)), now: reading(upTo(300), without(5, upTo(301)), upTo(300)), want: map[string]uint64{"b": 5}},
+		"a gap of the leader": {before: reading(without(5, upTo(200)), upTo(200), upTo(200)), now: reading(without(5, upTo(300)), upTo(300), upTo(300)), want: map[string]uint64{"a": 5}},
+		"gaps of two":         {before: reading(upTo(200), without(5, upTo(200)), without(7, upTo(200))), now: reading(upTo(300), without(5, upTo(300)), without(7, upTo(300))), want: map[string]uint64{"b": 5, "c": 7}},
+		"a gap that was repaired": {before: reading(upTo(200), without(5, upTo(200)), upTo(200)),
+			now: reading(from(280, 300), from(280, 300), from(280, 300))},
+		"a lost start": {before: reading(upTo(200), from(150, 200), upTo(200)), now: reading(upTo(300), from(150, 300), upTo(300)), want: map[string]uint64{"b": 50}},
+		"a trim that the leader does later": {before: reading(upTo(200), from(150, 200), upTo(200)),
+			now: reading(from(150, 300), from(150, 300), upTo(300))},
+		"two trims that it does later": {before: reading(upTo(200), from(150, 200), upTo(200)),
+			now: reading(from(150, 300), from(250, 300), upTo(300))},
+		"a trim that a server does later": {before: reading(from(150, 200), upTo(200), upTo(200)),
+			now: reading(from(150, 300), upTo(300), from(150, 300))},
 		"a server that reads no further":      {before: reading(upTo(200), upTo(120), upTo(200)), now: reading(upTo(300), upTo(120), upTo(300)), want: map[string]uint64{"b": 80}},
 		"a server that is known to be behind": {before: reading(upTo(200), upTo(120), upTo(200)), now: reading(upTo(300), upTo(120), upTo(300)), behind: "b"},
-		"a server that catches up":            {before: reading(upTo(9000), upTo(120), upTo(9000)), now: reading(upTo(9900), upTo(8000), upTo(9900))},
-		"a new disk":                          {before: reading(upTo(200), extent{}, upTo(200)), now: reading(upTo(300), extent{}, upTo(300)), behind: "b"},
-		"a server that does not answer":       {before: reading(upTo(200), without(5, upTo(200)), upTo(200)), now: extents{leader: upTo(300), servers: map[string]extent{"a": upTo(300)}}},
+		"a server that catches up": {before: reading(upTo(9000), upTo(120), upTo(9000)),
+			now: reading(upTo(9900), upTo(8000), upTo(9900))},
+		"a new disk":                    {before: reading(upTo(200), extent{}, upTo(200)), now: reading(upTo(300), extent{}, upTo(300)), behind: "b"},
+		"a server that does not answer": {before: reading(upTo(200), without(5, upTo(200)), upTo(200)), now: extents{leader: upTo(300), servers: map[string]extent{"a": upTo(300)}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := lacking(c.before, c.now, func(server string) bool { return server != c.behind })
@@ -87,8 +93,9 @@ func TestReadExtents(t *testing.T) {
 	}
 	stream := func(at time.Time, last uint64, others ...string) jetstream.StreamInfo {
 		return jetstream.StreamInfo{
-			Config: jetstream.StreamConfig{Name: "PH_test_W0"}, Created: at, Cluster: &jetstream.ClusterInfo{Leader: "a", Replicas: peers(others...)},
-			State: jetstream.StreamState{Msgs: last, FirstSeq: 1, LastSeq: last},
+			Config: jetstream.StreamConfig{Name: "PH_test_W0"}, Created: at,
+			Cluster: &jetstream.ClusterInfo{Leader: "a", Replicas: peers(others...)},
+			State:   jetstream.StreamState{Msgs: last, FirstSeq: 1, LastSeq: last},
 		}
 	}
 	server := func(streams ...jetstream.StreamInfo) (s serverState) {
@@ -98,7 +105,8 @@ func TestReadExtents(t *testing.T) {
 		return s
 	}
 	leader := stream(created, 5, "b", "c")
-	got := readExtents(&leader, []serverState{server(stream(created, 6, "b", "c")), server(stream(created.Add(1), 1, "a", "c"), stream(created, 4, "a", "c"))})
+	got := readExtents(&leader, []serverState{server(stream(created, 6, "b", "c")),
+		server(stream(created.Add(1), 1, "a", "c"), stream(created, 4, "a", "c"))})
 	want := map[string]extent{"a": from(1, 6), "b": from(1, 4)}
 	if diff := cmp.Diff(want, got.servers, cmp.AllowUnexported(extent{})); diff != "" {
 		t.Errorf("servers (-want +got):\n%s", diff)

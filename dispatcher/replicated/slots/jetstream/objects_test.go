@@ -232,7 +232,8 @@ func TestRestoreFromSnapshot(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return &slotStore{store, w}, &slots.Snapshotter{Log: log, Objects: objects, Writer: w, Store: store, FS: vfs.Default, Dir: slot.Dir + ".snapshot", Logger: slot.Store.Logger}
+		return &slotStore{store, w}, &slots.Snapshotter{Log: log, Objects: objects, Writer: w, Store: store, FS: vfs.Default,
+			Dir: slot.Dir + ".snapshot", Logger: slot.Store.Logger}
 	}
 	number := 0
 	accept := func(s *slotStore) {

@@ -43,7 +43,8 @@ func NewStream(maxBytes int64) *Stream {
 func (s *Stream) Clone() *Stream {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &Stream{id: s.id, replaced: slices.Clone(s.replaced), records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
+	return &Stream{id: s.id, replaced: slices.Clone(s.replaced), records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids),
+		bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
 }
 
 // SetMaxBytes changes the size at which the stream accepts no more records; 0 for no bound.
@@ -163,7 +164,8 @@ func (s *Stream) state(unseen uint64) slots.State {
 			missing++
 		}
 	}
-	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Missing: missing, Bytes: s.bytes, MaxBytes: s.maxBytes, ID: s.id, Replaced: slices.Clone(s.replaced)}
+	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Missing: missing, Bytes: s.bytes,
+		MaxBytes: s.maxBytes, ID: s.id, Replaced: slices.Clone(s.replaced)}
 }
 
 func (s *Stream) trim(before uint64) {

@@ -103,8 +103,8 @@ func AppendString[T string | []byte](dst []byte, s T) []byte {
 //	acceptedAt(8) bytesBefore(8) type(1) [traceparent] id [type] event skip... only body
 //
 // The highest bit of the type marks a traceparent. The entry longNumbers in skip marks a body with
-// long numbers; an entry of queue.FilterFailed has the error of a filter. bytesBefore is the number of bytes of all previous messages of the log, so that
-// two records give the size of the part between them.
+// long numbers; an entry of queue.FilterFailed has the error of a filter. bytesBefore is the number of bytes of all
+// previous messages of the log, so that two records give the size of the part between them.
 const (
 	recordHead = 17
 	traced     = 0x80
@@ -495,7 +495,8 @@ func AppendDeadLetter(dst []byte, l *queue.DeadLetter) []byte {
 // DecodeDeadLetter decodes a dead letter. Its body refers to v.
 func DecodeDeadLetter(key, v []byte) (queue.DeadLetter, error) {
 	d := Decoder{Rest: v}
-	l := queue.DeadLetter{Key: DeadLetterID(key), Lane: d.laneID(), Seq: d.Uvarint(), AcceptedAt: FromMillis(int64(d.Uvarint())), Attempts: int(d.Uvarint()), Failure: d.Failure()}
+	l := queue.DeadLetter{Key: DeadLetterID(key), Lane: d.laneID(), Seq: d.Uvarint(), AcceptedAt: FromMillis(int64(d.Uvarint())),
+		Attempts: int(d.Uvarint()), Failure: d.Failure()}
 	l.ID, l.Type, l.Event, l.Body = d.string(), d.string(), d.string(), d.Rest
 	return l, d.Err()
 }

@@ -23,7 +23,8 @@ func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 		t.Fatal(err)
 	}
 	var r Record
-	if err := r.Decode(v); err != nil || string(r.ID) != "m1" || Types[r.Code] != "track" || string(r.Event) != "E" || len(r.Trace) != 0 || string(r.Body) != "{}" {
+	if err := r.Decode(v); err != nil || string(r.ID) != "m1" || Types[r.Code] != "track" || string(r.Event) != "E" || len(r.Trace) != 0 ||
+		string(r.Body) != "{}" {
 		t.Errorf("%+v, %v", r, err)
 	}
 }
@@ -60,7 +61,8 @@ func TestRecordSizeIsExact(t *testing.T) {
 		{ID: "m1", Type: "track", Event: "E", Body: []byte("{}")},
 		{ID: "m1", Type: "track", LongNumbers: true, Body: []byte("[1e400]")},
 		{ID: "m1", Type: "track", LongNumbers: true, Skip: make([]string, 127)},
-		{ID: "m1", Type: "a new type", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", Skip: []string{"a", "b"}, Only: "c", Body: make([]byte, 300)},
+		{ID: "m1", Type: "a new type", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", Skip: []string{"a", "b"},
+			Only: "c", Body: make([]byte, 300)},
 	} {
 		if size, got := RecordSize(&m), len(AppendRecord(nil, &m, 1<<40)); size != got {
 			t.Errorf("a record of %d bytes has the size %d", got, size)
