@@ -253,7 +253,8 @@ func without(missing []slots.Batches) string {
 func try(ctx context.Context, fn func() error) (err error) {
 	for range adoptTries {
 		err = fn()
-		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, jetstream.ErrOffline) && !errors.Is(err, syscall.EAGAIN) {
+		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, jetstream.ErrNotConnected) && !errors.Is(err, jetstream.ErrOffline) &&
+			!errors.Is(err, syscall.EAGAIN) {
 			return err
 		}
 		select {

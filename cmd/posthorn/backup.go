@@ -68,7 +68,8 @@ directory, which only its user can read. With --data, it must be stopped.`,
 		},
 	}
 	cmd.Flags().StringVar(&admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
-	cmd.Flags().StringVar(&tokenFile, "token-file", filepath.Join(defaultDataDir(), backup.TokenName), "token file in the data directory of a running Posthorn")
+	cmd.Flags().StringVar(&tokenFile, "token-file", filepath.Join(defaultDataDir(), backup.TokenName),
+		"token file in the data directory of a running Posthorn")
 	cmd.Flags().StringVar(&data, "data", "", "data directory of a stopped Posthorn")
 	return cmd
 }
@@ -109,7 +110,8 @@ func saveBackup(cmd *cobra.Command, open func(context.Context) (io.ReadCloser, e
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(cmd.OutOrStdout(), "%s: %d bytes of files, begun at %s, written in %s\n", target, index.Bytes, index.Time.Format(time.RFC3339), time.Since(started).Round(time.Millisecond))
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: %d bytes of files, begun at %s, written in %s\n", target, index.Bytes, index.Time.Format(time.RFC3339),
+		time.Since(started).Round(time.Millisecond))
 	return nil
 }
 

@@ -22,7 +22,8 @@ func closedData(t *testing.T) string {
 	dir := t.TempDir()
 	store, err := pebblestore.Open(filepath.Join(dir, backup.QueueFolder), pebblestore.Options{Logger: slog.New(slog.DiscardHandler)})
 	if err == nil {
-		err = errors.Join(store.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/crm"}), store.Close(), os.WriteFile(filepath.Join(dir, "manifests.json"), []byte("{}"), 0o600))
+		err = errors.Join(store.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/crm"}), store.Close(),
+			os.WriteFile(filepath.Join(dir, "manifests.json"), []byte("{}"), 0o600))
 	}
 	if err != nil {
 		t.Fatal(err)

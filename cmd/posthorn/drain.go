@@ -112,7 +112,8 @@ continues when it is started again.`,
 				}
 				o.Namespace = standalone.DefaultNamespace
 				feed = func(ctx context.Context, d *dispatcher.Dispatcher) error {
-					return standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(o.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: logger, Sink: d, Changes: d.Changes}).Run(ctx)
+					return standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(o.DataDir, "manifests.json"), SecretValues: values,
+						Policy: policy, Logger: logger, Sink: d, Changes: d.Changes}).Run(ctx)
 				}
 			} else {
 				client, err := kubeClient(kubeconfig)
@@ -175,7 +176,8 @@ func checkDrained(dir string) error {
 	names, err := os.ReadDir(queue)
 	switch {
 	case errors.Is(err, os.ErrNotExist) && filepath.Base(filepath.Clean(dir)) == backup.QueueFolder:
-		return command.Usagef("--data %q has no folder %s; use the folder above it, %s", dir, backup.QueueFolder, filepath.Dir(filepath.Clean(dir)))
+		return command.Usagef("--data %q has no folder %s; use the folder above it, %s", dir, backup.QueueFolder,
+			filepath.Dir(filepath.Clean(dir)))
 	case errors.Is(err, os.ErrNotExist):
 		return command.Usagef("--data %q has no folder %s, so no dispatcher has stored messages there; use the data directory of a stopped dispatcher", dir, backup.QueueFolder)
 	case err != nil:

@@ -90,7 +90,8 @@ func (d *dataFlags) parse() (err error) {
 			return command.Usagef("--public-host: %v", err)
 		}
 	}
-	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}, {"--peer-listen", d.peerListen}} {
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen},
+		{"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}, {"--peer-listen", d.peerListen}} {
 		if err := checkListen(l.address); err != nil {
 			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}

@@ -44,7 +44,8 @@ func TestHelp(t *testing.T) {
 			}
 			for _, m := range exampleFlag.FindAllStringSubmatch(call, -1) {
 				name := strings.TrimLeft(m[1], "-")
-				if c.Flag(name) == nil && (len(name) != 1 || c.Flags().ShorthandLookup(name) == nil && c.InheritedFlags().ShorthandLookup(name) == nil) {
+				if c.Flag(name) == nil && (len(name) != 1 || c.Flags().ShorthandLookup(name) == nil &&
+					c.InheritedFlags().ShorthandLookup(name) == nil) {
 					t.Errorf("%s: the example %q has the flag %s, which is none", c.CommandPath(), line, m[1])
 				}
 			}

@@ -54,7 +54,8 @@ Exit codes: 0 success; 1 failure or negative result; 2 usage error;
 		RunE: command.ShowHelp,
 	}
 	root.AddGroup(&cobra.Group{ID: "server", Title: "Servers:"})
-	for _, c := range []*cobra.Command{newRun(), newOperator(), newDispatcher(), newDrain(), newRepair(), newBackup(), newRestore(), newReplication()} {
+	for _, c := range []*cobra.Command{newRun(), newOperator(), newDispatcher(), newDrain(), newRepair(), newBackup(), newRestore(),
+		newReplication()} {
 		c.GroupID = "server"
 		root.AddCommand(c)
 	}

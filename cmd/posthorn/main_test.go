@@ -26,7 +26,8 @@ func TestInUse(t *testing.T) {
 	} {
 		var out bytes.Buffer
 		code := Main(args, strings.NewReader(""), &out, &out)
-		if code != command.ExitFailure || !strings.Contains(out.String(), taken.Addr().String()) || !strings.Contains(out.String(), "Stop it, or set another address: 'posthorn "+args[0]+" --help'") {
+		if code != command.ExitFailure || !strings.Contains(out.String(), taken.Addr().String()) ||
+			!strings.Contains(out.String(), "Stop it, or set another address: 'posthorn "+args[0]+" --help'") {
 			t.Errorf("%v: exit code %d:\n%s", args, code, out.String())
 		}
 	}

@@ -34,12 +34,14 @@ func TestOperatorMetrics(t *testing.T) {
 	for _, account := range []string{"prometheus", "stranger"} {
 		kubectl("", "create", "serviceaccount", account, "-n", env.Release)
 	}
-	kubectl("", "create", "clusterrolebinding", "prometheus", "--clusterrole=posthorn-metrics-reader", "--serviceaccount="+env.Release+":prometheus")
+	kubectl("", "create", "clusterrolebinding", "prometheus", "--clusterrole=posthorn-metrics-reader",
+		"--serviceaccount="+env.Release+":prometheus")
 	// The operator has the rights that config/ gives it, and no more.
 	dir := t.TempDir()
 	kubeconfig, tokenFile := filepath.Join(dir, "kubeconfig"), filepath.Join(dir, "token")
 	config, err := os.ReadFile(server.Kubeconfig())
-	if err := errors.Join(err, os.WriteFile(kubeconfig, config, 0o600), os.WriteFile(tokenFile, []byte(token("posthorn-operator", "--audience", adminapi.TokenAudience)), 0o600)); err != nil {
+	if err := errors.Join(err, os.WriteFile(kubeconfig, config, 0o600),
+		os.WriteFile(tokenFile, []byte(token("posthorn-operator", "--audience", adminapi.TokenAudience)), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	kubectl("", "--kubeconfig", kubeconfig, "config", "set-credentials", "operator", "--token", token("posthorn-operator"))
@@ -48,7 +50,8 @@ func TestOperatorMetrics(t *testing.T) {
 		address = process.FreeAddr()
 		ctx, cancel := context.WithCancel(t.Context())
 		cmd := newOperator()
-		cmd.SetArgs([]string{"--namespace", env.Release, "--kubeconfig", kubeconfig, "--dispatcher-token-file", tokenFile, "--metrics-bind-address", address, "--health-probe-bind-address", "0"})
+		cmd.SetArgs([]string{"--namespace", env.Release, "--kubeconfig", kubeconfig, "--dispatcher-token-file", tokenFile,
+			"--metrics-bind-address", address, "--health-probe-bind-address", "0"})
 		cmd.SetErr(io.Discard)
 		done := make(chan error, 1)
 		go func() { done <- cmd.ExecuteContext(ctx) }()
@@ -92,7 +95,8 @@ func TestOperatorMetrics(t *testing.T) {
 	defer stop()
 	var certificate []byte
 	for deadline := time.Now().Add(wait.Limit); len(certificate) == 0; time.Sleep(100 * time.Millisecond) {
-		text := kubectl("", "get", "secret", "-n", env.Release, "--field-selector=metadata.name="+adminapi.CertificateSecret, "-o", `jsonpath={.items[*].data.tls\.crt}`)
+		text := kubectl("", "get", "secret", "-n", env.Release, "--field-selector=metadata.name="+adminapi.CertificateSecret, "-o",
+			`jsonpath={.items[*].data.tls\.crt}`)
 		if certificate, err = base64.StdEncoding.DecodeString(text); err != nil || time.Now().After(deadline) {
 			t.Fatalf("no certificate: %v", err)
 		}
@@ -104,7 +108,8 @@ func TestOperatorMetrics(t *testing.T) {
 	if body := eventually(secure, url, token("prometheus"), http.StatusOK); !strings.Contains(body, "\nposthorn_") {
 		t.Errorf("no metrics of Posthorn: %.300s", body)
 	}
-	for caller, want := range map[string]int{"": http.StatusUnauthorized, "no-token": http.StatusUnauthorized, token("stranger"): http.StatusForbidden} {
+	for caller, want := range map[string]int{"": http.StatusUnauthorized, "no-token": http.StatusUnauthorized,
+		token("stranger"): http.StatusForbidden} {
 		if status, body, err := get(secure, url, caller); status != want || strings.Contains(body, "posthorn_") {
 			t.Errorf("%.10s: %d %s %v, want %d", caller, status, body, err, want)
 		}

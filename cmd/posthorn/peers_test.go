@@ -7,7 +7,8 @@ func TestAudienceOwner(t *testing.T) {
 	if got := peerService(hosts, "posthorn-dispatcher-2", "webhooks"); got != "posthorn-dispatcher-pods" {
 		t.Errorf("peer service %q", got)
 	}
-	for _, other := range []struct{ hosts, pod, namespace string }{{"", "a-1", "b"}, {hosts, "posthorn-dispatcher", "webhooks"}, {hosts, "posthorn-dispatcher-2", "web"}} {
+	for _, other := range []struct{ hosts, pod, namespace string }{{"", "a-1", "b"}, {hosts, "posthorn-dispatcher", "webhooks"},
+		{hosts, "posthorn-dispatcher-2", "web"}} {
 		if got := peerService(other.hosts, other.pod, other.namespace); got != "" {
 			t.Errorf("%+v: peer service %q", other, got)
 		}

@@ -50,7 +50,8 @@ twice. The repair needs as much free disk space as the store uses.`,
 			for _, lost := range r.Lost {
 				fmt.Fprintf(out, "lost: %s\n", lost)
 			}
-			fmt.Fprintf(out, "readable: %s pending or not yet freed, %s, %s\n", plural.Count(r.Messages, "message"), plural.Count(r.DeadLetters, "dead letter"), plural.Count(r.Lanes, "lane"))
+			fmt.Fprintf(out, "readable: %s pending or not yet freed, %s, %s\n", plural.Count(r.Messages, "message"),
+				plural.Count(r.DeadLetters, "dead letter"), plural.Count(r.Lanes, "lane"))
 			switch {
 			case len(r.Damaged)+len(r.Lost) == 0:
 				fmt.Fprintln(out, "No file is damaged; nothing was changed.")

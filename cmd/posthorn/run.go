@@ -69,7 +69,8 @@ this machine; 'posthorn get' shows the status, too.`,
 			if err != nil {
 				return err
 			}
-			options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log}
+			options := standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values,
+				Policy: policy, Logger: log}
 			if data.isReplicated() {
 				data.lacks = standalone.NewLacks(options)
 			}
@@ -87,7 +88,8 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			defer stopTracer()
 			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
-			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{watchCertificate}, control: func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
+			return data.serve(cmd.Context(), log, service{others: []func(context.Context) error{
+				watchCertificate}, control: func(ctx context.Context, d *dispatcher.Dispatcher, at *dispatcher.Listeners) error {
 				options.Sink, options.Changes, options.UnknownKeys = d, d.Changes, d.UnknownKeys
 				if data.isReplicated() {
 					options.Records = d.Store()
@@ -104,7 +106,8 @@ this machine; 'posthorn get' shows the status, too.`,
 				served.Handle("/{$}", status)
 				served.Handle(page.Prefix, status)
 				resources.set(served)
-				log.Info("listening", "version", command.BuildVersion(), "listen", at.Addr().String(), "admin", at.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+				log.Info("listening", "version", command.BuildVersion(), "listen", at.Addr().String(), "admin", at.AdminAddr().String(), "manifests",
+					manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 				group, ctx := errgroup.WithContext(ctx)
 				group.Go(func() error { return control.Run(ctx) })
 				group.Go(func() error { return status.Run(ctx) })

@@ -129,5 +129,5 @@ func (e *Engine) storeBounds(key string, bounds *liveconfig.DeadLetters) {
 	if bounds != nil {
 		value, _ = json.Marshal(bounds) // No field can fail to marshal.
 	}
-	e.putMeta(boundsPrefix+key, value, "storing the retention of a deleted destination's dead letters failed; after a restart the default applies", queue.LaneID{Destination: key}.LogArgs()...)
+	e.putMeta(boundsPrefix+key, value, "after a restart the default retention applies to the dead letters of this deleted destination")
 }

@@ -96,7 +96,7 @@ func (o *orphans) differing(lanes map[queue.LaneID]*lane, v *liveconfig.View) (a
 // storeOrphans brings the stored records of the orphans up to date. Only Apply and the maintenance call it, which
 // exclude each other.
 func (e *Engine) storeOrphans(v *liveconfig.View) {
-	const failure = "storing the time of a removal failed; after a restart the grace period begins again"
+	const consequence = "after a restart the grace period of a removed destination begins again"
 	e.mu.Lock()
 	added, removed := e.orphans.differing(e.registry.lanes, v)
 	e.mu.Unlock()
@@ -106,12 +106,12 @@ func (e *Engine) storeOrphans(v *liveconfig.View) {
 		record.RemovedAt, l.pendingAtRemoval = l.removedAt, record.Pending
 		e.mu.Unlock()
 		value, _ := json.Marshal(record) // No field can fail to marshal.
-		if e.putMeta(name, value, failure) {
+		if e.putMeta(name, value, consequence) {
 			e.orphans.stored[name] = record
 		}
 	}
 	for _, name := range removed {
-		if e.putMeta(name, nil, failure) {
+		if e.putMeta(name, nil, consequence) {
 			delete(e.orphans.stored, name)
 		}
 	}

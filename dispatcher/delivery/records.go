@@ -93,8 +93,8 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	e.putMeta(name, value, healthLost)
 }
 
-// healthLost is logged when a record of an endpoint's health is not stored.
-const healthLost = "storing an endpoint's health failed; it is lost on restart"
+// healthLost follows when a record of an endpoint's health is not stored.
+const healthLost = "the health of the endpoint is lost on restart"
 
 // storeHistory stores the health of the endpoints that has changed and was not stored for a time.
 func (e *Engine) storeHistory(age time.Duration) {
@@ -114,11 +114,11 @@ func (e *Engine) storeHistory(age time.Duration) {
 	}
 }
 
-// putMeta stores a record, or deletes it (nil). It logs a failure, and returns false then.
-func (e *Engine) putMeta(name string, value []byte, failure string, args ...any) bool {
+// putMeta stores a record, or deletes it (nil). It logs a failure with what follows from it, and returns false then.
+func (e *Engine) putMeta(name string, value []byte, consequence string) bool {
 	err := e.o.Store.PutMeta(name, value)
 	if err != nil && !errors.Is(err, queue.ErrClosed) {
-		e.o.Logger.With(args...).Warn(failure, "record", name, "error", err)
+		e.o.Logger.Warn("storing a record failed", "record", name, "consequence", consequence, "error", err)
 	}
 	return err == nil
 }

@@ -292,8 +292,10 @@ func (b *bench) underAttack(ctx context.Context, index int, a attack) ([]row, er
 	return []row{
 		below("p99 beside "+a.name+", of alone", ratio, 3, text, "<= 3"),
 		below("peak RSS beside "+a.name, float64(peak), memory.Default, fmt.Sprintf("%d MB", peak>>20), "< 400 MB"),
-		{Name: "  attack: requests, accepted, rejected", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Rejections), Met: true, Number: ratio},
-		{Name: "  disk growth, per byte of the attacker", Value: fmt.Sprintf("%.1f MB, %.1f", float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
+		{Name: "  attack: requests, accepted, rejected", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Rejections),
+			Met: true, Number: ratio},
+		{Name: "  disk growth, per byte of the attacker",
+			Value: fmt.Sprintf("%.1f MB, %.1f", float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
 	}, nil
 }
 

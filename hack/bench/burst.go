@@ -126,7 +126,8 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 		atMost("disk one minute after "+name, float64(disk), 64e6, fmt.Sprintf("%s (%s at its end)", mb(disk), mb(largest)), "<= 64 MB"),
 		atMost("posthorn_queue_disk_bytes, deviation from the directory's size", 100*off.largest, 10, fmt.Sprintf("%.1f %% (worst of %d)", 100*off.largest, off.samples), "<= 10 %"),
 		atMost("idle CPU in that minute, of one core", share, 0.5, fmt.Sprintf("%.2f %%", share), "<= 0.5 %"),
-		{Name: "  accepted, delivered", Value: fmt.Sprintf("%.1f s, %.1f s", accepted.Seconds(), delivered.Seconds()), Met: true, Number: delivered.Seconds()},
+		{Name: "  accepted, delivered", Value: fmt.Sprintf("%.1f s, %.1f s", accepted.Seconds(), delivered.Seconds()), Met: true,
+			Number: delivered.Seconds()},
 	}, nil
 }
 

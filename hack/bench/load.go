@@ -78,8 +78,9 @@ func (p *dispatcherProcess) counters() (c counters, err error) {
 	}
 	for name, value := range map[string]*float64{
 		"go_memstats_mallocs_total": &c.allocations, "go_memstats_alloc_bytes_total": &c.bytes,
-		"posthorn_queue_commit_seconds_count": &c.commits, "posthorn_queue_commit_seconds_sum": &c.commitSeconds, "posthorn_queue_commit_messages_sum": &c.commitMessages,
-		"posthorn_queue_sync_seconds_count": &c.syncs, "posthorn_queue_sync_seconds_sum": &c.syncSecond,
+		"posthorn_queue_commit_seconds_count": &c.commits, "posthorn_queue_commit_seconds_sum": &c.commitSeconds,
+		"posthorn_queue_commit_messages_sum": &c.commitMessages,
+		"posthorn_queue_sync_seconds_count":  &c.syncs, "posthorn_queue_sync_seconds_sum": &c.syncSecond,
 	} {
 		*value = number(metrics, name)
 	}
@@ -236,7 +237,8 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			reads: (after.reads - before.reads) / n, writes: (after.writes - before.writes) / n, waits: (after.waits - before.waits) / n,
 		},
 		commits: fmt.Sprintf("%.0f calls, %.2f ms; sync %.2f ms", (after.commitMessages-before.commitMessages)/(after.commits-before.commits),
-			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits), 1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
+			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits),
+			1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
 		rate: n / took.Seconds(), cpu: each(used), standby: each(behind), senders: each(own), sink: each(sink),
 		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
 		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,

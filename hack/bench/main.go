@@ -124,7 +124,8 @@ func machine() string {
 		}
 	}
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
-	return fmt.Sprintf("%d x %s, %s %s, %s; medians of %d, %.0f s each", runtime.NumCPU(), model, runtime.GOOS, strings.TrimSpace(string(kernel)), runtime.Version(), *rounds, *seconds)
+	return fmt.Sprintf("%d x %s, %s %s, %s; medians of %d, %.0f s each", runtime.NumCPU(), model, runtime.GOOS,
+		strings.TrimSpace(string(kernel)), runtime.Version(), *rounds, *seconds)
 }
 
 var measurements = []struct {
@@ -159,7 +160,9 @@ func (b *bench) window() time.Duration { return time.Duration(*seconds * float64
 
 // cost prints the dispatcher's cost of a message.
 func cost(s sample) row {
-	return row{Name: "  per message: allocations, reads, writes, waits", Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits), Met: true, Number: s.cost.allocations}
+	return row{Name: "  per message: allocations, reads, writes, waits",
+		Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits),
+		Met:   true, Number: s.cost.allocations}
 }
 
 // commits prints the messages per disk sync.
@@ -169,7 +172,8 @@ func commits(s sample) row {
 
 // split prints the CPU time of a message by process.
 func split(s sample) row {
-	return row{Name: "  CPU per message: dispatcher, senders, sink", Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
+	return row{Name: "  CPU per message: dispatcher, senders, sink",
+		Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
 }
 
 func atLeast(name string, value, goal float64, text string) row {
@@ -186,7 +190,8 @@ func measureDirect(_ context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []row{{Name: "direct: bare loop of signed POSTs", Value: fmt.Sprintf("%.0f/s, %.1f us CPU", d.rate, d.cpu), Met: true, Number: d.rate}}, nil
+	return []row{{Name: "direct: bare loop of signed POSTs", Value: fmt.Sprintf("%.0f/s, %.1f us CPU", d.rate, d.cpu), Met: true,
+		Number: d.rate}}, nil
 }
 
 func measureBatches(ctx context.Context, b *bench) ([]row, error) {
@@ -204,8 +209,10 @@ func measureBatches(ctx context.Context, b *bench) ([]row, error) {
 	}
 	direct := before.mean(after)
 	return []row{
-		atLeast("delivered/s, batches of 20, of direct", got.rate/direct.rate, 0.70, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)),
-		below("CPU per delivered message, of direct's client", got.cpu/direct.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/direct.cpu, got.cpu), "<= 1.5"),
+		atLeast("delivered/s, batches of 20, of direct", got.rate/direct.rate, 0.70,
+			fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)),
+		below("CPU per delivered message, of direct's client", got.cpu/direct.cpu, 1.5,
+			fmt.Sprintf("%.2f (%.1f us)", got.cpu/direct.cpu, got.cpu), "<= 1.5"),
 		split(got), cost(got), commits(got),
 	}, nil
 }
@@ -219,7 +226,8 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
+	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40,
+		fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
 }
 
 // measureNumbers compares messages with a long number, which becomes a string
@@ -241,7 +249,8 @@ func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	plain := before.mean(after)
-	return []row{below("CPU per message with a long number, of one without", got.cpu/plain.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
+	return []row{below("CPU per message with a long number, of one without", got.cpu/plain.cpu, 1.5,
+		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
 }
 
 // measureQueue runs only the queue: durable appends of 20 messages, lease, ack.
@@ -257,7 +266,8 @@ func measureQueue(_ context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	ratio := got.cpu / direct.cpu
-	return []row{below("queue's CPU per message, of direct's client", ratio, 0.35, fmt.Sprintf("%.2f (%.1f us, %.0f/s)", ratio, got.cpu, got.rate), "<= 0.35")}, nil
+	return []row{below("queue's CPU per message, of direct's client", ratio, 0.35,
+		fmt.Sprintf("%.2f (%.1f us, %.0f/s)", ratio, got.cpu, got.rate), "<= 0.35")}, nil
 }
 
 // measureLatency sends at a quarter of the peak.
@@ -363,7 +373,8 @@ func measureURLs(ctx context.Context, b *bench) ([]row, error) {
 		}
 		ratio := got.rate / before.mean(after).rate
 		before = after
-		rows = append(rows, atLeast("delivered/s by a URL beside another ("+second.name+"), of alone", ratio, 0.9, fmt.Sprintf("%.2f (%.0f/s)", ratio, got.rate)))
+		rows = append(rows, atLeast("delivered/s by a URL beside another ("+second.name+"), of alone", ratio, 0.9,
+			fmt.Sprintf("%.2f (%.0f/s)", ratio, got.rate)))
 	}
 	return rows, nil
 }
@@ -396,7 +407,8 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	return []row{
 		atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20)),
 		split(one), split(many), cost(many),
-		{Name: "  direct to 1,000 destinations, of direct to 1", Value: fmt.Sprintf("%.2f (%.0f/s, %.1f us CPU)", directRatio, directMany.rate, directMany.cpu), Met: true, Number: directRatio},
+		{Name: "  direct to 1,000 destinations, of direct to 1",
+			Value: fmt.Sprintf("%.2f (%.0f/s, %.1f us CPU)", directRatio, directMany.rate, directMany.cpu), Met: true, Number: directRatio},
 	}, nil
 }
 
@@ -454,7 +466,8 @@ func measurePorts(ctx context.Context, b *bench) ([]row, error) {
 	direct := before.mean(after)
 	ratio := got.rate / direct.rate
 	return []row{
-		atLeast("delivered/s to 10000 ports, 200 per call, of direct to them", ratio, 0.9, fmt.Sprintf("%.2f (%.0f of %.0f/s, %d MB)", ratio, got.rate, direct.rate, got.rss>>20)),
+		atLeast("delivered/s to 10000 ports, 200 per call, of direct to them", ratio, 0.9,
+			fmt.Sprintf("%.2f (%.0f of %.0f/s, %d MB)", ratio, got.rate, direct.rate, got.rss>>20)),
 		split(got), cost(got),
 	}, nil
 }

@@ -42,7 +42,8 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole, "slots": slotsRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole,
+	"attack": attackRole, "gateway": gatewayRole, "slots": slotsRole}
 
 type bench struct {
 	root string
@@ -196,7 +197,8 @@ func queueRole(args []string) error {
 			for time.Since(begin) < window {
 				batch := make([]queue.Message, 20)
 				for i := range batch {
-					batch[i] = queue.Message{Source: lane.Source, ID: "bench-" + strconv.FormatInt(appended.Add(1), 10), Type: "track", Event: "Order Completed", AcceptedAt: time.Now(), Body: payload}
+					batch[i] = queue.Message{Source: lane.Source, ID: "bench-" + strconv.FormatInt(appended.Add(1), 10), Type: "track",
+						Event: "Order Completed", AcceptedAt: time.Now(), Body: payload}
 				}
 				if _, err := s.Append(context.Background(), batch); err != nil {
 					return err
@@ -261,7 +263,8 @@ func directRole(args []string) error {
 	}
 	message := string(appendBody(nil, 1, plainID))
 	post := func(i int) {
-		req, _ := http.NewRequest(http.MethodPost, "http://"+addrs[i%len(addrs)]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
+		//nolint:noctx // the bare loop
+		req, _ := http.NewRequest(http.MethodPost, "http://"+addrs[i%len(addrs)]+"/in", strings.NewReader(message))
 		req.Header.Set("Content-Type", "application/json")
 		req.Header.Set("User-Agent", "Posthorn/1.0")
 		req.Header.Set("X-Signature", signature.SHA1(secret, message))
@@ -322,7 +325,8 @@ func config(list []destination) liveconfig.Config {
 	}
 	for i := range sources {
 		sum := sha256.Sum256([]byte(writeKey(i)))
-		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}})
+		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true,
+			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}})
 	}
 	for i, d := range list {
 		state := liveconfig.Active
@@ -335,10 +339,11 @@ func config(list []destination) liveconfig.Config {
 		}
 		c.Destinations = append(c.Destinations, liveconfig.Destination{
 			Name: fmt.Sprintf("d%04d", i), Revision: "1", State: state, Sources: []string{fmt.Sprintf("s%04d", d.source)},
-			Endpoints:   endpoints,
-			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}},
-			Success:     liveconfig.AnyEndpoint,
-			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000, MaxBackoffMS: 300_000, MaxInFlight: 64},
+			Endpoints: endpoints,
+			Signing:   liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}},
+			Success:   liveconfig.AnyEndpoint,
+			Delivery: liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000,
+				MaxBackoffMS: 300_000, MaxInFlight: 64},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: time.Hour.Milliseconds(), MaxBytes: 1 << 30},
 		})
 		if d.change != nil {
@@ -406,7 +411,8 @@ func dispatcherRole(args []string) error {
 	}
 	o := dispatcher.Options{
 		Proxy:   proxy,
-		DataDir: args[0], ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "bench", Egress: policy,
+		DataDir: args[0], ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "bench",
+		Egress: policy,
 		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}

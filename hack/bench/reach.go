@@ -106,7 +106,8 @@ func certificates() (ca string, leaf tls.Certificate, err error) {
 	}
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: "sink"}, NotAfter: time.Now().Add(24 * time.Hour),
-		DNSNames: []string{"sink.bench"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		DNSNames: []string{"sink.bench"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	}
 	own, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -116,7 +117,8 @@ func certificates() (ca string, leaf tls.Certificate, err error) {
 	if err != nil {
 		return "", leaf, err
 	}
-	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})), tls.Certificate{Certificate: [][]byte{signed}, PrivateKey: own}, nil
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})),
+		tls.Certificate{Certificate: [][]byte{signed}, PrivateKey: own}, nil
 }
 
 // measureReach compares destinations that use OAuth 2.0, another signature, and a proxy with the same
@@ -148,7 +150,8 @@ func measureReach(ctx context.Context, b *bench) ([]row, error) {
 		goalDescribing string
 	}{
 		{"CPU per message with OAuth 2.0, of one without", "", nil, func(d *liveconfig.Destination) {
-			d.Endpoints[0].OAuth2 = &liveconfig.OAuth2{TokenURL: "http://" + g.Token + "/token", ClientID: "bench", ClientSecret: liveconfig.NewSecret(secret)}
+			d.Endpoints[0].OAuth2 = &liveconfig.OAuth2{TokenURL: "http://" + g.Token + "/token", ClientID: "bench",
+				ClientSecret: liveconfig.NewSecret(secret)}
 		}, 1.1, "<= 1.1"},
 		{"CPU per message with HMAC SHA-256, of SHA-1", "", nil, func(d *liveconfig.Destination) {
 			d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: liveconfig.NewSecret(secret), Format: &liveconfig.HMACFormat{

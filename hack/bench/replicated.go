@@ -90,9 +90,11 @@ func (l *replicatedLog) cpu() (total time.Duration) {
 
 // runReplicated runs a dispatcher whose log is "URL NAME". configure is called when the process owns the
 // slot. A standby prints its addresses before.
-func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool, configure func(*dispatcher.Dispatcher, *dispatcher.Listeners)) error {
+func runReplicated(ctx context.Context, o dispatcher.Options, log string, standby bool,
+	configure func(*dispatcher.Dispatcher, *dispatcher.Listeners)) error {
 	url, name, _ := strings.Cut(log, " ")
-	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: 4 << 30}, o.Logger)
+	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers,
+		MaxBytes: 4 << 30}, o.Logger)
 	if err != nil {
 		return err
 	}
@@ -196,11 +198,14 @@ func measureReplicated(ctx context.Context, b *bench) ([]row, error) {
 	cpu := alone.cpu / volume.cpu
 	return append(rows,
 		below("owner's CPU per message, of the local log", cpu, 1.4, fmt.Sprintf("%.2f (%.1f us)", cpu, alone.cpu), "<= 1.4"),
-		row{Name: "  CPU of three servers, of all cores", Value: fmt.Sprintf("%.2f cores", servers.Seconds()/(b.window().Seconds()+2)), Met: true, Number: servers.Seconds()},
+		row{Name: "  CPU of three servers, of all cores", Value: fmt.Sprintf("%.2f cores", servers.Seconds()/(b.window().Seconds()+2)), Met: true,
+			Number: servers.Seconds()},
 		below("replicated log at a quarter of peak, p50", calm.p50.Seconds(), 0.006, calm.p50.Round(10*time.Microsecond).String(), "<= 6ms"),
 		below("replicated log at a quarter of peak, p99", calm.p99.Seconds(), 0.040, calm.p99.Round(10*time.Microsecond).String(), "<= 40ms"),
-		row{Name: "  the local log at this rate, p50 and p99", Value: fmt.Sprintf("%v, %v", short(local.p50), short(local.p99)), Met: true, Number: local.p99.Seconds()},
-		row{Name: "  syncs of another file meanwhile, p50 and longest", Value: fmt.Sprintf("%v, %v", short(quantile(syncs, 0.5)), short(quantile(syncs, 1))), Met: true, Number: quantile(syncs, 1).Seconds()},
+		row{Name: "  the local log at this rate, p50 and p99", Value: fmt.Sprintf("%v, %v", short(local.p50), short(local.p99)), Met: true,
+			Number: local.p99.Seconds()},
+		row{Name: "  syncs of another file meanwhile, p50 and longest",
+			Value: fmt.Sprintf("%v, %v", short(quantile(syncs, 0.5)), short(quantile(syncs, 1))), Met: true, Number: quantile(syncs, 1).Seconds()},
 	), nil
 }
 

@@ -88,7 +88,8 @@ func (b *bench) sharedDisk(ctx context.Context) ([]row, error) {
 	ratio := p99.Seconds() / max(base.Seconds(), 1e-6)
 	return []row{
 		below("p99 beside two Sources of another namespace that fill the disk, of alone", ratio, 3, fmt.Sprintf("%.2f (p99 %s of %s)", ratio, short(p99), short(base)), "<= 3"),
-		atLeast("  batches of 240 KB of that namespace that were rejected", float64(refused.Load()), 1, fmt.Sprintf("%d of %d", refused.Load(), refused.Load()+accepted.Load())),
+		atLeast("  batches of 240 KB of that namespace that were rejected", float64(refused.Load()), 1,
+			fmt.Sprintf("%d of %d", refused.Load(), refused.Load()+accepted.Load())),
 		below("  peak RSS", float64(peak), memory.Default, fmt.Sprintf("%d MB", peak>>20), "below 400 MB"),
 	}, nil
 }
@@ -146,7 +147,8 @@ func (b *bench) sharedPlaces(ctx context.Context) ([]row, error) {
 		return nil, err
 	}
 	defer log.stop()
-	owner, err := b.startWithLog(ctx, destinations(1, b.sink.Addr), b.dir(fmt.Sprint("owner-", time.Now().UnixNano())), fmt.Sprintf("%s p%d", log.url, time.Now().UnixNano()))
+	owner, err := b.startWithLog(ctx, destinations(1, b.sink.Addr), b.dir(fmt.Sprint("owner-", time.Now().UnixNano())),
+		fmt.Sprintf("%s p%d", log.url, time.Now().UnixNano()))
 	if err != nil {
 		return nil, err
 	}
@@ -176,5 +178,6 @@ func (b *bench) sharedPlaces(ctx context.Context) ([]row, error) {
 		}
 		s.close()
 	}
-	return []row{atLeast("calls at a standby beside 1,100 slow bodies", float64(forwarded), calls, fmt.Sprintf("%d of %d", forwarded, calls))}, nil
+	return []row{atLeast("calls at a standby beside 1,100 slow bodies", float64(forwarded), calls, fmt.Sprintf("%d of %d", forwarded, calls))},
+		nil
 }

@@ -92,8 +92,10 @@ func measureTakeover(ctx context.Context, b *bench) ([]row, error) {
 	return []row{
 		takeovers(fmt.Sprintf("takeover after kill -9 with %.1f GB waiting", accepted/1e9), lost),
 		below("hand-over with as much waiting", ended[len(ended)-1].Seconds(), 2, span(ended), "<= 2 s"),
-		{Name: "  restore of a standby until it is ready", Value: fmt.Sprintf("%.1f s (%.0f MB/s)", restored.Seconds(), accepted/1e6/restored.Seconds()), Met: true, Number: restored.Seconds()},
-		below("bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2, fmt.Sprintf("%.2f (%.0f MB in %.0f s)", uploaded/accepted, uploaded/1e6, filled.Seconds()), "<= 2"),
+		{Name: "  restore of a standby until it is ready",
+			Value: fmt.Sprintf("%.1f s (%.0f MB/s)", restored.Seconds(), accepted/1e6/restored.Seconds()), Met: true, Number: restored.Seconds()},
+		below("bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2,
+			fmt.Sprintf("%.2f (%.0f MB in %.0f s)", uploaded/accepted, uploaded/1e6, filled.Seconds()), "<= 2"),
 	}, nil
 }
 
@@ -187,11 +189,15 @@ func measureDark(ctx context.Context, b *bench) ([]row, error) {
 	return []row{
 		below(fmt.Sprintf("p99 of %d namespaces beside %.1f GB for a dark URL, of alone", darkNamespaces, accepted/1e9), ratio, 1.5,
 			fmt.Sprintf("%.2f (p99 %v of %v, p50 %v of %v)", ratio, short(beside.p99), short(alone.p99), short(beside.p50), short(alone.p50)), "<= 1.5"),
-		{Name: "  the same immediately after the backlog was written", Value: fmt.Sprintf("%.2f (p99 %v)", ratioAfter, short(after.p99)), Met: true, Number: ratioAfter},
+		{Name: "  the same immediately after the backlog was written", Value: fmt.Sprintf("%.2f (p99 %v)", ratioAfter, short(after.p99)),
+			Met: true, Number: ratioAfter},
 		takeovers("  takeover of all namespaces", lost),
-		below("  bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2, fmt.Sprintf("%.2f (%.0f MB)", uploaded/accepted, uploaded/1e6), "<= 2"),
-		{Name: "  CPU of three servers: before, backlog written, waiting", Value: fmt.Sprintf("%.2f, %.2f, %.2f cores", coresAlone, used.Seconds()/filled.Seconds(), cores), Met: true, Number: cores},
-		{Name: "  disk of three servers per accepted byte", Value: fmt.Sprintf("%.1f (%.1f GB)", float64(disk)/accepted, float64(disk)/1e9), Met: true, Number: float64(disk) / accepted},
+		below("  bytes uploaded for snapshots per accepted byte", uploaded/accepted, 2,
+			fmt.Sprintf("%.2f (%.0f MB)", uploaded/accepted, uploaded/1e6), "<= 2"),
+		{Name: "  CPU of three servers: before, backlog written, waiting",
+			Value: fmt.Sprintf("%.2f, %.2f, %.2f cores", coresAlone, used.Seconds()/filled.Seconds(), cores), Met: true, Number: cores},
+		{Name: "  disk of three servers per accepted byte", Value: fmt.Sprintf("%.1f (%.1f GB)", float64(disk)/accepted, float64(disk)/1e9),
+			Met: true, Number: float64(disk) / accepted},
 	}, nil
 }
 
@@ -452,7 +458,8 @@ func measureSlots(ctx context.Context, b *bench) ([]row, error) {
 	bytes := hosted.rss() - volume.rss()
 	return []row{
 		below(fmt.Sprintf("%d idle slots, CPU more than a volume's", idleSlots), cores, 0.03, fmt.Sprintf("%.3f cores", cores), "<= 0.03"),
-		below(fmt.Sprintf("%d idle slots, memory more than a volume's", idleSlots), float64(bytes), 100e6, fmt.Sprintf("%.0f MB", float64(bytes)/1e6), "<= 100 MB"),
+		below(fmt.Sprintf("%d idle slots, memory more than a volume's", idleSlots), float64(bytes), 100e6,
+			fmt.Sprintf("%.0f MB", float64(bytes)/1e6), "<= 100 MB"),
 	}, nil
 }
 
@@ -472,11 +479,13 @@ func slotsRole(args []string) error {
 		return err
 	}
 	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
-		DataDir: args[0], ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "bench", Egress: policy,
+		DataDir: args[0], ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: "bench",
+		Egress: policy,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}}
 	url, name, _ := strings.Cut(args[2], " ")
-	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers, MaxBytes: jetstream.MinBytes}, o.Logger)
+	client, err := jetstream.New(jetstream.Config{URL: url, Name: name, Installation: "bench", Replicas: logServers,
+		MaxBytes: jetstream.MinBytes}, o.Logger)
 	if err != nil {
 		return err
 	}

@@ -73,7 +73,8 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 			if err != nil {
 				return err
 			}
-			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
+			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls,
+				ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
 			hide := showProgress(cmd.ErrOrStderr(), members.progress)
 			resp, err := client.Do(req)
 			hide()

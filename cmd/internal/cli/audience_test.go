@@ -22,7 +22,8 @@ func TestProgressLines(t *testing.T) {
 		}
 	}
 	for want, a := range map[string]adminapi.SyncProgress{
-		"[####..........................]  15 %  150 of 1000 queued":                        {SyncCounts: adminapi.SyncCounts{Added: 600, Removed: 400}, Unsent: 850},
+		"[####..........................]  15 %  150 of 1000 queued": {SyncCounts: adminapi.SyncCounts{Added: 600,
+			Removed: 400}, Unsent: 850},
 		"[####..........................]  15 %  150 of 1000 queued; storage is filling up": {SyncCounts: adminapi.SyncCounts{Added: 600, Removed: 400}, Unsent: 850, Waits: "storage is filling up"},
 		"[##############################] 100 %  0 of 0 queued":                             {},
 	} {

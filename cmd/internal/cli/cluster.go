@@ -60,7 +60,9 @@ func (c *clusterConnector) register(cmd *cobra.Command) {
 	f.IntVar(&c.adminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' admin API")
 	f.IntVar(&c.callsPort, "dispatcher-calls-port", 8080, "port of the dispatchers' tracking API")
 	f.BoolVar(&c.plain, "dispatcher-plain", false, "the dispatchers run with --admin-auth=none")
-	for _, name := range []string{"cluster", "user", "server", "tls-server-name", "insecure-skip-tls-verify", "certificate-authority", "client-certificate", "client-key", "token", "username", "password", "as", "as-group", "as-uid", "as-user-extra", "request-timeout", "proxy-url", "disable-compression", "dispatcher-selector", "dispatcher-admin-port", "dispatcher-calls-port", "dispatcher-plain"} {
+	for _, name := range []string{"cluster", "user", "server", "tls-server-name", "insecure-skip-tls-verify", "certificate-authority",
+		"client-certificate", "client-key", "token", "username", "password", "as", "as-group", "as-uid", "as-user-extra", "request-timeout",
+		"proxy-url", "disable-compression", "dispatcher-selector", "dispatcher-admin-port", "dispatcher-calls-port", "dispatcher-plain"} {
 		_ = f.MarkHidden(name) // hidden as in kubectl
 	}
 }
@@ -281,7 +283,8 @@ func (c *clusterConnector) explain(err error) error {
 
 // forward forwards a free local port to a pod's port until ctx is done or the connection ends; then
 // ended gets a value.
-func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, ended <-chan error, err error) {
+func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string,
+	port int) (local uint16, ended <-chan error, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("forward a port of pod %s: %w", pod, c.explain(err))
@@ -301,7 +304,8 @@ func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, cli
 		return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
 	})
 	ready := make(chan struct{})
-	forwarder, err := portforward.NewOnAddressesWithContext(ctx, dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, ready, io.Discard, io.Discard)
+	forwarder, err := portforward.NewOnAddressesWithContext(ctx, dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, ready,
+		io.Discard, io.Discard)
 	if err != nil {
 		return 0, nil, err
 	}

@@ -95,7 +95,8 @@ func unknownEndpoint(ctx context.Context, targets []target, destination, endpoin
 	}
 	if found {
 		slices.Sort(endpoints)
-		return fmt.Errorf("no endpoint %q of %s; use one of %s", endpoint, cmp.Or(destination, "any destination"), shortList(slices.Compact(endpoints)))
+		return fmt.Errorf("no endpoint %q of %s; use one of %s", endpoint, cmp.Or(destination, "any destination"),
+			shortList(slices.Compact(endpoints)))
 	}
 	return fmt.Errorf("no dispatcher has a destination %q in namespace %q%s", name, namespace, command.DidYouMean(name, names))
 }
@@ -132,7 +133,8 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
 			return list(cmd, r, name, "", output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
-				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(string(l.MessageID)), l.Attempts, l.Reason, status(l.StatusCode))
+				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(string(l.MessageID)),
+					l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
 	}
@@ -231,7 +233,8 @@ func forbidden(err error) bool {
 }
 
 // action requests an action on the dead letters of one dispatcher: a method of adminapi.Client.
-type action = func(*adminapi.Client, context.Context, adminapi.DeadLetterAction, func(adminapi.DeadLetterProgress)) (adminapi.DeadLetterProgress, error)
+type action = func(*adminapi.Client, context.Context, adminapi.DeadLetterAction,
+	func(adminapi.DeadLetterProgress)) (adminapi.DeadLetterProgress, error)
 
 func newDeadLettersAction(flags connectorFlags, verb, short, done string, request action) *cobra.Command {
 	var r connector
@@ -345,7 +348,8 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 		return err
 	}
 	c.Keys = keys
-	if some := len(keys)+len(c.Reasons)+len(c.StatusCodes)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
+	if some := len(keys)+len(c.Reasons)+len(c.StatusCodes)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() ||
+		!c.Until.IsZero(); some == c.all {
 		return command.Usagef("select dead letters %s --reason, --code, --type, --event, --since or --until; or set --all", how)
 	}
 	return nil
@@ -375,7 +379,8 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 		if n == 0 {
 			a.DryRun = true // A dead letter that is stored from now on is not confirmed.
 		} else {
-			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %s of %s permanently", plural.Count(n, "dead letter"), a.Destination)); err != nil {
+			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %s of %s permanently", plural.Count(n, "dead letter"),
+				a.Destination)); err != nil {
 				return err
 			}
 		}
@@ -388,7 +393,8 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 	})
 	var sum adminapi.DeadLetterProgress
 	plus := func(p adminapi.DeadLetterProgress) adminapi.DeadLetterProgress {
-		return adminapi.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
+		return adminapi.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered,
+			Bytes: sum.Bytes + p.Bytes}
 	}
 	chosen := a.Selector.Until
 	for i, t := range targets {
@@ -512,14 +518,16 @@ func attemptLine(a adminapi.Attempt) string {
 	if a.RetryAfter > 0 {
 		a.Message += fmt.Sprintf("; Retry-After: %d", int64(a.RetryAfter.Seconds()))
 	}
-	return fmt.Sprintf("%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(string(a.MessageID)), a.Number,
+	return fmt.Sprintf("%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint,
+		quoted(string(a.MessageID)), a.Number,
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
 // list prints the items that request returns of every dispatcher and pick, unless nil, chooses, as a
 // table or as lines of JSON, and then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
 // items of the others. Without any item it fails if there is no such destination, or no such endpoint of it ("" for all).
-func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output, none string, pick func([]T) []T, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output, none string, pick func([]T) []T,
+	footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err

@@ -155,7 +155,8 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeo
 		if err == nil {
 			err = json.Unmarshal(body, &o)
 		}
-		if accepted := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil && accepted.Status == metav1.ConditionFalse {
+		if accepted := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil &&
+			accepted.Status == metav1.ConditionFalse {
 			return fmt.Errorf("not accepted: %s", accepted.Message)
 		}
 		ready := cmp.Or(meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady), &metav1.Condition{Message: "no status yet"})

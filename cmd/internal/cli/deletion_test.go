@@ -35,7 +35,8 @@ func TestInterruptedDeletionContinues(t *testing.T) {
 
 // A command that an interrupt ends has the exit code of the shell, and prints its error once.
 func TestExitCodeOfAnInterrupt(t *testing.T) {
-	for want, err := range map[string]error{"": command.Interrupted(command.ErrFailed), "posthorn: the request continues\n": command.Interrupted(errors.New("the request continues"))} {
+	for want, err := range map[string]error{"": command.Interrupted(command.ErrFailed),
+		"posthorn: the request continues\n": command.Interrupted(errors.New("the request continues"))} {
 		var stderr bytes.Buffer
 		code := command.Run(&cobra.Command{RunE: func(*cobra.Command, []string) error { return err }}, nil, nil, io.Discard, &stderr)
 		if code != command.ExitInterrupted || stderr.String() != want {

@@ -41,7 +41,8 @@ the command shows the objects and asks for confirmation; otherwise it requires -
 			}
 			list := strings.Join(objects, ", ")
 			if !yes {
-				if err := command.Confirm(cmd, fmt.Sprintf("Delete %s, and discard the pending messages?", list), "set --yes to delete "+list); err != nil {
+				if err := command.Confirm(cmd, fmt.Sprintf("Delete %s, and discard the pending messages?", list),
+					"set --yes to delete "+list); err != nil {
 					return err
 				}
 			}

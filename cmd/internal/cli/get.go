@@ -49,7 +49,8 @@ func resourcesOf(arg string) ([]string, error) {
 		for _, word := range words {
 			resource := resourceNames[word]
 			if resource == "" {
-				return nil, command.Usagef("%q is not one of %s or all%s", word, strings.Join(kindNames, ", "), command.DidYouMean(word, slices.Sorted(maps.Keys(resourceNames))))
+				return nil, command.Usagef("%q is not one of %s or all%s", word, strings.Join(kindNames, ", "),
+					command.DidYouMean(word, slices.Sorted(maps.Keys(resourceNames))))
 			}
 			if !slices.Contains(found, resource) {
 				found = append(found, resource)
@@ -312,7 +313,8 @@ func (g *getter) printObjects(items []unstructured.Unstructured) error {
 	for i := range items {
 		values[i] = items[i].Object
 	}
-	return g.printObject(&unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "List", "metadata": map[string]any{}, "items": values}})
+	return g.printObject(&unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "List", "metadata": map[string]any{},
+		"items": values}})
 }
 
 func (g *getter) printObject(o *unstructured.Unstructured) error {
@@ -434,7 +436,8 @@ func (g *getter) changedRows(ctx context.Context, known map[string]string, first
 		if len(table.Rows) == 0 {
 			continue
 		}
-		if err := g.printTable(table, resource, g.always || g.namespace == "" && len(g.wanted) == 0, g.noHeaders || !first && len(g.resources) == 1); err != nil {
+		if err := g.printTable(table, resource, g.always || g.namespace == "" && len(g.wanted) == 0, g.noHeaders ||
+			!first && len(g.resources) == 1); err != nil {
 			return err
 		}
 	}

@@ -66,7 +66,8 @@ func fakeRun(t *testing.T) string {
 			fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[%s]}`, kind+"List", strings.Join(objects, ","))
 		}
 	}
-	for _, path := range []string{"/{resource}", "/{resource}/{name}", "/namespaces/{namespace}/{resource}", "/namespaces/{namespace}/{resource}/{name}"} {
+	for _, path := range []string{"/{resource}", "/{resource}/{name}", "/namespaces/{namespace}/{resource}",
+		"/namespaces/{namespace}/{resource}/{name}"} {
 		mux.HandleFunc("GET "+apiPrefix+path, serve)
 	}
 	server := httptest.NewServer(mux)

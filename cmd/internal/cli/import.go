@@ -532,7 +532,8 @@ func (i *importer) progress(file *memberFile) string {
 // finish prints the result, and where an interrupted import continues.
 func (i *importer) finish(file string, err error) error {
 	s, took := i.state, time.Since(i.began)
-	fmt.Fprintf(i.out, "%s accepted, %s rejected, in %s (%.0f/s)\n", plural.Count(s.Accepted, "call"), plural.Count(s.Rejected, "line"), took.Round(time.Millisecond), float64(i.sent.Load())/took.Seconds())
+	fmt.Fprintf(i.out, "%s accepted, %s rejected, in %s (%.0f/s)\n", plural.Count(s.Accepted, "call"), plural.Count(s.Rejected, "line"),
+		took.Round(time.Millisecond), float64(i.sent.Load())/took.Seconds())
 	if s.Undated > 0 {
 		fmt.Fprintf(i.out, "%s without a time: the time of the import is used\n", plural.Count(s.Undated, "call"))
 	}

@@ -102,7 +102,9 @@ func TestImport(t *testing.T) {
 	if len(own) == 2 && (!strings.HasPrefix(own[0], "import-") || !strings.HasPrefix(own[1], "import-") || own[0] == own[1]) {
 		t.Errorf("messageIds of lines without one: got %q, want two different ones", own)
 	}
-	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls without a time"} {
+	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object",
+		"line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes",
+		"603 calls accepted, 5 lines rejected", "2 calls without a time"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("output: got\n%s\nwant %q in it", out, want)
 		}
@@ -161,11 +163,13 @@ func TestImportContinues(t *testing.T) {
 	if want := "line 1000 of " + file + " is the last one that was answered; the same command continues"; code != command.ExitFailure || !strings.Contains(out, want) || !strings.Contains(out, "the server returned 401 c401: answer 401") {
 		t.Errorf("exit %d:\n%s\nwant 1 and %q", code, out, want)
 	}
-	if _, out := runImport(t, h, file, strings.Replace(text, "m1000", "n1000", 1)); !strings.Contains(out, "line 1000 is not the one that the interrupted import sent") {
+	if _, out := runImport(t, h, file, strings.Replace(text, "m1000", "n1000", 1)); !strings.Contains(out,
+		"line 1000 is not the one that the interrupted import sent") {
 		t.Errorf("changed file: got\n%s\nwant an error", out)
 	}
 	code, out = runImport(t, h, file, text)
-	if !slices.Equal(h.accepted, ids(1, 1800)) || code != command.ExitOK || !strings.Contains(out, "continuing after line 1000") || !strings.Contains(out, "1800 calls accepted, 0 lines rejected") {
+	if !slices.Equal(h.accepted, ids(1, 1800)) || code != command.ExitOK || !strings.Contains(out, "continuing after line 1000") ||
+		!strings.Contains(out, "1800 calls accepted, 0 lines rejected") {
 		t.Errorf("exit %d, %d calls accepted, want 0 and each of 1,800 once:\n%s", code, len(h.accepted), out)
 	}
 	h = &history{}
@@ -231,7 +235,8 @@ func TestImportNamesWhyItWaits(t *testing.T) {
 	}))
 	defer server.Close()
 	var out bytes.Buffer
-	i := importer{pause: time.Millisecond, out: &out, client: server.Client(), to: trackingAPI{url: server.URL}, in: strings.NewReader(calls(1, 1)), from: 1}
+	i := importer{pause: time.Millisecond, out: &out, client: server.Client(), to: trackingAPI{url: server.URL},
+		in: strings.NewReader(calls(1, 1)), from: 1}
 	if err := i.run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -252,7 +257,8 @@ func TestImportOfGzip(t *testing.T) {
 	_, _ = io.WriteString(z, calls(1, 3))
 	_ = z.Close()
 	h := &history{}
-	if code, out := runImport(t, h, filepath.Join(t.TempDir(), "history.gz"), packed.String()); code != command.ExitOK || !slices.Equal(h.accepted, ids(1, 3)) {
+	if code, out := runImport(t, h, filepath.Join(t.TempDir(), "history.gz"), packed.String()); code != command.ExitOK ||
+		!slices.Equal(h.accepted, ids(1, 3)) {
 		t.Errorf("exit %d, accepted %v:\n%s", code, h.accepted, out)
 	}
 }

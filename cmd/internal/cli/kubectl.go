@@ -46,7 +46,9 @@ Posthorn's release.`,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags), newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call), newImport(cluster.call), newAudience(cluster.call), newVersion())
+	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags),
+		newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call),
+		newImport(cluster.call), newAudience(cluster.call), newVersion())
 	ofPlugin(cmd)
 	return cmd
 }
@@ -129,7 +131,8 @@ func (d *direct) facts(ctx context.Context, destination string) (why.Facts, erro
 	var destinations v1alpha1.WebhookDestinationList
 	var problems manifest.Problems
 	prefix := apiPrefix + "/namespaces/" + url.PathEscape(d.ns)
-	for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, "/problems": &problems} {
+	for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations,
+		"/problems": &problems} {
 		if err := d.read(ctx, path, into); err != nil {
 			return facts, err
 		}
@@ -400,7 +403,8 @@ func selectorOf(chosen selection) *v1alpha1.DeadLetterSelector {
 	if chosen.all {
 		return nil
 	}
-	s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
+	s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since),
+		Until: optional(chosen.Until)}
 	for _, code := range chosen.StatusCodes {
 		s.StatusCodes = append(s.StatusCodes, int32(code)) //nolint:gosec // selection.parse bounds it.
 	}

@@ -105,7 +105,8 @@ func pod(t *testing.T, name string, letters int) target {
 func idle(t *testing.T) target {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
-		_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm", Endpoints: []adminapi.EndpointReport{{Name: "primary"}, {Name: "backup"}}}}}}})
+		_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop",
+			Destinations: []adminapi.DestinationReport{{Name: "crm", Endpoints: []adminapi.EndpointReport{{Name: "primary"}, {Name: "backup"}}}}}}})
 	})
 	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, _ *http.Request) {
 		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterProgress{Done: true})
@@ -149,33 +150,46 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		fails   string
 	}{
 		{"list", newDeadLetters(flags(a, b)), []string{"list", "crm"}, []string{"key-a", "key-b"}, ""},
-		{"list, cut off", newDeadLetters(flags(a, b)), []string{"list", "crm", "--limit", "1"}, []string{"key-a", "key-b", "2 of 7 shown; set --limit to see more"}, ""},
-		{"list, cut off, an older dispatcher", newDeadLetters(flags(pod(t, "c", -1))), []string{"list", "crm", "--limit", "1"}, []string{"key-c", "1 shown; there may be more, set --limit"}, ""},
+		{"list, cut off", newDeadLetters(flags(a, b)), []string{"list", "crm", "--limit", "1"},
+			[]string{"key-a", "key-b", "2 of 7 shown; set --limit to see more"}, ""},
+		{"list, cut off, an older dispatcher", newDeadLetters(flags(pod(t, "c", -1))), []string{"list", "crm", "--limit", "1"},
+			[]string{"key-c", "1 shown; there may be more, set --limit"}, ""},
 		{"show, of the second", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`, `"userId": "u"`}, ""},
 		{"list, one pod is down", newDeadLetters(flags(down, b)), []string{"list", "crm"}, []string{"key-b"}, "pod down: "},
 		{"list, all pods are down", newDeadLetters(flags(down)), []string{"list", "crm"}, nil, "pod down: "},
 		{"show, one pod is down", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
 		{"show, one pod does not answer", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-c"}, nil, "pod down: "},
 		{"show, without the permission for bodies", newDeadLetters(flags(pod(t, "c", -1))), []string{"show", "crm", "key-c"}, []string{`"key": "key-c"`, "The body is not shown. pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"}, ""},
-		{"tail with bodies", newTail(flags(a, b)), []string{"crm", "--bodies"}, []string{"of-a", "of-b", `{"userId": "u"}`, "2 attempts missed"}, ""},
+		{"tail with bodies", newTail(flags(a, b)), []string{"crm", "--bodies"},
+			[]string{"of-a", "of-b", `{"userId": "u"}`, "2 attempts missed"}, ""},
 		{"tail with bodies, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--bodies"}, []string{"of-c", "The bodies are not shown. pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"}, ""},
-		{"tail to a receiver, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--forward-to", "http://127.0.0.1:1"}, []string{"0 sent on"}, "pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"},
+		{"tail to a receiver, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--forward-to", "http://127.0.0.1:1"},
+			[]string{"0 sent on"}, "pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"},
 		{"tail to no URL", newTail(flags(a)), []string{"crm", "--forward-to", "localhost:3000"}, nil, `--forward-to "localhost:3000" is not a URL like http://localhost:3000/hook`},
-		{"tail with a secret alone", newTail(flags(a)), []string{"crm", "--secret", "s"}, nil, "--secret signs the requests of --forward-to; set both"},
-		{"tail to a receiver that is down", newTail(flags(a)), []string{"crm", "--forward-to", "http://127.0.0.1:1"}, []string{"of-a", "not sent on: ", "1 sent on, 1 of them not accepted; 2 missed"}, ""},
+		{"tail with a secret alone", newTail(flags(a)), []string{"crm", "--secret", "s"}, nil,
+			"--secret signs the requests of --forward-to; set both"},
+		{"tail to a receiver that is down", newTail(flags(a)), []string{"crm", "--forward-to", "http://127.0.0.1:1"},
+			[]string{"of-a", "not sent on: ", "1 sent on, 1 of them not accepted; 2 missed"}, ""},
 		{"show, no pod has it", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
 		{"purge", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--yes"}, []string{"7 removed (20 bytes)"}, ""},
 		{"purge, dry", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
-		{"purge, refused by the second", newDeadLetters(flags(a, pod(t, "c", -1))), []string{"purge", "crm", "--all", "--yes"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
+		{"purge, refused by the second", newDeadLetters(flags(a, pod(t, "c", -1))), []string{"purge", "crm", "--all", "--yes"},
+			[]string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
 		{"purge, not confirmed", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all"}, nil, "there is no terminal to confirm on; set --yes to remove 7 dead letters of shop/crm permanently"},
 		{"list, an unknown destination", newDeadLetters(flags(other, other)), []string{"list", "cr"}, nil, `no dispatcher has a destination "cr" in namespace "shop"; did you mean crm?`},
-		{"list, a destination without dead letters", newDeadLetters(flags(other)), []string{"list", "crm"}, []string{"No dead letters of shop/crm."}, ""},
-		{"purge, an unknown destination", newDeadLetters(flags(other)), []string{"purge", "cr", "--all", "--yes"}, nil, `no dispatcher has a destination "cr"`},
-		{"attempts, an unknown destination", newAttempts(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
-		{"tail, an unknown destination", newTail(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
-		{"attempts, an unknown endpoint", newAttempts(flags(other)), []string{"crm", "--endpoint", "main"}, nil, `no endpoint "main" of shop/crm; use one of backup, primary`},
+		{"list, a destination without dead letters", newDeadLetters(flags(other)), []string{"list", "crm"},
+			[]string{"No dead letters of shop/crm."}, ""},
+		{"purge, an unknown destination", newDeadLetters(flags(other)), []string{"purge", "cr", "--all", "--yes"}, nil,
+			`no dispatcher has a destination "cr"`},
+		{"attempts, an unknown destination", newAttempts(flags(other)), []string{"nope"}, nil,
+			`no dispatcher has a destination "nope" in namespace "shop"`},
+		{"tail, an unknown destination", newTail(flags(other)), []string{"nope"}, nil,
+			`no dispatcher has a destination "nope" in namespace "shop"`},
+		{"attempts, an unknown endpoint", newAttempts(flags(other)), []string{"crm", "--endpoint", "main"}, nil,
+			`no endpoint "main" of shop/crm; use one of backup, primary`},
 		{"attempts, an endpoint without attempts", newAttempts(flags(other, other)), []string{"crm", "--endpoint", "backup"}, []string{`No attempts to shop/crm since the dispatchers started, at endpoint "backup".`}, ""},
-		{"tail, an unknown endpoint", newTail(flags(other)), []string{"crm", "--endpoint", "main"}, nil, `no endpoint "main" of shop/crm; use one of backup, primary`},
+		{"tail, an unknown endpoint", newTail(flags(other)), []string{"crm", "--endpoint", "main"}, nil,
+			`no endpoint "main" of shop/crm; use one of backup, primary`},
 		{"tail, an unknown endpoint of any destination", newTail(flags(other)), []string{"--endpoint", "main"}, nil, `no endpoint "main" of any destination; use one of backup, primary`},
 		{"attempts", newAttempts(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"tail", newTail(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
@@ -309,7 +323,8 @@ func TestSendProperties(t *testing.T) {
 			args, want = append(args, "-p", name+"="+value), append(want, fmt.Sprintf("%q:%s%s%[2]s", name, quote, value))
 		}
 	}
-	add("", "9007199254740993", "12345678901234567890", "0.1000000000000000055511151231257827", "100.00", "1e400", "-0", `{"ids":[9007199254740993]}`, "true", "null", `"5"`)
+	add("", "9007199254740993", "12345678901234567890", "0.1000000000000000055511151231257827", "100.00", "1e400", "-0",
+		`{"ids":[9007199254740993]}`, "true", "null", `"5"`)
 	add(`"`, "007", "5 apples", "", "NaN")
 	var out bytes.Buffer
 	if code := execute(args, nil, &out, &out); code != command.ExitOK {
@@ -324,7 +339,9 @@ func TestSendProperties(t *testing.T) {
 
 // An error names the fix.
 func TestSendExplains(t *testing.T) {
-	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(`{"success":true}`)) }))
+	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte(`{"success":true}`))
+	}))
 	t.Cleanup(server.Close)
 	for _, c := range []struct {
 		args []string
@@ -336,7 +353,8 @@ func TestSendExplains(t *testing.T) {
 		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", command.ExitOK},
 	} {
 		var out bytes.Buffer
-		if code := execute(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code || !strings.Contains(out.String(), c.want) {
+		if code := execute(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code ||
+			!strings.Contains(out.String(), c.want) {
 			t.Errorf("%v: exit %d: %s", c.args, code, out.String())
 		}
 	}
@@ -375,7 +393,8 @@ func TestRefusedFlags(t *testing.T) {
 func TestKubectlWithoutCRDs(t *testing.T) {
 	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		answer, ok := map[string]string{"/api": `{"kind": "APIVersions", "versions": ["v1"]}`, "/apis": `{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}`}[r.URL.Path]
+		answer, ok := map[string]string{"/api": `{"kind": "APIVersions", "versions": ["v1"]}`,
+			"/apis": `{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}`}[r.URL.Path]
 		if !ok {
 			w.WriteHeader(http.StatusNotFound)
 		}
@@ -396,7 +415,8 @@ func TestKubectlWithoutOneKind(t *testing.T) {
 		want       []string
 	}{
 		{"webhookdestinations", "why crm", []string{"does not serve the kind WebhookDestination", "kept for 7 days"}},
-		{"webhookdestinations", "why", []string{"CustomResourceDefinition webhookdestinations.posthorn.dev: ", "does not serve the kind WebhookDestination", "Source shop/web: all calls"}},
+		{"webhookdestinations", "why", []string{"CustomResourceDefinition webhookdestinations.posthorn.dev: ",
+			"does not serve the kind WebhookDestination", "Source shop/web: all calls"}},
 		{"webhookdestinations", "why whd", []string{"does not serve the kind WebhookDestination"}},
 		{"webhookdestinations", "why source/web", []string{"Source shop/web: all calls"}},
 		{"sources", "why crm", []string{"does not serve the kind Source", `no WebhookDestination "crm"`}},
@@ -461,7 +481,8 @@ func TestKubectlWithoutOperator(t *testing.T) {
 		var out bytes.Buffer
 		args := append([]string{"kubectl", "--server", server.URL, "-n", "shop"}, append(strings.Fields(c.args), "--live=false")...)
 		check.Equal(t, c.age+" "+c.args+": exit code", execute(args, nil, &out, &out), c.code)
-		check.Equal(t, c.age+" "+c.args+": names the operator", strings.Contains(out.String(), "the operator does not run: it was last active 4m0s ago"), c.age == "4m")
+		check.Equal(t, c.age+" "+c.args+": names the operator",
+			strings.Contains(out.String(), "the operator does not run: it was last active 4m0s ago"), c.age == "4m")
 		server.Close()
 	}
 }
@@ -541,7 +562,8 @@ spec:
 	}
 
 	has(call(command.ExitUsage, "redeliver", "crm"), "--all")
-	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--code", "422,0", "--since", "2h", "--rate", "7", "--wait=false"), "created")
+	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--code", "422,0", "--since", "2h", "--rate", "7",
+		"--wait=false"), "created")
 	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons} {.items[*].spec.selector.statusCodes}"); got != `crm 7 ["Rejected"] [422,0]` {
 		t.Errorf("the Redelivery: %s", got)
 	}
@@ -602,7 +624,8 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 	kubectl("", "create", "rolebinding", "ann", "--role=posthorn-support-user", "--serviceaccount=shop:ann", "-n", "posthorn-system")
 	for deadline := time.Now().Add(wait.Limit); ; time.Sleep(100 * time.Millisecond) {
 		var out bytes.Buffer
-		execute([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop", "attempts", "crm"}, nil, &out, &out)
+		execute([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop", "attempts",
+			"crm"}, nil, &out, &out)
 		if strings.Contains(out.String(), "no dispatcher pod runs in namespace posthorn-system") {
 			break
 		}
@@ -684,18 +707,21 @@ func TestTraceAsksEveryPod(t *testing.T) {
 		t.Cleanup(server.Close)
 		return target{name, &adminapi.Client{URL: server.URL}}
 	}
-	found := answers("a", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended", Accepted: []adminapi.AcceptedMessage{{Source: "shop/web"}, {Source: "shop/app", Stored: true, Type: "page"}}})
+	found := answers("a", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended",
+		Accepted: []adminapi.AcceptedMessage{{Source: "shop/web"}, {Source: "shop/app", Stored: true, Type: "page"}}})
 	bounded := answers("d", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended after 7 messages"})
 	if _, err := run(newTrace(func(*cobra.Command) connector { return pods{[]target{bounded}} }), "m1"); err == nil || err.Error() != "the message may exist, because not all messages were searched" {
 		t.Errorf("an incomplete search without a result: got error %v, want one that does not deny the message", err)
 	}
-	none, fails := answers("b", http.StatusOK, adminapi.MessageTrace{MessageID: "m1"}), answers("c", http.StatusInternalServerError, adminapi.MessageTrace{})
+	none, fails := answers("b", http.StatusOK, adminapi.MessageTrace{MessageID: "m1"}),
+		answers("c", http.StatusInternalServerError, adminapi.MessageTrace{})
 	for name, c := range map[string]struct {
 		pods []target
 		ok   bool
 		want []string
 	}{
-		"found":       {[]target{none, found}, true, []string{"pod a: m1: accepted by Source shop/web", "All destinations are done with it", "m1: page, accepted by Source shop/app", "No destination gets it", "pod a: not complete: the search ended"}},
+		"found": {[]target{none, found}, true, []string{"pod a: m1: accepted by Source shop/web", "All destinations are done with it",
+			"m1: page, accepted by Source shop/app", "No destination gets it", "pod a: not complete: the search ended"}},
 		"a pod fails": {[]target{fails, found}, false, []string{"accepted by Source shop/web"}},
 		"not found":   {[]target{none}, false, nil},
 	} {
@@ -720,16 +746,21 @@ func TestTraceOfAUser(t *testing.T) {
 		_ = json.NewEncoder(w).Encode(adminapi.MessageTrace{
 			UserID: "u 1", Incomplete: "the search ended after 7 messages",
 			Accepted: []adminapi.AcceptedMessage{
-				{MessageID: "m1", Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageWaiting}}},
-				{MessageID: "m2", Source: "shop/web", Stored: true, Type: "page", Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageDelivered}}},
+				{MessageID: "m1", Source: "shop/web", Stored: true, Type: "page",
+					Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageWaiting}}},
+				{MessageID: "m2", Source: "shop/web", Stored: true, Type: "page",
+					Destinations: []adminapi.MessageAtEndpoint{{Destination: "shop/crm", State: adminapi.MessageDelivered}}},
 			},
-			Attempts:    []adminapi.Attempt{{MessageID: "m2", Destination: "shop/crm", StatusCode: 204}, {MessageID: "m1", Destination: "shop/crm", StatusCode: 200}},
+			Attempts: []adminapi.Attempt{{MessageID: "m2", Destination: "shop/crm", StatusCode: 204},
+				{MessageID: "m1", Destination: "shop/crm", StatusCode: 200}},
 			DeadLetters: []adminapi.DeadLetter{{MessageID: "m3", Destination: "shop/crm", Key: "k", Reason: "Rejected", StatusCode: 422}},
 		})
 	}))
 	t.Cleanup(server.Close)
 	for format, want := range map[string][]string{
-		"":     {"pod p: m1: page, accepted by", "shop/crm      -          Waiting", "pod p: m2: page", "answered 204", "Dead letter of shop/crm with message m3 since", "kubectl posthorn deadletters show crm k -n shop", "not complete: the search ended after 7 messages"},
+		"": {"pod p: m1: page, accepted by", "shop/crm      -          Waiting", "pod p: m2: page", "answered 204",
+			"Dead letter of shop/crm with message m3 since", "kubectl posthorn deadletters show crm k -n shop",
+			"not complete: the search ended after 7 messages"},
 		"json": {`{"pod":"p","userId":"u 1","accepted":[{"messageId":"m1",`},
 		"yaml": {"pod: p\n", "accepted:\n- acceptedAt:", "  messageId: m1\n", "---\n"},
 	} {
@@ -752,7 +783,8 @@ func TestTraceOfAUser(t *testing.T) {
 		}
 	}
 	for name, args := range map[string][]string{"both": {"m1", "--user-id", "u"}, "neither": nil, "empty": {"--user-id", ""}} {
-		if _, err := run(newTrace(func(*cobra.Command) connector { return pods{} }), args...); err == nil || !strings.Contains(err.Error(), "--user-id") {
+		if _, err := run(newTrace(func(*cobra.Command) connector { return pods{} }), args...); err == nil ||
+			!strings.Contains(err.Error(), "--user-id") {
 			t.Errorf("%s: got error %v, want one about --user-id", name, err)
 		}
 	}
@@ -821,7 +853,8 @@ func TestWhyEscapesItsArgument(t *testing.T) {
 		if err := printFindings(&out, "", "shop/\x1b[31mx\x9b31m\u202e", findings); err != nil && !errors.Is(err, command.ErrFailed) {
 			t.Fatal(err)
 		}
-		if !strings.HasPrefix(out.String(), `shop/\x1b[31mx\x9b31m\u202e: `) || strings.ContainsAny(out.String(), "\x1b\u202e") || strings.Contains(out.String(), "\x9b") {
+		if !strings.HasPrefix(out.String(), `shop/\x1b[31mx\x9b31m\u202e: `) || strings.ContainsAny(out.String(), "\x1b\u202e") ||
+			strings.Contains(out.String(), "\x9b") {
 			t.Errorf("got %q", out.String())
 		}
 	}

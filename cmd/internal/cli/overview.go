@@ -141,7 +141,8 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 		found = append(found, trouble{Kind: "Replication", Name: v.replication.asked, Finding: why.Finding{Level: why.Problem, About: "Replication", Text: problem}})
 	}
 	for _, resource := range v.gone {
-		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group, Finding: why.KindGone(kindOf(resource))})
+		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group,
+			Finding: why.KindGone(kindOf(resource))})
 	}
 	for _, p := range v.manifests {
 		if kind, object, ok := strings.Cut(p.Object, " "); ok && p.Parked {
@@ -158,7 +159,8 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 		sources[s.Namespace] = append(sources[s.Namespace], s)
 	}
 	for i, d := range v.destinations {
-		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1], Reports: v.reports, Now: v.now}
+		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1],
+			Reports: v.reports, Now: v.now}
 		findings := why.Explain(facts)
 		if cause := why.Cause(findings); cause != nil && !cause.Idle && cause.About != "Disk" { // It is a problem of a dispatcher or a Source.
 			found = append(found, trouble{"WebhookDestination", d.Namespace, d.Name, *cause})
@@ -172,7 +174,8 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 	}
 	for _, o := range v.others {
 		if c := o.problem(); c != nil && (len(full) == 0 || c.Reason != v1alpha1.ReasonStoragePressure) {
-			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason)}})
+			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name,
+				why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason)}})
 		} else if f := v.refusing(&o); c == nil && f != nil && len(full) == 0 {
 			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, *f})
 		}
@@ -195,11 +198,13 @@ func (v *inventory) parked(namespace string) (list []trouble) {
 			for _, p := range c.Parked {
 				section, name, _ := strings.Cut(p.Object, "/")
 				t := trouble{kindOf(section), c.Namespace, name, why.Finding{
-					Level: why.Problem, About: "Config", Text: "missing since " + p.Since.UTC().Format(time.RFC3339) + " although it was not deleted: " + manifest.EffectOfParked(kindOf(section)),
-					Fix: "create it again; to discard its messages, create and delete it",
+					Level: why.Problem, About: "Config",
+					Text: "missing since " + p.Since.UTC().Format(time.RFC3339) + " although it was not deleted: " + manifest.EffectOfParked(kindOf(section)),
+					Fix:  "create it again; to discard its messages, create and delete it",
 				}}
 				isOfManifest := func(m manifest.Problem) bool { return m.Object == t.Kind+" "+t.Namespace+"/"+t.Name }
-				if (namespace == "" || namespace == t.Namespace) && (v.kind == "" || v.kind == t.Kind) && !slices.Contains(list, t) && !slices.ContainsFunc(v.manifests, isOfManifest) {
+				if (namespace == "" || namespace == t.Namespace) && (v.kind == "" || v.kind == t.Kind) && !slices.Contains(list, t) &&
+					!slices.ContainsFunc(v.manifests, isOfManifest) {
 					list = append(list, t)
 				}
 			}
@@ -337,7 +342,8 @@ func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, eac
 		if n == 0 && len(found) > 0 {
 			others = "; " + plural.Count(len(found), "other problem") + " above"
 		}
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem%s.%s\n", n, plural.Count(len(names), "object"), where, verb, others, v.otherProblems())
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %s%s %s a problem%s.%s\n", n, plural.Count(len(names), "object"), where, verb, others,
+			v.otherProblems())
 	}
 	if len(found) > 0 {
 		return command.ErrFailed
@@ -448,7 +454,8 @@ func concernsKind(p manifest.Problem, kind string) bool {
 		return kind
 	}
 	own := of(p.Object)
-	other := own == "Secret" || own == "WebhookDestination" || slices.ContainsFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.kind == own })
+	other := own == "Secret" || own == "WebhookDestination" ||
+		slices.ContainsFunc(otherKinds, func(k struct{ resource, kind string }) bool { return k.kind == own })
 	return own == kind || !other || slices.ContainsFunc(p.Outdated, func(object string) bool { return of(object) == kind })
 }
 
@@ -493,7 +500,8 @@ func (v *inventory) findings(kind, namespace, name string) []why.Finding {
 		if like := strings.TrimPrefix(command.DidYouMean(name, names), "; "); like != "" {
 			fix = like
 		}
-		found = append(found, why.Finding{Level: why.Problem, About: kind, Text: fmt.Sprintf("there is no %s %q in namespace %q", kind, name, namespace), Fix: fix})
+		found = append(found, why.Finding{Level: why.Problem, About: kind,
+			Text: fmt.Sprintf("there is no %s %q in namespace %q", kind, name, namespace), Fix: fix})
 	}
 	return found
 }
@@ -610,7 +618,8 @@ type state struct {
 // state sums up the reports.
 func (v *inventory) state(namespace string) state {
 	found, idle := v.troubles(namespace)
-	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace), Elsewhere: v.elsewhere, namespace: namespace}
+	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: found, Notices: v.notices(idle, namespace),
+		Elsewhere: v.elsewhere, namespace: namespace}
 	s.Replication = v.replication.role()
 	for _, o := range v.others {
 		c := o.problem()
@@ -745,7 +754,8 @@ func (s *state) print(w io.Writer) {
 	if s.Replication != "" {
 		fmt.Fprintf(w, "Replication     %s\n", s.Replication)
 	}
-	fmt.Fprintf(w, "Storage         %d MiB used, %d MiB free of %d MiB", s.Storage.UsedBytes/mib, s.Storage.FreeBytes/mib, s.Storage.TotalBytes/mib)
+	fmt.Fprintf(w, "Storage         %d MiB used, %d MiB free of %d MiB", s.Storage.UsedBytes/mib, s.Storage.FreeBytes/mib,
+		s.Storage.TotalBytes/mib)
 	if s.Storage.DaysLeft > 0 {
 		fmt.Fprintf(w, ", full in %s at the present rate", plural.Count(s.Storage.DaysLeft, "day"))
 	}

@@ -46,10 +46,11 @@ func oneRun(t *testing.T, conditions, problems string, report adminapi.Report) s
 
 func TestStatus(t *testing.T) {
 	const mib = 1 << 20
-	report := adminapi.Report{Ready: true, Storage: adminapi.StorageReport{UsedBytes: 4 * mib, FreeBytes: 5 * mib, TotalBytes: 9 * mib}, Namespaces: []adminapi.NamespaceReport{
-		{Namespace: "default", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7, Rejected: 2}}, Destinations: []adminapi.DestinationReport{{Name: "crm", Retrying: 1, DeadLettersStored: 3, Ledger: adminapi.Ledger{Delivered: 4, Pending: 2}}}},
-		{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 100}}},
-	}}
+	report := adminapi.Report{Ready: true, Storage: adminapi.StorageReport{UsedBytes: 4 * mib, FreeBytes: 5 * mib, TotalBytes: 9 * mib},
+		Namespaces: []adminapi.NamespaceReport{
+			{Namespace: "default", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7, Rejected: 2}}, Destinations: []adminapi.DestinationReport{{Name: "crm", Retrying: 1, DeadLettersStored: 3, Ledger: adminapi.Ledger{Delivered: 4, Pending: 2}}}},
+			{Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 100}}},
+		}}
 	starting, full, refusing := report, report, report
 	refusing.Namespaces = []adminapi.NamespaceReport{{Namespace: "default", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7, Rejected: 3, LastAccepted: time.Now(), LastRejected: time.Now(), LastRejection: "storage_full: storage is full; send it again later"}}}}
 	starting.Ready = false
@@ -274,7 +275,8 @@ func destinationsOf(n int, enabled bool) (list []v1alpha1.WebhookDestination) {
 
 // A Source without calls is one notice of a new installation, however many destinations it has.
 func TestStatusOfANewInstallation(t *testing.T) {
-	v := &inventory{destinations: destinationsOf(1000, true), sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	v := &inventory{destinations: destinationsOf(1000, true),
+		sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
 	s := v.state("shop")
 	if len(s.Problems) != 0 {
 		t.Errorf("problems: got %d, want 0; the first is %+v", len(s.Problems), s.Problems[0])
@@ -286,7 +288,8 @@ func TestStatusOfANewInstallation(t *testing.T) {
 
 // Status fits on a screen; its JSON has all problems.
 func TestStatusIsBounded(t *testing.T) {
-	v := &inventory{destinations: destinationsOf(1000, false), sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	v := &inventory{destinations: destinationsOf(1000, false),
+		sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
 	s := v.state("")
 	var out bytes.Buffer
 	s.print(&out)
@@ -353,10 +356,11 @@ func TestParkedObjects(t *testing.T) {
 		manifests           []manifest.Problem
 		want                []string
 	}{
-		"all":                    {"", "", nil, []string{"WebhookDestination shop/crm", "Source shop/web", "Audience news/buyers"}},
-		"a namespace":            {"news", "", nil, []string{"Audience news/buyers"}},
-		"a kind":                 {"", "sources", nil, []string{"Source shop/web"}},
-		"manifest of an object":  {"shop", "", []manifest.Problem{{Object: "Source shop/web", Parked: true}}, []string{"Source shop/web", "WebhookDestination shop/crm"}},
+		"all":         {"", "", nil, []string{"WebhookDestination shop/crm", "Source shop/web", "Audience news/buyers"}},
+		"a namespace": {"news", "", nil, []string{"Audience news/buyers"}},
+		"a kind":      {"", "sources", nil, []string{"Source shop/web"}},
+		"manifest of an object": {"shop", "", []manifest.Problem{{Object: "Source shop/web", Parked: true}},
+			[]string{"Source shop/web", "WebhookDestination shop/crm"}},
 		"another namespace":      {"other", "", nil, nil},
 		"destinations":           {"", "webhookdestinations", nil, []string{"WebhookDestination shop/crm"}},
 		"no object of this kind": {"shop", "audiences", nil, nil},

@@ -92,7 +92,9 @@ func (c *clusterConnector) servePage(cmd *cobra.Command, namespace, shown string
 		Namespace: namespace, Dispatchers: watched.clients, Key: key,
 		Command: "kubectl posthorn", Version: command.BuildVersion(),
 	})
-	server := &http.Server{Handler: status, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context { return ctx }}
+	server := &http.Server{Handler: status, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context {
+		return ctx
+	}}
 	group.Go(func() error {
 		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
 			return err

@@ -96,7 +96,8 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{
 		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},
-		"name": {"name", "the page's or screen's name (page, screen)"}, "group": {"groupId", "the group's id (group)"}, "previous": {"previousId", "the previous id (alias)"},
+		"name": {"name", "the page's or screen's name (page, screen)"}, "group": {"groupId", "the group's id (group)"},
+		"previous": {"previousId", "the previous id (alias)"},
 	} {
 		fields[field[0]] = f.String(flag, "", field[1])
 	}

@@ -15,7 +15,8 @@ import (
 
 func TestSlots(t *testing.T) {
 	now := time.Now()
-	owner := adminapi.ReplicationState{Pod: "dispatcher-0", Owner: true, Ready: true, MaySend: true, Epoch: 3, Sequence: 120, Bytes: 12e5, MaxBytes: 4e9, Snapshot: now.Add(-5 * time.Minute)}
+	owner := adminapi.ReplicationState{Pod: "dispatcher-0", Owner: true, Ready: true, MaySend: true, Epoch: 3, Sequence: 120, Bytes: 12e5,
+		MaxBytes: 4e9, Snapshot: now.Add(-5 * time.Minute)}
 	standby := adminapi.ReplicationState{Pod: "dispatcher-1", Ready: true, Sequence: 118, OwnerName: "dispatcher-0 (10.0.0.7:8444)"}
 	with := func(s adminapi.ReplicationState, change func(*adminapi.ReplicationState)) adminapi.ReplicationState {
 		change(&s)
@@ -103,7 +104,8 @@ func TestProcessWithoutSlots(t *testing.T) {
 	cmd.SetOut(&out)
 	cmd.SetErr(&out)
 	cmd.SetArgs([]string{"--admin", server.URL})
-	if err := cmd.Execute(); !errors.Is(err, command.ErrFailed) || !strings.Contains(out.String(), "dispatcher-0 is not ready: its /readyz has the reason.") {
+	if err := cmd.Execute(); !errors.Is(err, command.ErrFailed) ||
+		!strings.Contains(out.String(), "dispatcher-0 is not ready: its /readyz has the reason.") {
 		t.Errorf("got error %v and %q, want a failure and that the process is not ready", err, out.String())
 	}
 }
@@ -119,7 +121,8 @@ func TestRole(t *testing.T) {
 		"several slots": {replication{number: 2, asked: "a", states: []adminapi.ReplicationState{owner}}, ""},
 		"owner":         {replication{number: 1, asked: "a", states: []adminapi.ReplicationState{owner, standby}}, "owner a; 1 standby"},
 		"standby":       {replication{number: 1, asked: "b", states: []adminapi.ReplicationState{owner, standby, standby}}, "standby b of the owner a; 2 standbys"},
-		"no owner":      {replication{number: 1, asked: "b", states: []adminapi.ReplicationState{standby}}, "standby b, without an owner; 1 standby"},
+		"no owner": {replication{number: 1, asked: "b", states: []adminapi.ReplicationState{standby}},
+			"standby b, without an owner; 1 standby"},
 	} {
 		if got := c.log.role(); got != c.want {
 			t.Errorf("%s: got %q, want %q", name, got, c.want)
@@ -162,7 +165,8 @@ func TestProcessOfALog(t *testing.T) {
 			server := httptest.NewServer(mux)
 			defer server.Close()
 			var out, problems strings.Builder
-			if code := execute(strings.Fields("attempts crm -n shop -o json --admin "+server.URL), strings.NewReader(""), &out, &problems); code != 0 {
+			if code := execute(strings.Fields("attempts crm -n shop -o json --admin "+server.URL), strings.NewReader(""), &out,
+				&problems); code != 0 {
 				t.Fatalf("got exit code %d and %q, want 0", code, problems.String())
 			}
 			if !strings.Contains(out.String(), c.want) || c.absent != "" && strings.Contains(out.String(), c.absent) {

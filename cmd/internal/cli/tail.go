@@ -207,7 +207,8 @@ func (o *tail) print(ctx context.Context, out io.Writer, a adminapi.AttemptWithB
 // forwardedLine begins the line of an attempt that is sent on.
 func forwardedLine(a adminapi.Attempt) string {
 	result := strings.TrimSuffix(strings.TrimSpace(a.Reason+" "+status(a.StatusCode)), " -")
-	return fmt.Sprintf("%s  %s  %s  %s  attempt %d: %s  -> ", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint, quoted(string(a.MessageID)), a.Number, result)
+	return fmt.Sprintf("%s  %s  %s  %s  attempt %d: %s  -> ", a.Time.Local().Format("15:04:05.000"), a.Destination, a.Endpoint,
+		quoted(string(a.MessageID)), a.Number, result)
 }
 
 // forward sends the body of an attempt to the receiver.

@@ -78,8 +78,10 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	}))
 	defer server.Close()
 	for _, args := range [][]string{
-		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"}, {"deadletters", "show", "crm", "none"},
-		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"tail", "--bodies"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"}, {"problems"},
+		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"},
+		{"deadletters", "show", "crm", "none"},
+		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"tail", "--bodies"}, {"debug", "pprof/heap"},
+		{"get", "sources"}, {"get", "destinations"}, {"problems"},
 	} {
 		screen, terminal := openTerminal(t)
 		shown := make(chan []byte, 1)
@@ -99,7 +101,8 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	}
 	// A file gets a profile as it is.
 	var out, errs bytes.Buffer
-	if code := execute([]string{"debug", "pprof/heap", "--admin", server.URL}, strings.NewReader(""), &out, &errs); code != command.ExitOK || out.String() != hostile {
+	if code := execute([]string{"debug", "pprof/heap", "--admin", server.URL}, strings.NewReader(""), &out, &errs); code != command.ExitOK ||
+		out.String() != hostile {
 		t.Errorf("exit code %d, a profile is written as %q; %s", code, &out, &errs)
 	}
 }
@@ -134,7 +137,8 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	_ = terminal.Close()
 	frames := strings.Split(text, erased)
-	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 queued" || !strings.Contains(frames[2], "20 %") || frames[len(frames)-1] != "" {
+	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 queued" || !strings.Contains(frames[2], "20 %") ||
+		frames[len(frames)-1] != "" {
 		t.Errorf("drawn %q", frames)
 	}
 	if info, err := file.Stat(); err != nil || info.Size() != 0 {
@@ -185,7 +189,8 @@ func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 	var requests, purged atomic.Int64
 	server := httptest.NewServer(oneStore(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/report" {
-			_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "default", Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
+			_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "default",
+				Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
 			return
 		}
 		var a adminapi.DeadLetterAction
@@ -214,7 +219,8 @@ func TestPurgeOfNothingRemovesNothing(t *testing.T) {
 // Colors reach a terminal only, and only the command's own: an escape sequence in external text
 // is escaped.
 func TestColors(t *testing.T) {
-	findings := []why.Finding{{Level: why.Problem, About: "Endpoint", Text: "down\x1b[32m", Fix: "start it"}, {Level: why.Notice, About: "Backlog", Text: "3 pending", Fix: "wait"}, {Level: why.Fine, About: "Config", Text: "current"}}
+	findings := []why.Finding{{Level: why.Problem, About: "Endpoint", Text: "down\x1b[32m", Fix: "start it"},
+		{Level: why.Notice, About: "Backlog", Text: "3 pending", Fix: "wait"}, {Level: why.Fine, About: "Config", Text: "current"}}
 	shown := func(args ...string) string {
 		screen, terminal := openTerminal(t)
 		all := make(chan []byte, 1)

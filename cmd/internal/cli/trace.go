@@ -179,7 +179,8 @@ func printTrace(out io.Writer, from target, t *adminapi.MessageTrace, now time.T
 			}
 			what += ", "
 		}
-		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(string(id)), what, m.Source, now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
+		fmt.Fprintf(out, "%s%s: %saccepted by Source %s %s ago, at %s\n", prefix, quoted(string(id)), what, m.Source,
+			now.Sub(m.AcceptedAt).Round(time.Second), m.AcceptedAt.UTC().Format(time.RFC3339))
 		if !m.Stored {
 			fmt.Fprintln(out, "All destinations are done with it: each has delivered it, filtered it, discarded it, or made it a dead letter.")
 		} else if len(m.Destinations) == 0 {

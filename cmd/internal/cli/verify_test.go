@@ -32,9 +32,10 @@ func TestVerifyNamesTheCause(t *testing.T) {
 		"CRLF in the Secret":         {"s", body, signature.SHA1("s\r\n", body), command.ExitFailure, "the signing secret ends in a line break"},
 		"line break in the file":     {"s\n", body, signature.SHA1("s", body), command.ExitFailure, "the secret given here ends in a line break"},
 		"line break behind the body": {"s", body + "\n", signature.SHA1("s", body), command.ExitFailure, "the body has one line break"},
-		"formatted":                  {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signature.SHA1("s", body), command.ExitFailure, "the body was reformatted"},
-		"upper case":                 {"s", body, strings.ToUpper(signature.SHA1("s", body)), command.ExitFailure, "40 lowercase hex digits"},
-		"none":                       {"s", body, "", command.ExitUsage, "set --signature"},
+		"formatted": {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signature.SHA1("s", body),
+			command.ExitFailure, "the body was reformatted"},
+		"upper case": {"s", body, strings.ToUpper(signature.SHA1("s", body)), command.ExitFailure, "40 lowercase hex digits"},
+		"none":       {"s", body, "", command.ExitUsage, "set --signature"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var out bytes.Buffer
@@ -51,7 +52,8 @@ func TestVerifyNamesTheCause(t *testing.T) {
 func TestSinkVerifies(t *testing.T) {
 	const body = `{"type":"track","userId":"u1"}`
 	secret := liveconfig.NewSecret
-	both := liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: secret("sha1")}, {Type: liveconfig.StandardWebhooks, Secret: secret("standard")}}
+	both := liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: secret("sha1")},
+		{Type: liveconfig.StandardWebhooks, Secret: secret("standard")}}
 	for name, c := range map[string]struct {
 		signing liveconfig.SigningSchemes
 		secret  string
@@ -88,7 +90,8 @@ func TestSinkVerifies(t *testing.T) {
 			if standard := r.Header.Get("webhook-signature"); standard != "" {
 				var out bytes.Buffer
 				args := []string{"verify", "--secret", c.secret, "--signature", standard}
-				if code := execute(args, strings.NewReader(body), &out, &out); code != command.ExitUsage || !strings.Contains(out.String(), "set --webhook-id") {
+				if code := execute(args, strings.NewReader(body), &out, &out); code != command.ExitUsage ||
+					!strings.Contains(out.String(), "set --webhook-id") {
 					t.Errorf("verify without the id: exit code %d:\n%s", code, out.String())
 				}
 				args = append(args, "--webhook-id", "id-1", "--webhook-timestamp", r.Header.Get("webhook-timestamp"))
@@ -107,11 +110,15 @@ func TestHMACFormats(t *testing.T) {
 	const body = `{"type":"track","userId":"u1"}`
 	for _, format := range []liveconfig.HMACFormat{
 		{Header: "X-Hub-Signature-256", Algorithm: "SHA256", Encoding: "Hex", Content: "Body", Value: "sha256={signature}"},
-		{Header: "Stripe-Signature", Algorithm: "SHA256", Encoding: "Hex", Content: "TimestampBody", Value: "t={timestamp},v1={signature}", PreviousValue: ",v1={signature}"},
+		{Header: "Stripe-Signature", Algorithm: "SHA256", Encoding: "Hex", Content: "TimestampBody", Value: "t={timestamp},v1={signature}",
+			PreviousValue: ",v1={signature}"},
 		{Header: "X-A", Algorithm: "SHA512", Encoding: "Base64", Content: "IDTimestampBody", Value: "{signature}"},
-		{Header: "X-A", Algorithm: "SHA1", Encoding: "Base64", Content: "IDTimestampBody", Value: "id={id};t={timestamp};s={signature}", PreviousValue: ";s={signature}"},
+		{Header: "X-A", Algorithm: "SHA1", Encoding: "Base64", Content: "IDTimestampBody", Value: "id={id};t={timestamp};s={signature}",
+			PreviousValue: ";s={signature}"},
 	} {
-		signer, err := sign.New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old"), Format: &format}})
+		signer,
+			err := sign.New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: liveconfig.NewSecret("new"),
+			Previous: liveconfig.NewSecret("old"), Format: &format}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -124,7 +131,8 @@ func TestHMACFormats(t *testing.T) {
 				r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(body))
 				r.Header = header
 				w := httptest.NewRecorder()
-				(&sink{secret: secret, format: hmacFormat{format.Header, format.Algorithm, format.Encoding, format.Content, format.Value}, status: http.StatusOK, output: "none"}).ServeHTTP(w, r)
+				(&sink{secret: secret, format: hmacFormat{format.Header, format.Algorithm, format.Encoding, format.Content, format.Value},
+					status: http.StatusOK, output: "none"}).ServeHTTP(w, r)
 				if w.Code != want {
 					t.Errorf("status of the sink: got %d, want %d", w.Code, want)
 				}
@@ -132,8 +140,10 @@ func TestHMACFormats(t *testing.T) {
 					return // The signature is in a header of its own.
 				}
 				args := []string{
-					"verify", "--secret", secret, "--signature", header.Get(format.Header), "--webhook-id", "id-1", "--webhook-timestamp", header.Get("webhook-timestamp"),
-					"--header", format.Header, "--algorithm", format.Algorithm, "--encoding", format.Encoding, "--content", format.Content, "--value", format.Value,
+					"verify", "--secret", secret, "--signature", header.Get(format.Header), "--webhook-id", "id-1", "--webhook-timestamp",
+					header.Get("webhook-timestamp"),
+					"--header", format.Header, "--algorithm", format.Algorithm, "--encoding", format.Encoding, "--content", format.Content, "--value",
+					format.Value,
 				}
 				var out bytes.Buffer
 				if code := execute(args, strings.NewReader(body), &out, &out); (code == command.ExitOK) != (want == http.StatusOK) {
@@ -150,7 +160,8 @@ func TestVerifyRejectsAnInvalidFormat(t *testing.T) {
 		"SHA1":                                   {"--algorithm", "MD5"},
 	} {
 		var out bytes.Buffer
-		code := execute(append([]string{"verify", "--secret", "s", "--signature", "x", "--header", "X-A"}, flags...), strings.NewReader("{}"), &out, &out)
+		code := execute(append([]string{"verify", "--secret", "s", "--signature", "x", "--header", "X-A"}, flags...), strings.NewReader("{}"),
+			&out, &out)
 		if code != command.ExitUsage || !strings.Contains(out.String(), want) {
 			t.Errorf("%v: got exit code %d and %q, want %d and %q", flags, code, out.String(), command.ExitUsage, want)
 		}
@@ -192,7 +203,8 @@ func TestSinkSendsOn(t *testing.T) {
 	if len(files) != 1 || files[0].Name() != "000002.http" {
 		t.Fatalf("saved: got %v, want 000002.http", files)
 	}
-	if text, _ := os.ReadFile(filepath.Join(dir, "000002.http")); !strings.HasSuffix(string(text), "\r\n\r\n"+body) || !strings.Contains(string(text), "X-Signature: "+right) {
+	if text, _ := os.ReadFile(filepath.Join(dir, "000002.http")); !strings.HasSuffix(string(text), "\r\n\r\n"+body) ||
+		!strings.Contains(string(text), "X-Signature: "+right) {
 		t.Errorf("saved: got %q", text)
 	}
 	next.Close()

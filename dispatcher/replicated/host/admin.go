@@ -128,7 +128,8 @@ func protect(o Options, h http.Handler) http.Handler {
 
 // report is the report of the process. The namespaces are in the reports of the slots.
 func (h *host) report(w http.ResponseWriter, r *http.Request) {
-	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil, Replication: &adminapi.ReplicationReport{Number: h.s.Number, Standbys: h.wantedStandbys()}}
+	report := adminapi.Report{Pod: h.o.Pod, Ready: h.ready() == nil,
+		Replication: &adminapi.ReplicationReport{Number: h.s.Number, Standbys: h.wantedStandbys()}}
 	var cursor strings.Builder
 	fmt.Fprintf(&cursor, "%s.%t", h.o.identity.ID(), report.Ready)
 	for _, owned := range h.owned() {

@@ -24,7 +24,8 @@ type durability struct {
 // watch reads the settings until ctx is done, and logs changes. While the servers do not answer, it
 // keeps the last settings. When servers begin to lack records, it calls repair until it returns true. read
 // may be nil.
-func (w *durability) watch(ctx context.Context, read func(context.Context) (slots.Durability, error), repair func() bool, logger *slog.Logger) {
+func (w *durability) watch(ctx context.Context, read func(context.Context) (slots.Durability, error), repair func() bool,
+	logger *slog.Logger) {
 	if read == nil {
 		return
 	}

@@ -438,8 +438,9 @@ func (h *host) heartbeat() slots.Heartbeat {
 	skew, clock := h.o.clock.milliseconds()
 	owned, silent := h.claimed()
 	own := slots.Heartbeat{
-		Member: h.name, Milliseconds: h.age().Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(), Announcement: h.o.identity.Announce(),
-		Starting: !h.start.open.Load(), ClockSkew: skew, Clock: clock, Owned: owned, Silent: silent,
+		Member: h.name, Milliseconds: h.age().Milliseconds(), Leaving: h.stopping.Load() || !h.namespaces.isSynced() || !h.namespaces.isUsable(),
+		Announcement: h.o.identity.Announce(),
+		Starting:     !h.start.open.Load(), ClockSkew: skew, Clock: clock, Owned: owned, Silent: silent,
 		OldConfig: *h.oldConfig.Load() != "", Configs: h.namespaces.newestConfigs(),
 	}
 	for _, s := range h.slots {

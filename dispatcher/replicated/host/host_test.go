@@ -134,7 +134,8 @@ type receivedCalls struct {
 
 func newInstallation(t *testing.T, number int, namespaces ...string) *installation {
 	t.Helper()
-	in := &installation{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), configs: map[string]liveconfig.Stored{}, number: number, calls: &receivedCalls{ids: map[string]int{}}, ahead: map[string]*atomic.Int64{}}
+	in := &installation{directory: slotstest.NewAssignments(slotstest.Faults{}, nil), configs: map[string]liveconfig.Stored{}, number: number,
+		calls: &receivedCalls{ids: map[string]int{}}, ahead: map[string]*atomic.Int64{}}
 	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		var call struct{ MessageID string }
 		if err := json.NewDecoder(r.Body).Decode(&call); err != nil {
@@ -147,9 +148,10 @@ func newInstallation(t *testing.T, number int, namespaces ...string) *installati
 	t.Cleanup(receiver.Close)
 	for range number {
 		stream := slotstest.NewStream(1 << 30)
-		in.remotes = append(in.remotes, slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30), Members: slotstest.NewObjectStore(1 << 30), Clocks: []slots.ServerTime{
-			func(context.Context) (time.Time, error) { return time.Now(), nil },
-		}})
+		in.remotes = append(in.remotes, slots.Remote{Log: slotstest.NewLog(stream), Snapshots: slotstest.NewObjectStore(1 << 30),
+			Members: slotstest.NewObjectStore(1 << 30), Clocks: []slots.ServerTime{
+				func(context.Context) (time.Time, error) { return time.Now(), nil },
+			}})
 	}
 	for _, namespace := range namespaces {
 		c := liveconfigtest.Config(receiver.URL)
@@ -470,9 +472,10 @@ func TestUncomparedSlots(t *testing.T) {
 		owned []slots.OwnedSlot
 		want  string
 	}{
-		"without an owner":           {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}}, "slot 1 has no owner"},
-		"not compared":               {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1}}, "the owner of slot 1 has not yet compared"},
-		"compared with another one":  {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: "other"}, {Slot: 1, Epoch: 1, Directory: id}}, "the owner of slot 0 has not yet compared"},
+		"without an owner": {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}}, "slot 1 has no owner"},
+		"not compared":     {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1}}, "the owner of slot 1 has not yet compared"},
+		"compared with another one": {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: "other"}, {Slot: 1, Epoch: 1, Directory: id}},
+			"the owner of slot 0 has not yet compared"},
 		"compared with more records": {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1, Directory: id, Assignments: 1}}, "the owner of slot 1 has not yet compared"},
 		"compared":                   {[]slots.OwnedSlot{{Slot: 0, Epoch: 1, Directory: id}, {Slot: 1, Epoch: 1, Directory: id}}, ""},
 	} {
@@ -710,7 +713,8 @@ func TestProcessOfAnotherInstallation(t *testing.T) {
 		if got := readiness(t, l); !strings.Contains(got, in.refusal.Error()) {
 			t.Errorf("readyz of %s: got %q, want %q", name, got, in.refusal)
 		}
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"event":"e","userId":"u"}`))
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track",
+			strings.NewReader(`{"event":"e","userId":"u"}`))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -757,7 +761,8 @@ func TestOnlySlotNeedsNoConfig(t *testing.T) {
 // post sends a call once, and returns the status.
 func post(t *testing.T, l *Listeners, namespace string) int {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"event":"e","userId":"u"}`))
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track",
+		strings.NewReader(`{"event":"e","userId":"u"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -889,7 +894,8 @@ func TestKeysOfSeveralSlots(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := wait.Until(func() error {
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track", strings.NewReader(`{"userId":"u","event":"e"}`))
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+l.Addr().String()+"/v1/track",
+			strings.NewReader(`{"userId":"u","event":"e"}`))
 		if err != nil {
 			return err
 		}
@@ -950,7 +956,8 @@ func TestWrongClockOfAProcess(t *testing.T) {
 	wantClock(t, second, http.StatusOK, "")
 	send(first)
 	send(second)
-	if _, text := fetchText(t, "http://"+first.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds 2160") && !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds 2159") {
+	if _, text := fetchText(t, "http://"+first.AdminAddr().String()+"/metrics"); !strings.Contains(text,
+		"\nposthorn_replication_clock_skew_seconds 2160") && !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds 2159") {
 		t.Error("the metrics lack posthorn_replication_clock_skew_seconds of about 21600")
 	}
 
@@ -1163,7 +1170,8 @@ func TestLeaveLimit(t *testing.T) {
 		{5 * time.Second, 35 * time.Second, 75 * time.Second},
 		{0, time.Second, 10 * time.Second},
 	} {
-		h := &host{o: Options{Options: dispatcher.Options{ServerOptions: dispatcher.ServerOptions{ShutdownDelay: c.delay, DrainTimeout: c.drain}}}}
+		h := &host{o: Options{Options: dispatcher.Options{ServerOptions: dispatcher.ServerOptions{ShutdownDelay: c.delay,
+			DrainTimeout: c.drain}}}}
 		if got := h.leaveLimit(); got != c.want {
 			t.Errorf("shutdown delay %v and drain timeout %v: got %v, want %v", c.delay, c.drain, got, c.want)
 		}

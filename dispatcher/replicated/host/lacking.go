@@ -150,7 +150,9 @@ func (l *lacking) mayClaim() bool {
 		return true
 	}
 	_, placed := l.members.View(1)
-	return placed[0].Unowned >= slots.TakeTurn || !slices.ContainsFunc(l.members.Successors(0), func(m slots.Member) bool { return !m.OldConfig })
+	return placed[0].Unowned >= slots.TakeTurn || !slices.ContainsFunc(l.members.Successors(0), func(m slots.Member) bool {
+		return !m.OldConfig
+	})
 }
 
 // metric returns the metric of a standby.

@@ -66,12 +66,15 @@ func TestClaimOfAProcessThatLacksObjects(t *testing.T) {
 		"the other one restores its copy":     {beat{Member: "other", Copies: []slots.SlotCopied{{}}}, true, []string{"Source b/web"}, 0, true},
 		"the clock of the other one is wrong": {beat{Member: "other", Copies: ready, ClockSkew: time.Hour.Milliseconds()}, true, []string{"Source b/web"}, 0, true},
 		"the other one ends":                  {beat{Member: "other", Copies: ready, Leaving: true}, true, []string{"Source b/web"}, 0, true},
-		"the other one waits":                 {beat{Member: "other", Copies: ready}, true, []string{"Source b/web"}, slots.TakeTurn - time.Second, false},
-		"the other one does not claim":        {beat{Member: "other", Copies: ready}, true, []string{"Source b/web"}, slots.TakeTurn, true},
+		"the other one waits": {beat{Member: "other", Copies: ready}, true, []string{"Source b/web"},
+			slots.TakeTurn - time.Second, false},
+		"the other one does not claim": {beat{Member: "other", Copies: ready}, true, []string{"Source b/web"}, slots.TakeTurn, true},
 	} {
 		clock := now
 		members := slots.NewMembers(func() time.Time { return clock })
-		l := newLacking(Options{Options: dispatcher.Options{Logger: slog.New(slog.DiscardHandler)}, Lacks: func(map[string][]byte) []string { return nil }}, members)
+		l := newLacking(Options{Options: dispatcher.Options{Logger: slog.New(slog.DiscardHandler)}, Lacks: func(map[string][]byte) []string {
+			return nil
+		}}, members)
 		if test.compared {
 			l.take(now, test.objects)
 		}

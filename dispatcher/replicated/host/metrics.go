@@ -32,15 +32,17 @@ var ownerMetrics = []struct {
 	{prometheus.NewDesc("posthorn_replication_may_send", "1 while the owner may deliver; 0 while the log does not answer.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		return promtext.Bool(t.writer.MaySend())
 	}},
-	{prometheus.NewDesc("posthorn_replication_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_unacknowledged_seconds", "Age of the oldest change that the log has not acknowledged.", nil,
+		nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return s.Unacknowledged.Seconds()
 	}},
 	{prometheus.NewDesc("posthorn_replication_stream_bytes", "Bytes in the stream; calls are refused at 70 % of the maximum.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
 		return float64(s.Bytes)
 	}},
-	{prometheus.NewDesc("posthorn_replication_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil), func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
-		return float64(s.MaxBytes)
-	}},
+	{prometheus.NewDesc("posthorn_replication_stream_max_bytes", "Maximum size of the stream; 0 for none.", nil, nil),
+		func(_ *ownership, s slots.Status, _ slots.Durability) float64 {
+			return float64(s.MaxBytes)
+		}},
 	{prometheus.NewDesc("posthorn_replication_weak_settings", "Settings of the NATS servers with which a loss of servers can lose calls.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(len(d.Weak))
 	}},
@@ -50,10 +52,12 @@ var ownerMetrics = []struct {
 	{prometheus.NewDesc("posthorn_replication_replicas", "Servers that should have a copy of each record; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
 		return float64(d.Replicas)
 	}},
-	{prometheus.NewDesc("posthorn_replication_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil), func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
-		return float64(d.Current)
-	}},
-	{prometheus.NewDesc("posthorn_replication_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil, nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
+	{prometheus.NewDesc("posthorn_replication_current_replicas", "Servers that have all records; 0 before the first check.", nil, nil),
+		func(_ *ownership, _ slots.Status, d slots.Durability) float64 {
+			return float64(d.Current)
+		}},
+	{prometheus.NewDesc("posthorn_replication_snapshot_timestamp_seconds", "Time of the owner's last snapshot; 0 before the first one.", nil,
+		nil), func(t *ownership, _ slots.Status, _ slots.Durability) float64 {
 		taken := t.snapshotTaken()
 		if taken.IsZero() {
 			return 0

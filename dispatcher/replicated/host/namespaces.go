@@ -43,7 +43,8 @@ type namespaces struct {
 
 func newNamespaces(log *slog.Logger) *namespaces {
 	return &namespaces{
-		log: log, stored: map[string]liveconfig.Stored{}, invalid: map[string]bool{}, feeders: map[int]*feeder{}, unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
+		log: log, stored: map[string]liveconfig.Stored{}, invalid: map[string]bool{}, feeders: map[int]*feeder{},
+		unassigned: map[string]time.Time{}, wake: make(chan struct{}, 1),
 		versions: newConfigVersions(), changedAt: map[int]time.Time{},
 	}
 }
@@ -207,7 +208,8 @@ const (
 // namespace. isAssigner reports whether this process is the one that gives the slots: several at the same
 // time would not know how many namespaces each slot has. uncompared returns why a namespace without a slot
 // can have messages in one; it gets none meanwhile.
-func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int, isAssigner func() bool, uncompared func() string) {
+func (n *namespaces) assign(ctx context.Context, directory *slots.Directory, pins map[string]int, isAssigner func() bool,
+	uncompared func() string) {
 	n.mu.Lock()
 	n.directory.Store(directory)
 	for namespace := range n.stored {

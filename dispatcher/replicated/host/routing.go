@@ -70,7 +70,8 @@ func (h *host) listDoubtful() (list []int) {
 	}
 	lacksConfigs := h.namespaces.lacksConfigs()
 	for slot := range directory.Slots() {
-		if directory.HasNamespaces(slot) && (lacksConfigs || slot >= len(h.slots) || !h.slots[slot].listed.Load() || h.namespaces.changedLately(slot)) {
+		if directory.HasNamespaces(slot) && (lacksConfigs || slot >= len(h.slots) || !h.slots[slot].listed.Load() ||
+			h.namespaces.changedLately(slot)) {
 			list = append(list, slot)
 		}
 	}

@@ -185,7 +185,8 @@ func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) 
 	if s.host.lacking != nil {
 		access.Values = s.host.lacking.offer
 	}
-	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Damaged: damaged, Options: access}.Follow(ctx)
+	t.writer, err = slots.Slot{Log: t.remote.Log, Objects: t.remote.Snapshots, Dir: t.dir, Store: q, Damaged: damaged,
+		Options: access}.Follow(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -195,7 +196,8 @@ func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) 
 
 // state returns the part of this standby in the log.
 func (s *standby) state() *adminapi.ReplicationState {
-	state := &adminapi.ReplicationState{Pod: s.o.Pod, Slot: s.slot, Sequence: s.applied.Load(), Clock: s.o.clock.problem(), OwnerName: s.forwarder.Owner()}
+	state := &adminapi.ReplicationState{Pod: s.o.Pod, Slot: s.slot, Sequence: s.applied.Load(), Clock: s.o.clock.problem(),
+		OwnerName: s.forwarder.Owner()}
 	if err := s.canReplaceOwner(); err != nil {
 		state.Reason = err.Error()
 	} else {

@@ -139,7 +139,8 @@ func fetchText(t *testing.T, url string) (status int, text string) {
 func wantStandby(t *testing.T, l *Listeners, reason string) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusServiceUnavailable || !strings.Contains(text, reason) {
+		if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != http.StatusServiceUnavailable ||
+			!strings.Contains(text, reason) {
 			return errors.New("readyz: " + text)
 		}
 		return nil
@@ -397,23 +398,26 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	processes := newProcesses()
 	var guarded sync.Map // the names of the processes
 	start := func(name string) *Listeners {
-		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name, ServerOptions: dispatcher.ServerOptions{AdminGuard: func(next http.Handler) http.Handler {
-			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
-					http.Error(w, "forbidden", http.StatusForbidden)
-					return
-				}
-				guarded.Store(name+r.URL.Path, true)
-				next.ServeHTTP(w, r)
-			})
-		}}}})
+		l,
+			_ := processes.start(t, Options{Options: dispatcher.Options{Pod: name,
+			ServerOptions: dispatcher.ServerOptions{AdminGuard: func(next http.Handler) http.Handler {
+				return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					if strings.HasPrefix(r.URL.Path, "/slots/") || strings.HasPrefix(r.URL.Path, "/forbidden") {
+						http.Error(w, "forbidden", http.StatusForbidden)
+						return
+					}
+					guarded.Store(name+r.URL.Path, true)
+					next.ServeHTTP(w, r)
+				})
+			}}}})
 		return l
 	}
 	first := start("first")
 	wantLog(t, first, "/slots", "first", true)
 	second := start("second")
 	wantLog(t, second, "/slots", "second", false)
-	wantParts(t, second, []adminapi.ReplicationState{{Pod: "second", Ready: true}, {Pod: "first", Heard: true, Owner: true, Ready: true, MaySend: true}})
+	wantParts(t, second, []adminapi.ReplicationState{{Pod: "second", Ready: true},
+		{Pod: "first", Heard: true, Owner: true, Ready: true, MaySend: true}})
 	wantParts(t, first, []adminapi.ReplicationState{{Pod: "first", Owner: true, MaySend: true}, {Pod: "second", Heard: true, Ready: true}})
 	wantLog(t, second, "/slots/0/slots", "first", true)
 	at := "http://" + second.AdminAddr().String()
@@ -431,7 +435,8 @@ func TestStandbyForwardsAdminRequests(t *testing.T) {
 	if status, text := fetchText(t, at+"/debug/config"); status != http.StatusNotFound || !strings.Contains(text, "/slots/N/") {
 		t.Errorf("debug: got status %d and %q, want 404 with the path for the owner", status, text)
 	}
-	for path, want := range map[string]string{"/report": `"replication":{"number":1,"standbys":1}`, "/slots/0/report?since=": `"pod":"first"`} {
+	for path, want := range map[string]string{"/report": `"replication":{"number":1,"standbys":1}`,
+		"/slots/0/report?since=": `"pod":"first"`} {
 		if status, text := fetchText(t, at+path); status != http.StatusOK || !strings.Contains(text, want) {
 			t.Errorf("%s: got status %d and %s, want %s", path, status, text, want)
 		}
@@ -447,7 +452,9 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	processes := newProcesses()
 	start := func(name string) (*Listeners, *atomic.Int64) {
 		ahead := &atomic.Int64{}
-		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name}, WallClock: func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }})
+		l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: name}, WallClock: func() time.Time {
+			return time.Now().Add(time.Duration(ahead.Load()))
+		}})
 		return l, ahead
 	}
 	wantState := func(what string, l *Listeners, owner bool, problem string) {
@@ -460,7 +467,8 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 			}
 			s := states[0]
 			// An owner is not ready before its first config.
-			if s.Owner != owner || !strings.HasPrefix(s.Clock, problem) || (s.Clock != "") != (problem != "") || !owner && s.Ready != (problem == "") {
+			if s.Owner != owner || !strings.HasPrefix(s.Clock, problem) || (s.Clock != "") != (problem != "") ||
+				!owner && s.Ready != (problem == "") {
 				return fmt.Errorf("got %+v", s)
 			}
 			return nil
@@ -477,7 +485,8 @@ func TestOwnerWithAWrongClock(t *testing.T) {
 	wantState("second process", second, true, "")
 	wantState("first process", first, false, wrong)
 	for _, l := range []*Listeners{first, second} {
-		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics"); !strings.Contains(text, "\nposthorn_replication_clock_skew_seconds ") {
+		if _, text := fetchText(t, "http://"+l.AdminAddr().String()+"/metrics"); !strings.Contains(text,
+			"\nposthorn_replication_clock_skew_seconds ") {
 			t.Error("the metrics lack posthorn_replication_clock_skew_seconds")
 		}
 	}
@@ -592,7 +601,8 @@ func newSlowOwner(t *testing.T, receiver string, calls int, change ...func(*Opti
 	t.Cleanup(func() { _ = owner.stop() })
 	for i := range calls {
 		if err := wait.Until(func() error {
-			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+owner.listeners.Addr().String()+"/v1/track", strings.NewReader(fmt.Sprintf(`{"event":"e","userId":"u","messageId":"%d"}`, i)))
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+owner.listeners.Addr().String()+"/v1/track",
+				strings.NewReader(fmt.Sprintf(`{"event":"e","userId":"u","messageId":"%d"}`, i)))
 			if err != nil {
 				return err
 			}
@@ -714,7 +724,8 @@ func TestReadinessAfterAFailedOpen(t *testing.T) {
 			if got, want := s.copied(), (slots.SlotCopied{Ready: ready, Failed: failed}); got != want {
 				t.Errorf("%s: got the copy %+v, want %+v", what, got, want)
 			}
-			if err := s.canReplaceOwner(); (err == nil) != ready || failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
+			if err := s.canReplaceOwner(); (err == nil) != ready ||
+				failed && !strings.Contains(err.Error(), "open the store of the slot: audiences:") {
 				t.Errorf("%s: got the reason %v, want a ready standby %v", what, err, ready)
 			}
 		}
@@ -778,7 +789,9 @@ func TestNoClaimWithoutTheDirectory(t *testing.T) {
 	if err := os.MkdirAll(slotFolder(dir, 0), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "only", DataDir: dir}, Lacks: func(map[string][]byte) []string { return nil }})
+	l, _ := processes.start(t, Options{Options: dispatcher.Options{Pod: "only", DataDir: dir}, Lacks: func(map[string][]byte) []string {
+		return nil
+	}})
 	wantStandby(t, l, processes.refusal.Error())
 	wantLog(t, l, "/slots", "only", false)
 	time.Sleep(settleTime + slots.HeartbeatInterval) // It would have claimed the slot.

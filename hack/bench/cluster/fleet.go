@@ -95,7 +95,9 @@ func (p *simulated) start() error {
 	if err != nil {
 		return err
 	}
-	p.server = admin.NewServer(admin.NewHandler(admin.Options{Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error { return nil }}))
+	p.server = admin.NewServer(admin.NewHandler(admin.Options{Changes: p.since, Metrics: http.NotFoundHandler(), Ready: func() error {
+		return nil
+	}}))
 	answer := p.server.Handler
 	p.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if p.silent.Load() {
@@ -204,7 +206,8 @@ func (p *simulated) namespace(config liveconfig.Revisioned) adminapi.NamespaceRe
 		n.Destinations = append(n.Destinations, r)
 	}
 	for _, s := range config.Sources {
-		n.Sources = append(n.Sources, adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: delivered, LastAccepted: last, Messages: ledger})
+		n.Sources = append(n.Sources, adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: delivered,
+			LastAccepted: last, Messages: ledger})
 	}
 	return n
 }

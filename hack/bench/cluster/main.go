@@ -131,7 +131,8 @@ func run(ctx context.Context) (err error) {
 	each := func(n int) float64 { return float64(n) / float64(*writes) }
 	row("live-config Secrets written per change", fmt.Sprintf("%.2f", each(all["secrets"])), "1", all["secrets"] == *writes)
 	row("statuses written per change", fmt.Sprintf("%.2f", each(all["status"])), "1", all["status"] == *writes)
-	row("other writes per change", fmt.Sprintf("%.2f", each(all.objects()-all["secrets"]-all["status"])), "0", all.objects() == all["secrets"]+all["status"])
+	row("other writes per change", fmt.Sprintf("%.2f", each(all.objects()-all["secrets"]-all["status"])), "0",
+		all.objects() == all["secrets"]+all["status"])
 	row("apply to Ready in status, p50 / p99", quantiles(shown), "", true)
 
 	var took1, took2 []time.Duration

@@ -162,7 +162,8 @@ func (w *world) measured(name string, do func() error) (tally, error) {
 	now, peak := process.Memory(operator.Pid())
 	cores := (process.CPU(operator.Pid()) - cpu).Seconds() / time.Since(begin).Seconds()
 	if cores >= 0 { // A restarted process has begun at 0.
-		row(name+": operator", fmt.Sprintf("%.2f cores, %d MB, at most %d MB", cores, now>>20, peak>>20), "0.5, 400", cores <= 0.5 && peak>>20 <= 400)
+		row(name+": operator", fmt.Sprintf("%.2f cores, %d MB, at most %d MB", cores, now>>20, peak>>20), "0.5, 400",
+			cores <= 0.5 && peak>>20 <= 400)
 	}
 	return w.written(begin)
 }

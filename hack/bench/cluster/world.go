@@ -120,17 +120,20 @@ func (w *world) apply(ctx context.Context) error {
 	for n := range *namespaces {
 		namespace := w.namespace(n)
 		group.Go(func() error {
-			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web-key"}, StringData: map[string]string{"writeKey": "key-of-" + namespace}}
+			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web-key"},
+				StringData: map[string]string{"writeKey": "key-of-" + namespace}}
 			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web"}}
 			source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
 			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, key, source}
 			for i := range *perNamespace {
 				name := destinationName(i)
-				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, StringData: map[string]string{"sharedSecret": firstSecret}}
+				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
+					StringData: map[string]string{"sharedSecret": firstSecret}}
 				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 				d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
 				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(namespace, name, "first")}
-				d.Spec.Signing = &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.HMACSHA1, SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
+				d.Spec.Signing = &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.HMACSHA1,
+					SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
 				d.Spec.Filter = &v1alpha1.Filter{Events: []string{name}}
 				objects = append(objects, secret, d)
 			}
@@ -146,7 +149,8 @@ func (w *world) apply(ctx context.Context) error {
 }
 
 func (w *world) endpoint(namespace, name, version string) v1alpha1.Endpoint {
-	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name, Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
+	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name,
+		Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
 }
 
 // startProcesses starts the dispatchers, each with its own address, and the operator.
@@ -155,7 +159,8 @@ func (w *world) startProcesses(ctx context.Context) error {
 	_, calls, _ := net.SplitHostPort(process.FreeAddr())
 	_, admin, _ := net.SplitHostPort(process.FreeAddr())
 	token := filepath.Join(w.dir, "token")
-	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", adminapi.TokenAudience, "--duration", "12h")
+	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", adminapi.TokenAudience,
+		"--duration", "12h")
 	if err != nil {
 		return err
 	}
@@ -218,9 +223,11 @@ func (w *world) start(name string, args ...string) error {
 func (w *world) makePod(ctx context.Context, name, ip string) error {
 	no, yes, id := false, true, int64(65532)
 	pod := &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/component": "dispatcher"}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: name,
+			Labels: map[string]string{"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/component": "dispatcher"}},
 		Spec: corev1.PodSpec{
-			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id,
+				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 			Containers: []corev1.Container{{Name: "dispatcher", Image: "posthorn", SecurityContext: &corev1.SecurityContext{
 				AllowPrivilegeEscalation: &no, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 			}}},
@@ -329,14 +336,16 @@ func (w *world) edit(ctx context.Context, namespace string, i int, version strin
 	if err != nil {
 		return 0, err
 	}
-	err = w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, 1, d.Generation, client.InNamespace(namespace), client.MatchingFields{"metadata.name": d.Name})
+	err = w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, 1, d.Generation, client.InNamespace(namespace),
+		client.MatchingFields{"metadata.name": d.Name})
 	return time.Since(begin), err
 }
 
 // addBallast creates unused Secrets, and waits until the operator has read them.
 func (w *world) addBallast(ctx context.Context) error {
 	for i := range *ballast {
-		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.namespace(i), Name: fmt.Sprintf("ballast-%d", i)}, Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.namespace(i), Name: fmt.Sprintf("ballast-%d", i)},
+			Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
 		if err := w.client.Create(ctx, secret); err != nil {
 			return err
 		}
