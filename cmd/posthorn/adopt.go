@@ -71,9 +71,12 @@ Take a backup before (posthorn backup): the data directory then belongs to the l
 does not start without it. Of a release with several dispatchers, adopt the volume of
 pod 0, which has the audiences and DeletionRequests, and drain the others (posthorn
 drain).`,
-		Example: `  posthorn replication adopt --replication-url nats://nats-0:4222,nats://nats-1:4222 --replication-name shop --replication-installation eu-1/shop
-  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop --replication-installation eu-1/shop --data /var/lib/posthorn
-  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop --replication-installation eu-1/shop --replication-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
+		Example: `  posthorn replication adopt --replication-url nats://nats-0:4222,nats://nats-1:4222 --replication-name shop \
+    --replication-installation eu-1/shop
+  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop \
+    --replication-installation eu-1/shop --data /var/lib/posthorn
+  posthorn replication adopt --replication-url nats://nats-0:4222 --replication-name shop \
+    --replication-installation eu-1/shop --replication-slots 9 --slot 3 --data /var/lib/posthorn --yes`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			logger, err := logging.Logger(cmd.ErrOrStderr())

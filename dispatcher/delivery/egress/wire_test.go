@@ -999,7 +999,8 @@ func TestRedirectIsNotFollowed(t *testing.T) {
 	target := listen(t, answersAndCloses(ok))
 	for _, status := range []string{"301", "302", "303", "307", "308"} {
 		server := listen(t,
-			answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
+			answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+
+				"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
 		c := newClient(t, "127.0.0.1")
 		if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.Reason != Redirected {
 			t.Errorf("status %s: %+v", status, r)

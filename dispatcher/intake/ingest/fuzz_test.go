@@ -26,7 +26,9 @@ func FuzzRequest(f *testing.F) {
 		fixture := newFixture(t)
 		r := httptest.NewRequest("POST", path, strings.NewReader(body))
 		r.ContentLength = length
-		for name, value := range map[string]string{"Authorization": authorization, "Content-Encoding": encoding, "Content-Type": media, "Origin": origin} {
+		for name, value := range map[string]string{
+			"Authorization": authorization, "Content-Encoding": encoding, "Content-Type": media, "Origin": origin,
+		} {
 			if value != "" {
 				r.Header.Set(name, value)
 			}

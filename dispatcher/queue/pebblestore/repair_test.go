@@ -349,7 +349,9 @@ func TestRepairRefusesNewerFormats(t *testing.T) {
 				before := fingerprints(t, dir)
 				for _, apply := range []bool{false, true} {
 					_, err := repair.Run(dir, apply, Verify)
-					if want := "repair the queue in " + dir + ": a newer release wrote the store " + newer.error + ": use that release or a newer one"; !errors.Is(err, ErrNewerFormat) || err.Error() != want {
+					want := "repair the queue in " + dir + ": a newer release wrote the store " + newer.error +
+						": use that release or a newer one"
+					if !errors.Is(err, ErrNewerFormat) || err.Error() != want {
 						t.Errorf("repair with apply %v: got error %v, want %s", apply, err, want)
 					}
 				}
