@@ -121,7 +121,7 @@ type Dispatcher struct {
 	configStates configStates
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
-	registerer   prometheus.Registerer // that of metrics
+	registerer   prometheus.Registerer // registers in metrics
 	// sourcesAtStart are the ledgers of the Sources at the start, for counters that begin at 0.
 	sourcesAtStart map[string]queue.Ledger
 
@@ -323,7 +323,7 @@ func (d *Dispatcher) Set(namespace string, stored liveconfig.Stored) {
 // Delete reports that a namespace has no live config.
 func (d *Dispatcher) Delete(namespace string) { d.configs.Delete(namespace) }
 
-// Synced reports that the config of every namespace is set, except for those of the failed
+// Synced reports that the config of every namespace is set, except for the failed
 // namespaces; from now on calls are accepted.
 func (d *Dispatcher) Synced(failed ...string) {
 	d.configs.Synced(failed...)
@@ -487,7 +487,7 @@ func (d *Dispatcher) ReplicationState() *adminapi.ReplicationState {
 	return d.options.Lease.State(d.Ready())
 }
 
-// Metrics returns the metrics of this Dispatcher: those of a registry, and those that are written at each scrape.
+// Metrics returns the metrics of this Dispatcher: the ones in a registry, and the ones that are written at each scrape.
 func (d *Dispatcher) Metrics() (prometheus.Gatherer, []func(*promtext.Writer)) {
 	return d.metrics, []func(*promtext.Writer){d.writeMetrics, d.engine.WriteMetrics}
 }

@@ -31,7 +31,7 @@ type diskSample struct {
 }
 
 // days returns for how many days, rounded up, the bytes below the high-water mark last at the
-// present rate: that of the window in which they decrease fastest. 0 means more than
+// present rate: the rate of the window in which they decrease fastest. 0 means more than
 // maxForecastDays, or not enough samples.
 func (f *forecast) days(now time.Time, left, total int64) int {
 	longest := forecastWindows[len(forecastWindows)-1]

@@ -61,7 +61,7 @@ func (permanent) State(error) *adminapi.ReplicationState { return nil }
 type Share struct {
 	// Stores is the number of stores for which the memory of the process is planned, which the process bounds.
 	Stores int
-	// Labels are those of the metrics of this Dispatcher.
+	// Labels are the labels of this Dispatcher's metrics.
 	Labels prometheus.Labels
 	// Listed reports whether a Source in a live config of the process has a write key: its calls are not refused as
 	// unknown before the config is in effect in this Dispatcher.

@@ -15,7 +15,7 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// The metrics of a dispatcher after traffic of every kind are exactly those of
+// The metrics of a dispatcher after traffic of every kind are exactly the metrics of
 // docs/metrics.md.
 func TestMetricsAreDocumented(t *testing.T) {
 	endpoints := map[string]string{"down": "http://127.0.0.1:1/hook"}

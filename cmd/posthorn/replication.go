@@ -129,7 +129,7 @@ func (d *dataFlags) serve(ctx context.Context, log *slog.Logger, s service) erro
 	return group.Wait()
 }
 
-// everyProcess is a number of standbys that no installation exceeds: those of posthorn run compare their manifests with
+// everyProcess is a number of standbys that no installation exceeds: processes of posthorn run compare their manifests with
 // their copy.
 const everyProcess = 1000
 

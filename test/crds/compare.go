@@ -1,4 +1,4 @@
-// Package crds compares the CRDs with those of the last release, if there is one, so that no
+// Package crds compares the CRDs with the last release's, if there is one, so that no
 // manifest and no client breaks by accident. testdata/changes.txt lists the intended
 // breaking changes; the test fails if the list differs from the changes that it finds.
 package crds

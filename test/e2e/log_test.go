@@ -118,7 +118,7 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 		}
 		wantStatus(t)
 
-		// epoch is that of the owner; 0 while one of the two pods does not work.
+		// epoch is the owner's; 0 while one of the two pods does not work.
 		epoch := func() (n int) {
 			out, _ := command("", "kubectl", "posthorn", "slots")
 			owner := regexp.MustCompile(`posthorn-dispatcher-\d +owner +true +(\d+) `).FindStringSubmatch(out)

@@ -313,7 +313,7 @@ func (r recorder) url() string { return sink(r).url() }
 
 // verified is the result of a message's verification in JavaScript.
 type verified struct {
-	// Authentic is true if the signature is that of the body, parsed and stringified again.
+	// Authentic is true if the signature holds for the body, parsed and stringified again.
 	// Fixed is true if that text equals the body.
 	Authentic, Fixed bool
 	Message          map[string]any

@@ -52,7 +52,7 @@ var foreign = map[string]struct {
 }
 
 // The CRDs of cert-manager, the Gateway API and the Prometheus operator accept the chart's objects, and
-// those of KEDA the sample in the docs, with all their fields.
+// KEDA's accept the sample in the docs, with all their fields.
 func TestForeignKindsAccept(t *testing.T) {
 	env.Need(t)
 	server, kubectl := env.For(t)

@@ -83,7 +83,7 @@ var names = [receivers]string{"steady", "flaky", "picky", "partial"}
 // maxInFlight bounds the deliveries that a power loss can interrupt, per destination.
 const maxInFlight = 16
 
-// world has the state that survives a power loss: that of senders and receivers.
+// world has the state that survives a power loss, of senders and receivers.
 type world struct {
 	t     *testing.T
 	rnd   *rand.Rand // for the main goroutine only
@@ -97,7 +97,7 @@ type world struct {
 	sent  map[string]bool // all calls
 	acked map[string]bool // calls that were answered 200 before a power loss
 	got   [receivers]map[string]int
-	// number is that of the newest config, and proven that of a config that the store must know, because calls
+	// number is the newest config's, and proven the number of a config that the store must know, because calls
 	// were answered 200 after it; 0 for none.
 	number, proven int64
 	oldURL         string // of the receivers in old configs

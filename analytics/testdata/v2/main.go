@@ -1,5 +1,5 @@
 // This is a program for version 2 of the vendor's library. A test replaces only the import
-// path by that of this package, runs the program and checks its calls.
+// path by this package's path, runs the program and checks its calls.
 package main
 
 import (

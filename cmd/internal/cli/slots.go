@@ -86,7 +86,7 @@ type replication struct {
 	number, standbys int
 	// asked is the name of the process that was asked; empty if it has no slot, or if there are several.
 	asked string
-	// unready are the processes that are not ready for another reason than those of their slots.
+	// unready are the processes that are not ready for another reason than their slots'.
 	unready []string
 }
 

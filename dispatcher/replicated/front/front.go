@@ -30,7 +30,7 @@ type Front struct {
 	// Doubtful are the slots whose owners can know keys that no live config has: a config is lost or
 	// refused, or the slot has no owner at the moment.
 	Doubtful func() []int
-	// Slot returns the handler of a slot's owner, in this process or in another one, and Any that of
+	// Slot returns the handler of a slot's owner, in this process or in another one, and Any the handler of
 	// any slot, for requests without a key.
 	Slot func(slot int) http.Handler
 	Any  func() http.Handler

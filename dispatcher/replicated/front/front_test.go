@@ -242,7 +242,7 @@ func TestBodiesHaveBoundedMemory(t *testing.T) {
 	}
 }
 
-// The bodies of a namespace whose owner does not answer leave memory for those of another namespace.
+// The bodies of a namespace whose owner does not answer leave memory for another namespace's.
 func TestSilentOwnerLeavesMemory(t *testing.T) {
 	var x Index
 	for _, namespace := range []string{"silent", "other"} {

@@ -15,7 +15,7 @@ import (
 type Index struct {
 	mu         sync.RWMutex
 	namespaces map[string]entry
-	// known has the namespaces of the keys of Sources, and reserved those of the keys that a namespace had
+	// known has the namespaces of the keys of Sources, and reserved the namespaces of the keys that a namespace had
 	// before. A key has several while it moves from one namespace to another.
 	known, reserved byKey
 	// origins has the namespaces by the entries of their Sources.
@@ -47,7 +47,7 @@ type entry struct {
 	origins         []string
 }
 
-// Set replaces the entries of a namespace by those of its live config.
+// Set replaces the entries of a namespace by the entries of its live config.
 func (x *Index) Set(namespace string, live liveconfig.Revisioned) {
 	var e entry
 	for _, s := range live.Sources {

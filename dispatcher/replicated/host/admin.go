@@ -56,7 +56,7 @@ func (h *host) admin() http.Handler {
 	root.Handle("/slots/", unknown)
 	for _, s := range h.slots {
 		path := adminapi.SlotPath(s.slot)
-		// The permission to read /report includes those of all slots: both guards get the path without the slot.
+		// The permission to read /report includes the permissions for all slots: both guards get the path without the slot.
 		root.Handle(path+"/", http.StripPrefix(path, s.admin(forwardAdmin(s.forwarder))))
 	}
 	rest := protect(h.o, unknown)

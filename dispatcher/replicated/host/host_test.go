@@ -84,7 +84,7 @@ type installation struct {
 	calls     *receivedCalls
 	// held ends the wait of a process that opens a slot; nil for no wait.
 	held map[string]map[int]chan struct{}
-	// ahead is by how much the clocks of processes are ahead of those of the servers, in nanoseconds.
+	// ahead is by how much the clocks of processes are ahead of the servers' clocks, in nanoseconds.
 	ahead map[string]*atomic.Int64
 	// refusal is the error of OpenDirectory for processes that start later; nil for none.
 	refusal error
@@ -635,7 +635,7 @@ func TestKeysOfRefusedConfigs(t *testing.T) {
 	}
 }
 
-// wantTwin waits until the readiness of a process is that of the first or the second with its name.
+// wantTwin waits until the readiness of a process is as the first's or the second's with its name.
 func wantTwin(t *testing.T, l *Listeners, first bool) {
 	t.Helper()
 	if err := wait.Until(func() error {

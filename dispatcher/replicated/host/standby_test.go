@@ -393,7 +393,7 @@ func TestReadyStandbyKnowsTheOwner(t *testing.T) {
 }
 
 // A standby forwards the requests about messages to the owner, which authorizes them, too. Its own state,
-// metrics and report are those of the standby.
+// metrics and report are the standby's.
 func TestStandbyForwardsAdminRequests(t *testing.T) {
 	processes := newProcesses()
 	var guarded sync.Map // the names of the processes

@@ -89,7 +89,7 @@ func (b answerBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Connections are those of a process to the owners of its slots. Forwarders whose slots have the same
+// Connections are a process's connections to the owners of its slots. Forwarders whose slots have the same
 // owner share them, and the places of requests in progress.
 type Connections struct {
 	// Memory bounds the bodies of the calls and their answers. It is required.
@@ -107,7 +107,7 @@ type connections struct {
 	transport *http.Transport
 	// users is the number of Forwarders; Connections.mu guards it.
 	users int
-	// places are those of the requests in progress.
+	// places are the places of the requests in progress.
 	places limits.Pool
 
 	mu      sync.Mutex

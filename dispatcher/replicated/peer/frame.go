@@ -16,11 +16,11 @@ import (
 // fixed numbers of 4 bytes. The head has number, status, target, host and the number of header lines, then the
 // name and the value of each line: numbers as uvarints, texts after their lengths.
 type frame struct {
-	// number is that of the request in its stream, also in its answer.
+	// number is the request's number in its stream, also in its answer.
 	number uint64
-	// status is that of an answer.
+	// status is the status of an answer.
 	status int
-	// target and host are those of a request.
+	// target and host belong to a request.
 	target, host string
 	header       http.Header
 	body         []byte
@@ -28,7 +28,7 @@ type frame struct {
 
 const (
 	lengthBytes = 4
-	// maxHead bounds the head of a frame. It is larger than that of any request: the server of the client accepts
+	// maxHead bounds the head of a frame. It is larger than the head of any request: the server of the client accepts
 	// at most 64 KB of target and header, and escaping makes the target at most three times as long.
 	maxHead = 256 << 10
 )

@@ -52,7 +52,7 @@ type Announcement struct {
 	// Pod is the name of the process, and Address its HOST:PORT for the requests of others. They may be the same.
 	Pod     string `json:"pod"`
 	Address string `json:"address"`
-	// Certificate is that of the server, in DER.
+	// Certificate is the server's, in DER.
 	Certificate []byte `json:"certificate"`
 	// Token authorizes requests.
 	Token string `json:"token"`
@@ -113,7 +113,7 @@ func (i *Identity) Announce() []byte {
 	return text
 }
 
-// Config is that of the server for other processes.
+// Config configures the server for other processes.
 func (i *Identity) Config() *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{i.certificate}}
 }
@@ -133,7 +133,7 @@ func TakeSlot(r *http.Request) string {
 // Handlers handle the requests of other processes.
 type Handlers struct {
 	Calls http.Handler
-	// Admin authorizes the requests to the admin API, as those of its own clients.
+	// Admin authorizes the requests to the admin API, as for its own clients.
 	Admin http.Handler
 	// Namespace returns the namespace of a write key; nil knows none.
 	Namespace func(writekey.Hash) (namespace string, ok bool)

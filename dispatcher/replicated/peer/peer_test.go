@@ -439,7 +439,7 @@ func TestTimeLimitOfAnOwner(t *testing.T) {
 	}
 }
 
-// The limit counts the time of the owner, not that of the client, and a long body extends it.
+// The limit counts the owner's time, not the client's, and a long body extends it.
 func TestTimeLimit(t *testing.T) {
 	const limit = 10 * time.Second
 	for _, c := range []struct {
@@ -550,7 +550,7 @@ func TestTokenIsNotPrinted(t *testing.T) {
 	}
 }
 
-// Requests to the admin API are handled by that of the owner, with the credentials of the client.
+// Requests to the admin API are handled by the owner's, with the credentials of the client.
 func TestAdminRequests(t *testing.T) {
 	o := serveOwner(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "a call") })
 	f, _ := newForwarder(t)

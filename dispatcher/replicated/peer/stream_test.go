@@ -312,7 +312,7 @@ func bodies(frames []byte) (all string) {
 	}
 }
 
-// The requests of a lost connection end, as those of a connection of their own do.
+// The requests of a lost connection end, as on a connection of their own.
 func TestLostConnectionEndsItsRequests(t *testing.T) {
 	for _, stopped := range []bool{false, true} {
 		begun, ended := make(chan struct{}), make(chan struct{})

@@ -62,10 +62,10 @@ var ErrUsed = errors.New("the slot has messages, or was used by a process; use a
 // not have been used; otherwise the error is ErrUsed. prepare is called with the store before it is changed.
 //
 // The stream then has another ID: processes whose files have records of its former content, which the
-// new one lacks, remove these files without an error. rename is that of the Remote.
+// new one lacks, remove these files without an error. rename is as in Remote.
 //
 // Adopt can be called again after an error. While a process owns the slot, nothing is changed: it has all that it has
-// acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than those of the owner is
+// acknowledged, and stores a snapshot when the log lacks a part. Then useFiles with other files than the owner's is
 // ErrInUse.
 func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replaced ...string) error, useFiles bool,
 	prepare func(*pebblestore.Store) error) (a Adoption, err error) {

@@ -69,7 +69,7 @@ type Directory struct {
 	log    Assignments
 	slots  int
 	logger *slog.Logger
-	// id is that of the stream at the start.
+	// id is the stream's at the start.
 	id string
 	// fault is why the stream cannot be used; nil if it can.
 	fault atomic.Pointer[error]
@@ -250,7 +250,7 @@ func (d *Directory) All() map[string]int {
 	return maps.Clone(d.slotOf)
 }
 
-// Slots returns the number of slots that need an owner: the configured ones, and those of a former
+// Slots returns the number of slots that need an owner: the configured ones, and the ones of a former
 // configuration that have namespaces.
 func (d *Directory) Slots() int {
 	d.mu.RLock()
@@ -286,7 +286,7 @@ func (d *Directory) Assign(ctx context.Context, namespace string, pin int) (int,
 		if err == nil {
 			return d.created(sequence, a)
 		}
-		// The record of this call, whose answer was lost, or that of another process.
+		// The record of this call, whose answer was lost, or another process's.
 		found, sequence, getErr := d.log.Get(ctx, namespace)
 		if getErr == nil {
 			return d.created(sequence, found)

@@ -20,7 +20,7 @@ func (o *Options) SetClaimAfter(d time.Duration) { o.claimAfter = d }
 // ErrNoSnapshot reports that a slot has no snapshot that can be restored.
 var ErrNoSnapshot = errNoSnapshot
 
-// RestoreFiles replaces the files in dir by those of the newest snapshot that was not tried.
+// RestoreFiles replaces the files in dir by the files of the newest snapshot that was not tried.
 func RestoreFiles(ctx context.Context, log Log, objects Objects, fs vfs.FS, dir string, tried map[uint64]bool) error {
 	return (&restorer{log: log, objects: objects, fs: fs, dir: dir, tried: tried}).restore(ctx)
 }

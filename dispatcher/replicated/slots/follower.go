@@ -22,7 +22,7 @@ type Replica interface {
 // DamageError reports a record that cannot follow the records before it: it is malformed, it is of
 // a session without a claim, or batches are missing before it.
 type DamageError struct {
-	// Sequence is that of the record in the stream.
+	// Sequence is the record's number in the stream.
 	Sequence uint64
 	Err      error
 }
@@ -58,14 +58,14 @@ type follower struct {
 	copy Replica
 	// next is the sequence of the next record.
 	next uint64
-	// session and epoch are those of the last claim; epoch is 0 until a record names them.
+	// session and epoch are the last claim's; epoch is 0 until a record names them.
 	session pebblestore.Session
 	epoch   uint64
 	// last is the last batch of the records so far.
 	last uint64
 	// parts has the parts of the batch last + 1.
 	parts []byte
-	// lastKind and lastSession are those of the last record, also of a suspect; 0 before the first.
+	// lastKind and lastSession are the last record's, also a suspect's; 0 before the first.
 	lastKind    kind
 	lastSession pebblestore.Session
 	// snapshot is the sequence of the last snapshot record; 0 for none.

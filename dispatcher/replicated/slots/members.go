@@ -22,14 +22,14 @@ type Heartbeat struct {
 	Member string `json:"member"`
 	// Milliseconds since the start of the process.
 	Milliseconds int64 `json:"age"`
-	// Leaving is that of Member.
+	// Leaving is as in Member.
 	Leaving bool `json:"leaving,omitempty"`
-	// Starting is that of Member.
+	// Starting is as in Member.
 	Starting bool `json:"starting,omitempty"`
-	// ClockSkew is that of Member, in milliseconds, and Clock its wall clock in milliseconds since 1970.
+	// ClockSkew is as in Member, in milliseconds, and Clock its wall clock in milliseconds since 1970.
 	ClockSkew int64 `json:"clockSkew,omitempty"`
 	Clock     int64 `json:"clock,omitempty"`
-	// OldConfig is that of Member.
+	// OldConfig is as in Member.
 	OldConfig bool `json:"oldConfig,omitempty"`
 	// Configs are the newest live configs that the process has.
 	Configs []ConfigNumber `json:"configs,omitempty"`
@@ -63,7 +63,7 @@ type OwnedSlot struct {
 type SlotCopied struct {
 	Slot  int  `json:"slot"`
 	Ready bool `json:"ready,omitempty"`
-	// Failed is that of Follower.
+	// Failed is as in Follower.
 	Failed bool `json:"failed,omitempty"`
 }
 
@@ -97,7 +97,7 @@ type seen struct {
 	unowned time.Time
 }
 
-// NewMembers makes Members. now is a clock that is never set back; nil is that of leases.
+// NewMembers makes Members. now is a clock that is never set back; nil is the clock of leases.
 func NewMembers(now func() time.Time) *Members {
 	if now == nil {
 		now = bootClock

@@ -26,7 +26,7 @@ const (
 	manifestFirst snapshotFault = 1 + iota
 	// trimFirst: the stream is trimmed before the manifest is stored.
 	trimFirst
-	// positionLater: the position is that of the store after the checkpoint.
+	// positionLater: the position is the store's after the checkpoint.
 	positionLater
 )
 

@@ -138,7 +138,7 @@ type model struct {
 	// acknowledged are the numbers of acknowledged batches by their content.
 	acknowledged map[string]uint64
 	batches      int
-	// sessions are all writers. owner is that of the last claim.
+	// sessions are all writers. owner is the writer of the last claim.
 	sessions []*slots.Writer
 	owner    *slots.Writer
 	// survivors are the files that the pods have at the end.
@@ -320,8 +320,8 @@ func (m *model) runPod(ctx context.Context, pod int) {
 	}
 }
 
-// newClock returns the clock of a pod, which is up to 10 % slow: that of the first pod is the slowest
-// one, and that of the second pod is exact. No clock is fast, because timers run at the rate of the
+// newClock returns the clock of a pod, which is up to 10 % slow: the first pod's is the slowest
+// one, and the second pod's is exact. No clock is fast, because timers run at the rate of the
 // virtual time: a timer that fires early for a slow clock is set again.
 func (m *model) newClock(pod int) func() time.Time {
 	delay := [...]float64{1, 0, float64(m.upTo(1000)) / 1000}[pod]

@@ -25,7 +25,7 @@ type Objects interface {
 	Get(ctx context.Context, name string) (io.ReadCloser, error)
 	// List returns the names of all objects, also names for the rests of incomplete ones.
 	List(ctx context.Context) ([]string, error)
-	// Missing returns those of some objects that do not exist or are incomplete. If the store was deleted, it
+	// Missing returns which of some objects do not exist or are incomplete. If the store was deleted, it
 	// creates the store, so that they can be stored again.
 	Missing(ctx context.Context, names []string) ([]string, error)
 	// Delete removes an object, or the rest of one, if it exists.
@@ -41,10 +41,10 @@ type manifest struct {
 	// Batch is the last batch of the files.
 	Batch uint64 `json:"batch"`
 	Files []file `json:"files"`
-	// Formats are those of the files. Releases that did not name them wrote formats that every release reads.
+	// Formats are the formats of the files. Releases that did not name them wrote formats that every release reads.
 	Formats pebblestore.Formats `json:"formats,omitzero"`
 
-	// object is the name of the manifest, sequence that of its record.
+	// object is the name of the manifest, sequence the number of its record.
 	object   string
 	sequence uint64
 }

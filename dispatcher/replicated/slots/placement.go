@@ -17,7 +17,7 @@ type Member struct {
 	Leaving bool
 	// Starting members have not been ready for calls yet.
 	Starting bool
-	// ClockSkew is by how much its wall clock is ahead of those of the servers of the log, and Clock is its
+	// ClockSkew is by how much its wall clock is ahead of the log servers' clocks, and Clock is its
 	// present time.
 	ClockSkew time.Duration
 	Clock     time.Time

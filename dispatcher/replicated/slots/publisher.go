@@ -59,7 +59,7 @@ type publisher struct {
 	lacksSince time.Time
 	// refusal is the last answer that was no acknowledgement; nil after one.
 	refusal error
-	// lastSent is the time of the last record that was sent first; leaseStart that of the first
+	// lastSent is the time of the last record that was sent first; leaseStart the time of the first
 	// sending of the last acknowledged record.
 	lastSent, leaseStart time.Time
 	// releasing: no batch follows, and a released record ends the session.
@@ -229,7 +229,7 @@ func (p *publisher) withoutBatches(k kind, now time.Time) *outgoing {
 // batch may be appended any more.
 func (p *publisher) release() { p.releasing = true }
 
-// answered takes the sequence of the published record, also that of a duplicate. A duplicate is in
+// answered takes the sequence of the published record, also of a duplicate. A duplicate is in
 // the stream, but says nothing about the records behind it.
 func (p *publisher) answered(sequence uint64) {
 	if sequence != p.expected+1 {

@@ -19,7 +19,7 @@ import (
 // errNoSnapshot reports that a slot has no snapshot, or none that can be restored.
 var errNoSnapshot = errors.New("the slot has no complete snapshot")
 
-// restorer replaces the files of a copy by those of a snapshot.
+// restorer replaces the files of a copy by a snapshot's.
 type restorer struct {
 	log     Log
 	objects Objects // nil for none.
@@ -31,7 +31,7 @@ type restorer struct {
 	tried map[uint64]bool
 }
 
-// restore replaces the files in dir by those of the newest snapshot that was not tried. The error
+// restore replaces the files in dir by the files of the newest snapshot that was not tried. The error
 // wraps errNoSnapshot when there is none; dir is then unchanged.
 func (r *restorer) restore(ctx context.Context) error {
 	if r.objects == nil {
@@ -61,7 +61,7 @@ func (r *restorer) restore(ctx context.Context) error {
 	return cause
 }
 
-// restoreObject replaces the files in dir by those of the newest snapshot of the object store that is
+// restoreObject replaces the files in dir by the files of the newest snapshot of the object store that is
 // complete, without a stream, and returns its last batch.
 func (r *restorer) restoreObject(ctx context.Context) (uint64, error) {
 	names, err := r.objects.List(ctx)

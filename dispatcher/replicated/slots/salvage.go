@@ -96,7 +96,7 @@ func (v *salvager) read(ctx context.Context, log Log) error {
 		return nil
 	}
 	err = log.Tail(ctx, state.First, func(e Entry) error {
-		for v.next < e.Sequence { // Another server can have what that of the reader lacks.
+		for v.next < e.Sequence { // Another server can have what the reader's lacks.
 			lost, err := log.Get(ctx, v.next)
 			if err != nil {
 				return fmt.Errorf("read record %d of the log: %w", v.next, err)

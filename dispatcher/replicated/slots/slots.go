@@ -46,7 +46,7 @@ type Log interface {
 	Trim(ctx context.Context, before uint64) error
 }
 
-// Entry is a record of a stream. Its sequence is one more than that of the record before it. The
+// Entry is a record of a stream. Its sequence is one more than the previous record's. The
 // record belongs to the receiver.
 type Entry struct {
 	Sequence uint64
@@ -86,12 +86,12 @@ var (
 // Remote is what a slot has outside of the processes.
 type Remote struct {
 	Log Log
-	// Snapshots has the files of snapshots, and Members those of audiences.
+	// Snapshots has the files of snapshots, and Members the files of audiences.
 	Snapshots, Members Objects
 	// Durability reads how safely the servers store the records now. It compares what it reads with the read
 	// before, and is called by one goroutine at a time. May be nil.
 	Durability func(context.Context) (Durability, error)
-	// Clocks are those of the servers, for WallClock.Read. Several of them can be of one server.
+	// Clocks are the servers' clocks, for WallClock.Read. Several of them can be of one server.
 	Clocks []ServerTime
 	// Rename gives the stream a new ID. Its present one, and the given ones, are then replaced ones. Only
 	// Slot.Adopt uses it.
@@ -106,7 +106,7 @@ type Durability struct {
 	// that have all records; the smallest of the stream and the object stores.
 	Replicas, Current int
 	// Weak are the settings with which a loss of servers can lose calls, and the namespaces that the
-	// directory assigns to another slot than that of their messages, each with its fix.
+	// directory assigns to another slot than their messages', each with its fix.
 	Weak []string
 	// Disabled are the servers that have disabled JetStream, with the fix. They do not count in Current.
 	Disabled []string
@@ -181,7 +181,7 @@ const (
 	// maxRecord is the size of a record; NATS accepts 1 MiB with headers.
 	maxRecord = 900 << 10
 	// The batches that wait for the stream are at most a maxUnpublishedPart-th of it, between minUnpublished,
-	// which is that of the smallest stream, and maxUnpublished; then writers wait.
+	// which is the smallest stream's, and maxUnpublished; then writers wait.
 	maxUnpublished     = 64 << 20
 	minUnpublished     = 8 << 20
 	maxUnpublishedPart = 32

@@ -60,7 +60,7 @@ type Checkpointer interface {
 //     then a later session needs the last two snapshots that this session knows. The rests of uploads
 //     do not name their session, so they are deleted only if they were listed under the lease.
 type Snapshotter struct {
-	// Log, Objects and Writer are those of the session; Store is its store.
+	// Log, Objects, Writer and Store belong to the session.
 	Log     Log
 	Objects Objects
 	Writer  *Writer

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// MaxClockSkew is the largest difference between a process's wall clock and those of the servers. A
+// MaxClockSkew is the largest difference between a process's wall clock and the servers' clocks. A
 // process with a larger one would end retry windows and retentions of other processes' messages early or
 // late.
 const MaxClockSkew = 30 * time.Second
@@ -22,7 +22,7 @@ const (
 // ServerTime reads the wall clock of a server of the log; the result is of a moment during the call.
 type ServerTime func(context.Context) (time.Time, error)
 
-// WallClock compares the wall clock of this process with those of the servers of its slots. Between two
+// WallClock compares the wall clock of this process with the clocks of its slots' servers. Between two
 // readings the clock of leases advances the servers' time, so that a change of the wall clock is noticed
 // immediately, and without the servers. All methods may be called concurrently.
 type WallClock struct {
@@ -33,7 +33,7 @@ type WallClock struct {
 	readings map[int][]clockReading
 }
 
-// clockReading is a reading of a server's clock: its time minus that of the lease clock, between two bounds.
+// clockReading is a reading of a server's clock: its time minus the lease clock's, between two bounds.
 type clockReading struct {
 	least, most time.Duration
 	// at is the time of the reading by the lease clock.
@@ -52,7 +52,7 @@ func NewWallClock(wall, lease func() time.Time) *WallClock {
 	return &WallClock{wall: wall, lease: lease, readings: map[int][]clockReading{}}
 }
 
-// Read reads the clocks of the servers of a slot, until one of them agrees with that of the process. It
+// Read reads the clocks of the servers of a slot, until one of them agrees with the process's clock. It
 // returns an error if no server answers.
 func (c *WallClock) Read(ctx context.Context, slot int, servers []ServerTime) error {
 	var readings []clockReading

@@ -7,12 +7,12 @@ import (
 	"time"
 )
 
-// clocks are those of a process and of the servers.
+// clocks are the clocks of a process and of the servers.
 type clocks struct {
 	wall, lease time.Time
 	servers     [2]time.Time
 	reads       [2]int
-	// duration is that of an answer.
+	// duration is how long an answer takes.
 	duration time.Duration
 	lost     bool
 }
@@ -63,7 +63,7 @@ func TestWallClock(t *testing.T) {
 		t.Errorf("readings of the servers: got %v, want one of the first", c.reads)
 	}
 
-	// The wall clock is set; the bound is that of the answer's duration.
+	// The wall clock is set; the bound is the answer's duration.
 	c.wall = c.wall.Add(6 * time.Hour)
 	want("wall clock ahead", 6*time.Hour-c.duration/2)
 	c.wall = c.wall.Add(-12 * time.Hour)

@@ -205,7 +205,7 @@ type Status struct {
 	// Bytes is the size of the stream, estimated between two reads of it, and MaxBytes its bound; 0 for
 	// none.
 	Bytes, MaxBytes int64
-	// Sequence is that of the last record that the session knows.
+	// Sequence is the number of the last record that the session knows.
 	Sequence uint64
 	// Unacknowledged is the age of the oldest batch or record that is not durable; 0 for none.
 	Unacknowledged time.Duration

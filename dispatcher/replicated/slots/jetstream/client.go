@@ -36,7 +36,7 @@ type Config struct {
 	// Replicas is the number of servers with a copy.
 	Replicas int
 	// MaxBytes is the size at which a stream accepts no more records. The object store of the snapshots
-	// gets three times as much, that of audiences' members the same.
+	// gets three times as much, the store of audiences' members the same.
 	MaxBytes int64
 	// Credentials is a file with the credentials of a NATS user, CA one with the certificates that sign
 	// the servers' certificates, Cert and Key are the files of the client's certificate. All are read
@@ -103,7 +103,7 @@ type Client struct {
 	nc *nats.Conn
 	// closed is closed when the connection is not opened again.
 	closed chan struct{}
-	// checked is true after a check that the log is not that of another installation.
+	// checked is true after a check that the log does not belong to another installation.
 	checked atomic.Bool
 }
 
@@ -180,7 +180,7 @@ func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 
 // checkInstallation returns ErrOtherInstallation if the directory or slot 0 exists and belongs to another
 // installation. It is the first check of a log: other errors advise settings that fit to the log, and a stream
-// of another installation that has none recorded must not get that of this process.
+// of another installation that has none recorded must not get the identity of this process.
 func (c *Client) checkInstallation(ctx context.Context) error {
 	if c.checked.Load() {
 		return nil
@@ -229,7 +229,7 @@ func (c *Client) OpenAdopted(ctx context.Context, slot int) (r slots.Remote, err
 	return c.openSlot(ctx, slot, "")
 }
 
-// openSlot opens a slot. bucket is that of StreamConfig.
+// openSlot opens a slot. bucket is as in StreamConfig.
 func (c *Client) openSlot(ctx context.Context, slot int, bucket string) (r slots.Remote, err error) {
 	base := c.slotStream(slot)
 	log, err := Open(ctx, c.nc, StreamConfig{
@@ -274,9 +274,9 @@ func leaderTime(s jetstream.Stream) slots.ServerTime {
 // directoryBytes has room for 50,000 namespaces.
 const directoryBytes = 16 << 20
 
-// OpenDirectory returns the stream with the slot of each namespace. It creates the stream and those of a
+// OpenDirectory returns the stream with the slot of each namespace. It creates the stream and the streams of a
 // number of slots when they are missing, so that a process whose slots do not fit into the servers is
-// not ready. The directory is opened before the slots. Its errors are those of OpenSlot, and slots.ErrNoStream if slot
+// not ready. The directory is opened before the slots. Its errors are OpenSlot's, and slots.ErrNoStream if slot
 // 0 exists without the directory.
 func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignments, error) {
 	if err := c.check(ctx); err != nil {
@@ -501,7 +501,7 @@ const (
 )
 
 // currentCopies returns the number of servers that have all records of a stream, except for those in
-// progress, without those of which it is known that they lack some.
+// progress, without the servers that are known to lack some.
 func currentCopies(info *jetstream.StreamInfo, lacking map[string]uint64) int {
 	if info.Cluster == nil {
 		return 1 // A single server.

@@ -674,7 +674,7 @@ func TestDurability(t *testing.T) {
 	}
 }
 
-// A stream that was made by hand is refused if one of its settings can lose messages: that of a slot's
+// A stream that was made by hand is refused if one of its settings can lose messages: the stream of a slot's
 // records, of an object store, and of the directory.
 func TestForeignSettingsAreRefused(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
@@ -759,7 +759,7 @@ func TestForeignSettingsAreRefused(t *testing.T) {
 	}
 }
 
-// A process with a larger maximum raises that of the streams. One with a smaller maximum changes nothing.
+// A process with a larger maximum raises the streams' maximum. One with a smaller maximum changes nothing.
 func TestMaxBytesAreRaised(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT, JetStreamMaxStore: 15 * MinBytes})
 	js := administer(t, s.ClientURL())
@@ -1007,7 +1007,7 @@ func TestOtherInstallations(t *testing.T) {
 }
 
 // A new log has the installation from its creation on. An adoption keeps it, and a directory that
-// was created by hand does not become that of another installation.
+// was created by hand does not become another installation's.
 func TestInstallationIsKept(t *testing.T) {
 	s := startServer(t, server.Options{Port: server.RANDOM_PORT})
 	js := administer(t, s.ClientURL())

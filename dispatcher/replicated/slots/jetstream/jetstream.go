@@ -65,7 +65,7 @@ func Connect(url string, options ...nats.Option) (*nats.Conn, error) {
 }
 
 // metadataID is the key, in the metadata of a stream, of a random value that is made with the stream, and
-// metadataReplaced that of the values before its adoptions.
+// metadataReplaced the values before its adoptions.
 const (
 	metadataID       = "posthorn-id"
 	metadataReplaced = "posthorn-replaced"

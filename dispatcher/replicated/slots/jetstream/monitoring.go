@@ -112,7 +112,7 @@ func (e extent) missing() uint64 {
 	return e.last - e.first + 1 - e.messages
 }
 
-// extents are a reading of a stream: that of its leader, and those of servers, by name.
+// extents are a reading of a stream: of its leader, and of servers, by name.
 type extents struct {
 	leader  extent
 	servers map[string]extent
@@ -138,8 +138,8 @@ func readExtents(leader *jetstream.StreamInfo, servers []serverState) extents {
 	return r
 }
 
-// nameOf returns the name of the server whose monitoring port shows a cluster: that of the leader shows all
-// servers, and that of a server all others.
+// nameOf returns the name of the server whose monitoring port shows a cluster: the leader's shows all
+// servers, and a server's all others.
 func nameOf(all, others *jetstream.ClusterInfo, url string) string {
 	if others == nil {
 		return url
@@ -164,7 +164,7 @@ func nameOf(all, others *jetstream.ClusterInfo, url string) string {
 // So only what is the same in both readings counts:
 //
 //   - records are missing between the first and the last one, because nothing removes single records;
-//   - the first record is a later one than that of the leader;
+//   - the first record is later than the leader's;
 //   - the last record is older than the one that the leader had at the first reading. isCurrent is false for a
 //     server that the leader knows to be behind.
 func lacking(before, now extents, isCurrent func(server string) bool) map[string]uint64 {
