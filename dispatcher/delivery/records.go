@@ -93,7 +93,7 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	e.putMeta(name, value, healthLost)
 }
 
-// healthLost follows when a record of an endpoint's health is not stored.
+// healthLost is the consequence when a record of an endpoint's health is not stored.
 const healthLost = "the health of the endpoint is lost on restart"
 
 // storeHistory stores the health of the endpoints that has changed and was not stored for a time.
@@ -114,7 +114,7 @@ func (e *Engine) storeHistory(age time.Duration) {
 	}
 }
 
-// putMeta stores a record, or deletes it (nil). It logs a failure with what follows from it, and returns false then.
+// putMeta stores a record, or deletes it (nil). It logs a failure with its consequence, and returns false then.
 func (e *Engine) putMeta(name string, value []byte, consequence string) bool {
 	err := e.o.Store.PutMeta(name, value)
 	if err != nil && !errors.Is(err, queue.ErrClosed) {
