@@ -63,7 +63,8 @@ func startWithClock(t *testing.T, n int) (pods []*pod, r *receiver, fails *atomi
 	}
 	s := startServers(t)
 	r, fails = failingReceiver(t)
-	return startPodsOf(t, withClock, n, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes", "1Gi"), r, fails
+	return startPodsOf(t, withClock, n, manifests(r.URL), "--replication-url", s.url, "--replication-name", "test", "--replication-max-bytes",
+		"1Gi"), r, fails
 }
 
 // The clock of the owner is set six hours ahead, longer than the retry window, while messages wait for a

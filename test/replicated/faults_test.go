@@ -64,7 +64,8 @@ func track(t *testing.T, p *pod, user string) (resp *http.Response, body string,
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.calls+"/v1/track", strings.NewReader(`{"event":"E","userId":"`+user+`"}`))
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.calls+"/v1/track",
+		strings.NewReader(`{"event":"E","userId":"`+user+`"}`))
 	if err != nil {
 		return nil, "", err
 	}
@@ -83,7 +84,8 @@ func checkFull(t *testing.T, p *pod) {
 		if err != nil {
 			return err
 		}
-		if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" || !strings.Contains(body, "storage is full") {
+		if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" ||
+			!strings.Contains(body, "storage is full") {
 			return fmt.Errorf("got status %d, Retry-After %q and %s", resp.StatusCode, resp.Header.Get("Retry-After"), body)
 		}
 		return nil

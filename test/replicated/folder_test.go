@@ -34,8 +34,9 @@ func TestOldFolder(t *testing.T) {
 		parked string
 		status int
 	}{
-		"namespace":   {func(all map[string]string, _ string) { delete(all, "all.yaml") }, "Source default/web", http.StatusServiceUnavailable},
-		"destination": {func(all map[string]string, url string) { all["all.yaml"] = cut(all["all.yaml"], "WebhookDestination") }, "WebhookDestination default/crm", http.StatusOK},
+		"namespace": {func(all map[string]string, _ string) { delete(all, "all.yaml") }, "Source default/web", http.StatusServiceUnavailable},
+		"destination": {func(all map[string]string, url string) { all["all.yaml"] = cut(all["all.yaml"], "WebhookDestination") },
+			"WebhookDestination default/crm", http.StatusOK},
 		"version": {func(all map[string]string, url string) {
 			all["all.yaml"] = strings.Replace(all["all.yaml"], url, "http://127.0.0.1:1/", 1)
 		}, "WebhookDestination default/crm", http.StatusOK},
@@ -49,7 +50,8 @@ func TestOldFolder(t *testing.T) {
 			for file, text := range manifests(other.URL) {
 				folder["news-"+file] = news.Replace(text)
 			}
-			flags := []string{"--replication-url", s.url, "--replication-name", strings.ReplaceAll(name, " ", "-"), "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+			flags := []string{"--replication-url", s.url, "--replication-name", strings.ReplaceAll(name, " ", "-"), "--replication-max-bytes",
+				"256Mi", "--orphan-grace", folderGrace.String()}
 			former := map[string]string{}
 			for file, text := range folder {
 				former[file] = text
@@ -151,7 +153,8 @@ func TestFolderThatVanishes(t *testing.T) {
 	t.Parallel()
 	s, r := startServers(t), newReceiver(t)
 	r.answer.Store(http.StatusServiceUnavailable)
-	flags := []string{"--replication-url", s.url, "--replication-name", "vanishing", "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+	flags := []string{"--replication-url", s.url, "--replication-name", "vanishing", "--replication-max-bytes", "256Mi", "--orphan-grace",
+		folderGrace.String()}
 	pods := startPods(t, 2, manifests(r.URL), flags...)
 	first := ownerOfCopied(t, pods)
 	second := pods[0]

@@ -39,14 +39,16 @@ var faultsOfRecords = []fault{
 			}
 		}
 	})},
-	{name: "gap at one server, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: func(c *cluster, owner *pod) func() {
-		i := (c.fill() + 1) % replicas
-		return repaired(fmt.Sprintf("server n%d lacks ", i), func(c *cluster) { c.damage(i) })(c, owner)
-	}},
-	{name: "gap at two servers, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true, begin: func(c *cluster, owner *pod) func() {
-		leader := c.fill()
-		return repaired(" lacks ", func(c *cluster) { c.damage(leader, (leader+1)%replicas) })(c, owner)
-	}},
+	{name: "gap at one server, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true,
+		begin: func(c *cluster, owner *pod) func() {
+			i := (c.fill() + 1) % replicas
+			return repaired(fmt.Sprintf("server n%d lacks ", i), func(c *cluster) { c.damage(i) })(c, owner)
+		}},
+	{name: "gap at two servers, and loss of all processes", claims: 1, silent: true, lost: true, gaps: true,
+		begin: func(c *cluster, owner *pod) func() {
+			leader := c.fill()
+			return repaired(" lacks ", func(c *cluster) { c.damage(leader, (leader+1)%replicas) })(c, owner)
+		}},
 }
 
 // repaired loses something that posthorn slots reports with a text, and then all processes with their disks as soon as it
@@ -117,7 +119,8 @@ func (s *servers) waitKeepUp(streams ...string) {
 				return err
 			}
 			c := info.CachedInfo().Cluster
-			if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return r.Offline || r.Active == 0 || r.Lag > 1000 }) {
+			if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 ||
+				slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return r.Offline || r.Active == 0 || r.Lag > 1000 }) {
 				return fmt.Errorf("stream %s: cluster %+v", stream, c)
 			}
 			return nil

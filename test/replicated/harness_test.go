@@ -176,7 +176,8 @@ func startPodsOf(t *testing.T, binary string, n int, manifests map[string]string
 			}
 		}
 		p.manifests = dir
-		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0", "--replication-installation", installation}, flags...)...)
+		p.Posthorn = process.Run(binary, dir, p.data, append([]string{"--peer-listen", "127.0.0.1:0", "--replication-installation", installation},
+			flags...)...)
 		p.launch()
 		pods = append(pods, p)
 	}

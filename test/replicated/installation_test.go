@@ -27,7 +27,8 @@ func TestTwoInstallationsWithOneLog(t *testing.T) {
 	checkOther := func() {
 		t.Helper()
 		for identity, other := range others {
-			waitNotReady(t, []*pod{other}, "stream "+stream, fmt.Sprintf("the log of %q", installation), fmt.Sprintf("belongs to %q", identity), "--replication-name", "--replication-installation")
+			waitNotReady(t, []*pod{other}, "stream "+stream, fmt.Sprintf("the log of %q", installation), fmt.Sprintf("belongs to %q", identity),
+				"--replication-name", "--replication-installation")
 			checkRefused(t, []*pod{other})
 			if _, err := os.Stat(host.QueueFolder(other.data, 0)); !errors.Is(err, fs.ErrNotExist) {
 				t.Errorf("files of the slot in the installation %s: got error %v, want none that exist", identity, err)

@@ -111,7 +111,8 @@ spec:
 	for _, name := range []string{"rejecting", "held"} {
 		all["all.yaml"] += destinationManifest(name, "web", urls[name])
 	}
-	all["all.yaml"] += destinationManifest("radio-crm", "radio", urls["radio"]) + destinationManifest("radio-rejecting", "radio", urls["radioRejecting"])
+	all["all.yaml"] += destinationManifest("radio-crm", "radio", urls["radio"]) + destinationManifest("radio-rejecting", "radio",
+		urls["radioRejecting"])
 	return all
 }
 
@@ -327,7 +328,8 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	t.Parallel()
 	const letters = 40
 	s := startServers(t)
-	crm, rejecting, held, radio, radioRejecting, failing := newReceiver(t), newReceiver(t), newReceiver(t), newReceiver(t), newReceiver(t), newOpenReceiver(t)
+	crm, rejecting, held, radio, radioRejecting, failing := newReceiver(t), newReceiver(t), newReceiver(t), newReceiver(t), newReceiver(t),
+		newOpenReceiver(t)
 	requests := rejecting.rejects("m0")
 	for _, r := range []*receiver{rejecting, held, radioRejecting} {
 		r.answer.Store(http.StatusConflict) // It never opens a circuit.
@@ -356,7 +358,8 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	}
 	write(t, pods, "gone.yaml", deletionManifest("gone", "gone", "web"))
 	write(t, pods, "radio.yaml", deletionManifest("radio", "gone-from-radio", "radio"))
-	outcome := map[string]string{"web to crm": "Delivered", "web to rejecting": "DeadLettered Rejected", "web to held": "DeadLettered Rejected", "web to failing": "Pending"}
+	outcome := map[string]string{"web to crm": "Delivered", "web to rejecting": "DeadLettered Rejected",
+		"web to held": "DeadLettered Rejected", "web to failing": "Pending"}
 	notDelivered := map[string]string{"radio to radio-crm": "Delivered", "radio to radio-rejecting": "DeadLettered Rejected"}
 	wantDeletion(t, pods, "gone", "", "", outcome)
 	failed := wantDeletion(t, pods, "radio", v1alpha1.ConditionFailed, v1alpha1.ReasonNotDelivered, notDelivered)
@@ -372,7 +375,8 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	check.Equal(t, "revision of the failing destination after the loss of the owner", open.Revision, circuit.Revision)
 	check.Equal(t, "messages that are pending there", open.Pending, circuit.Pending)
 	e := open.Endpoints[0]
-	if e.State != adminapi.EndpointCircuitOpen || !e.Since.Equal(circuit.Endpoints[0].Since) || e.LastFailure == nil || e.LastFailure.StatusCode != http.StatusServiceUnavailable {
+	if e.State != adminapi.EndpointCircuitOpen || !e.Since.Equal(circuit.Endpoints[0].Since) || e.LastFailure == nil ||
+		e.LastFailure.StatusCode != http.StatusServiceUnavailable {
 		t.Errorf("failing endpoint after the loss of the owner: got %+v with the failure %+v, want an open circuit since %v and a failure with status 503", e, e.LastFailure, circuit.Endpoints[0].Since)
 	}
 	wantDeletion(t, pods, "gone", "", "", outcome)
@@ -392,7 +396,8 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 `)
 	waitCount(t, "redelivered dead letters", rejecting, 3)
 	held.answer.Store(http.StatusServiceUnavailable)
-	progress, err := second.AdminAPI().Redeliver(t.Context(), adminapi.DeadLetterAction{Destination: "default/held", Selector: adminapi.DeadLetterSelector{Types: []string{"track"}}, Rate: 1000}, nil)
+	progress, err := second.AdminAPI().Redeliver(t.Context(),
+		adminapi.DeadLetterAction{Destination: "default/held", Selector: adminapi.DeadLetterSelector{Types: []string{"track"}}, Rate: 1000}, nil)
 	check.NoError(t, "redeliver the dead letters of held", err)
 	check.Equal(t, "acknowledged redelivery of the dead letters of held", progress.Redelivered, letters)
 	loseOwner(t, pods)
@@ -418,7 +423,8 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 		t.Errorf("requests at once to the endpoint with an open circuit: got %d, want the single one of a probe", atOnce)
 	}
 	failing.work()
-	write(t, pods, "failing.yaml", destinationManifest("failing", "web", failing.URL)+"  delivery: {maxInFlight: 20}\n") // It makes the next probe due.
+	// It makes the next probe due.
+	write(t, pods, "failing.yaml", destinationManifest("failing", "web", failing.URL)+"  delivery: {maxInFlight: 20}\n")
 	outcome["web to failing"] = "Delivered"
 	wantDeletion(t, pods, "gone", v1alpha1.ConditionFailed, v1alpha1.ReasonNotDelivered, outcome)
 	for name, r := range map[string]*receiver{"crm": crm, "failing": failing.receiver, "radio": radio} {
@@ -437,13 +443,16 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 	after := stateOf(t, last, append(names, "failing")...)
 	// One page of the run, two dead letters, can be redelivered twice.
 	for name, want := range map[string]struct{ delivered, repeated, deadLettered, stored int64 }{
-		"crm": {delivered: letters + 1}, "failing": {delivered: letters + 1}, "radio-crm": {delivered: 1}, "radio-rejecting": {deadLettered: 1, stored: 1},
-		"rejecting": {delivered: letters - 1, repeated: 2, deadLettered: letters + 2, stored: 2}, "held": {delivered: letters, repeated: 100, deadLettered: letters + 1, stored: 1},
+		"crm": {delivered: letters + 1}, "failing": {delivered: letters + 1}, "radio-crm": {delivered: 1},
+		"radio-rejecting": {deadLettered: 1, stored: 1},
+		"rejecting":       {delivered: letters - 1, repeated: 2, deadLettered: letters + 2, stored: 2}, "held": {delivered: letters, repeated: 100, deadLettered: letters + 1, stored: 1},
 	} {
 		got := after.Ledgers[name]
-		if got.Delivered < want.delivered || got.Delivered > want.delivered+want.repeated || got.DeadLettered != want.deadLettered || after.Stored[name] != want.stored || len(after.Letters[name]) != int(want.stored) {
+		if got.Delivered < want.delivered || got.Delivered > want.delivered+want.repeated || got.DeadLettered != want.deadLettered ||
+			after.Stored[name] != want.stored || len(after.Letters[name]) != int(want.stored) {
 			t.Errorf("destination %s at the end: got %+v and %d stored dead letters, want %+v", name, got, after.Stored[name], want)
 		}
 	}
-	sameCommands(t, pods, "get destinations", "get deletions gone -o json", "deadletters list held -o json", "why redelivery/again", "trace m0 -o json")
+	sameCommands(t, pods, "get destinations", "get deletions gone -o json", "deadletters list held -o json", "why redelivery/again",
+		"trace m0 -o json")
 }

@@ -31,7 +31,8 @@ func newJournals(t *testing.T) *journals {
 	dir, err := os.MkdirTemp("", "posthorn-journals-")
 	check.NoError(t, "create a folder for journals", err)
 	j := &journals{dir: dir, clock: witness.NewClock()}
-	for role, to := range map[witness.Role]**witness.Journal{witness.Sender: &j.sender, witness.Receiver: &j.received, witness.Objects: &j.objects, witness.Faults: &j.faults, witness.Ledgers: &j.ledgers} {
+	for role, to := range map[witness.Role]**witness.Journal{witness.Sender: &j.sender, witness.Receiver: &j.received,
+		witness.Objects: &j.objects, witness.Faults: &j.faults, witness.Ledgers: &j.ledgers} {
 		*to, err = witness.Create(dir, string(role), role, j.clock)
 		check.NoError(t, "create a journal", err)
 	}
@@ -151,7 +152,8 @@ func (j *journals) sync(added, removed []string) {
 	call := &witness.Call{Kind: witness.Sync, Source: "default/web", Status: http.StatusOK}
 	for member, users := range map[bool][]string{true: added, false: removed} {
 		for _, u := range users {
-			call.Messages = append(call.Messages, witness.Message{Due: []string{only}, Content: json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":%q,"traits":{"buyers":%v}}`, u, member))})
+			call.Messages = append(call.Messages, witness.Message{Due: []string{only},
+				Content: json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":%q,"traits":{"buyers":%v}}`, u, member))})
 		}
 	}
 	j.sender.Write(witness.Line{Call: call})
@@ -201,7 +203,8 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 			pending += int(l.Pending)
 			j.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: name, Process: owner.name, Final: final,
-				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded), Pending: int(l.Pending),
+				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered),
+				Discarded: int(l.Discarded), Pending: int(l.Pending),
 			}})
 		}
 	}

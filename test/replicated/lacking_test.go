@@ -25,7 +25,8 @@ func TestStandbyThatLacksObjects(t *testing.T) {
 	news := strings.NewReplacer(key, "key-of-news", "metadata: {name: ", "metadata: {namespace: news, name: ")
 	part := map[string]string{"news.yaml": news.Replace(manifests(other.URL)["all.yaml"])}
 	all := map[string]string{"news.yaml": part["news.yaml"], "all.yaml": manifests(r.URL)["all.yaml"]}
-	flags := []string{"--replication-url", s.url, "--replication-name", "lacking", "--replication-max-bytes", "256Mi", "--orphan-grace", folderGrace.String()}
+	flags := []string{"--replication-url", s.url, "--replication-name", "lacking", "--replication-max-bytes", "256Mi", "--orphan-grace",
+		folderGrace.String()}
 	first := startPods(t, 1, all, flags...)[0]
 	owner(t, []*pod{first})
 	lacking := startPods(t, 1, part, flags...)[0]

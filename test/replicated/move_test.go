@@ -46,14 +46,17 @@ func startVolume(t *testing.T, manifests map[string]string, data string) *pod {
 // adopt runs posthorn replication adopt, and returns its output.
 func (s *servers) adopt(flags ...string) (string, error) {
 	s.t.Helper()
-	out, err := exec.Command(binary, append([]string{"replication", "adopt", "--replication-url", s.url, "--replication-name", "test", "--replication-installation", installation, "--replication-max-bytes", "1Gi", "--yes"}, flags...)...).CombinedOutput()
+	out,
+		err := exec.Command(binary, append([]string{"replication", "adopt", "--replication-url", s.url, "--replication-name", "test",
+		"--replication-installation", installation, "--replication-max-bytes", "1Gi", "--yes"}, flags...)...).CombinedOutput()
 	return string(out), err
 }
 
 // move makes the store of a data directory the content of a slot, and checks the output.
 func (s *servers) move(data string, flags ...string) {
 	s.t.Helper()
-	if out, err := s.adopt(append(flags, "--data", data)...); err != nil || !strings.Contains(out, "dead letters, ledgers and audiences of "+data) {
+	if out, err := s.adopt(append(flags, "--data", data)...); err != nil ||
+		!strings.Contains(out, "dead letters, ledgers and audiences of "+data) {
 		s.t.Fatalf("posthorn replication adopt: got error %v and\n%s\nwant all of %s", err, out, data)
 	}
 }
@@ -210,10 +213,12 @@ func TestMoveToOneOfSeveralSlots(t *testing.T) {
 	stop()
 	volume.end(syscall.SIGTERM)
 	const slot = severalSlots - 1
-	s.move(data, "--replication-name", "several", "--replication-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes))
+	s.move(data, "--replication-name", "several", "--replication-slots", strconv.Itoa(severalSlots), "--slot", strconv.Itoa(slot),
+		"--replication-max-bytes", strconv.Itoa(jetstream.MinBytes))
 
 	r.answer.Store(0)
-	configs := map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key), "other": severalConfig(t, r.URL, "other", "other")}
+	configs := map[string]liveconfig.Stored{"default": severalConfig(t, r.URL, "default", key),
+		"other": severalConfig(t, r.URL, "other", "other")}
 	h := startHost(t, s, "process-0", configs)
 	checkDelivered(t, all.acknowledged, r)
 	if err := wait.Until(func() error {

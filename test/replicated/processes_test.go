@@ -30,7 +30,8 @@ func storeConfigs(t *testing.T, e *env.Env, configs map[string]liveconfig.Stored
 	t.Helper()
 	client, err := kubernetes.NewForConfig(e.Config)
 	check.NoError(t, "make a client", err)
-	_, err = client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: env.Release}}, metav1.CreateOptions{})
+	_, err = client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: env.Release}},
+		metav1.CreateOptions{})
 	check.NoError(t, "create the namespace", err)
 	secrets := client.CoreV1().Secrets(env.Release)
 	secret := func(name string, data map[string][]byte) *corev1.Secret {
@@ -61,7 +62,8 @@ func startDispatchers(t *testing.T, s *servers, kubeconfigs ...string) (pods []*
 		p.Args = []string{
 			"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
 			"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
-			"--replication-url", s.url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots", strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
+			"--replication-url", s.url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots",
+			strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
 		}
 		p.launch()
 		pods = append(pods, p)
@@ -156,7 +158,9 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 		begin, end func(*pod)
 	}{
 		{"kill -9 of a process, and loss of its disk", (*pod).lose, (*pod).start},
-		{"SIGSTOP of a process", func(p *pod) { _ = syscall.Kill(p.Pid(), syscall.SIGSTOP) }, func(p *pod) { _ = syscall.Kill(p.Pid(), syscall.SIGCONT) }},
+		{"SIGSTOP of a process", func(p *pod) { _ = syscall.Kill(p.Pid(), syscall.SIGSTOP) }, func(p *pod) {
+			_ = syscall.Kill(p.Pid(), syscall.SIGCONT)
+		}},
 	} {
 		lost := owners[0]
 		var others []*pod

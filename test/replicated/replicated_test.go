@@ -181,7 +181,8 @@ func (s *servers) leadAll(i int) {
 		list := js.ListStreams(s.t.Context())
 		for info := range list.Info() {
 			if c := info.Cluster; c == nil || c.Leader != name {
-				_, _ = js.Conn().Request("$JS.API.STREAM.LEADER.STEPDOWN."+info.Config.Name, []byte(`{"placement":{"preferred":"`+name+`"}}`), time.Second)
+				_, _ = js.Conn().Request("$JS.API.STREAM.LEADER.STEPDOWN."+info.Config.Name, []byte(`{"placement":{"preferred":"`+name+`"}}`),
+					time.Second)
 				return fmt.Errorf("stream %s: cluster %+v", info.Config.Name, c)
 			}
 		}
@@ -214,7 +215,8 @@ func (s *servers) waitCurrent() {
 			return err
 		}
 		c := info.CachedInfo().Cluster
-		if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 || slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
+		if c == nil || c.Leader == "" || len(c.Replicas) != replicas-1 ||
+			slices.ContainsFunc(c.Replicas, func(r *jetstream.PeerInfo) bool { return !r.Current || r.Offline }) {
 			return fmt.Errorf("stream %s: cluster %+v", stream, c)
 		}
 		return nil
@@ -310,7 +312,8 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 	r := newReceiver(t)
 	c := &cluster{servers: s}
 	c.more = func(n int) []*pod {
-		return startPods(t, n, manifests(r.URL), "--replication-url", c.url, "--replication-name", "test", "--replication-max-bytes", "1Gi", "--replication-monitoring", c.monitoring())
+		return startPods(t, n, manifests(r.URL), "--replication-url", c.url, "--replication-name", "test", "--replication-max-bytes", "1Gi",
+			"--replication-monitoring", c.monitoring())
 	}
 	c.pods = c.more(2)
 	all := &sender{pods: c.pods}
@@ -473,7 +476,8 @@ func checkRoles(t *testing.T, pods []*pod) {
 	for _, p := range pods {
 		if err := wait.Until(func() error {
 			slots, err := exec.Command(binary, "slots", "--admin", p.Admin).CombinedOutput()
-			if owners, standbys := strings.Count(string(slots), " owner "), strings.Count(string(slots), " standby "); err != nil || owners != 1 || standbys != len(pods)-1 {
+			if owners, standbys := strings.Count(string(slots), " owner "), strings.Count(string(slots), " standby "); err != nil || owners != 1 ||
+				standbys != len(pods)-1 {
 				return fmt.Errorf("posthorn slots: got error %w and\n%s\nwant an owner and %d standbys", err, slots, len(pods)-1)
 			}
 			role := fmt.Sprintf("Replication     standby %s of the owner %s; %d standby", p.peer(t), now.peer(t), len(pods)-1)
@@ -481,7 +485,8 @@ func checkRoles(t *testing.T, pods []*pod) {
 				role = fmt.Sprintf("Replication     owner %s; %d standby", p.peer(t), len(pods)-1)
 			}
 			status, _ := exec.Command(binary, "status", "--admin", p.Admin).CombinedOutput()
-			if !strings.Contains(string(status), role) || strings.Contains(string(status), " 0 calls accepted") || strings.Contains(string(status), " of 0 MiB") {
+			if !strings.Contains(string(status), role) || strings.Contains(string(status), " 0 calls accepted") ||
+				strings.Contains(string(status), " of 0 MiB") {
 				return fmt.Errorf("posthorn status: got\n%s\nwant %q, accepted calls, and space", status, role)
 			}
 			return nil
@@ -509,7 +514,8 @@ func checkCopies(t *testing.T, s *servers, pods []*pod) {
 		t.Helper()
 		err := wait.Until(func() error {
 			out, err := exec.Command(binary, "slots", "--admin", owner(t, pods).Admin).CombinedOutput()
-			if got := string(out); !strings.Contains(got, want) || strings.Contains(got, "servers of the log have all records") != fails || (err != nil) != fails {
+			if got := string(out); !strings.Contains(got, want) || strings.Contains(got, "servers of the log have all records") != fails ||
+				(err != nil) != fails {
 				return fmt.Errorf("posthorn slots: got error %w and\n%s\nwant %q, failed %v", err, got, want, fails)
 			}
 			return nil

@@ -49,11 +49,13 @@ func startHost(t *testing.T, s *servers, name string, configs map[string]livecon
 	}
 	logger := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelError})).With("process", name)
 	h := &hosting{}
-	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Installation: installation, Replicas: replicas, MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
+	if h.log, err = jetstream.New(jetstream.Config{URL: s.url, Name: "several", Installation: installation, Replicas: replicas,
+		MaxBytes: jetstream.MinBytes, AllowWeak: true}, logger); err != nil {
 		t.Fatal(err)
 	}
 	o := host.Options{PeerListen: "127.0.0.1:0", Options: dispatcher.Options{
-		DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: name, Egress: policy, Logger: logger,
+		DataDir: t.TempDir(), ServerOptions: dispatcher.ServerOptions{Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"}, Pod: name,
+		Egress: policy, Logger: logger,
 	}}
 	if h.listeners, err = host.Listen(o); err != nil {
 		t.Fatal(err)
@@ -161,13 +163,15 @@ func severalConfig(t *testing.T, url, namespace, key string) liveconfig.Stored {
 	sum := sha256.Sum256([]byte(key))
 	config, revision, err := liveconfig.Encode(liveconfig.Config{
 		Version: liveconfig.FormatVersion, Namespace: namespace,
-		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
+		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true,
+			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
 		Destinations: []liveconfig.Destination{{
 			Name: "crm", Generation: 1, Revision: "d", State: liveconfig.Active, Sources: []string{"web"},
-			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
-			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
-			Success:     liveconfig.AnyEndpoint,
-			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 100, MaxBackoffMS: 1000, MaxInFlight: severalInFlight},
+			Endpoints: []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
+			Signing:   liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
+			Success:   liveconfig.AnyEndpoint,
+			Delivery: liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 100, MaxBackoffMS: 1000,
+				MaxInFlight: severalInFlight},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
 		}},
 	})
@@ -286,7 +290,8 @@ func (l *load) progress(t *testing.T) time.Duration {
 func post(address, namespace, id string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
-	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track", bytes.NewBufferString(`{"event":"E","userId":"u","messageId":"`+id+`"}`))
+	q, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track",
+		bytes.NewBufferString(`{"event":"E","userId":"u","messageId":"`+id+`"}`))
 	if err != nil {
 		return false
 	}

@@ -82,7 +82,8 @@ func TestConfigsChangeWhileAWatchHangs(t *testing.T) {
 	check.Equal(t, "deliveries by the old configs after the hand-over", toOld.Load()-before, 0)
 	_, bound := fault{claims: 1}.promised()
 	check.Equal(t, fmt.Sprintf("calls are accepted again after %v, which is at most %v", gap, bound), gap <= bound, true)
-	check.NoError(t, "the process whose watch hangs is not ready", pods[0].notReady("the live config of namespace team-", "in another process"))
+	check.NoError(t, "the process whose watch hangs is not ready",
+		pods[0].notReady("the live config of namespace team-", "in another process"))
 
 	unlock()
 	ownersOf(t, pods)
