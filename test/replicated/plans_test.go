@@ -23,6 +23,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/check"
@@ -38,7 +39,13 @@ const (
 )
 
 // planBounds are what docs/reliability.md and docs/replication.md state, the times of takeovers four times as long.
-var planBounds = witness.Plan{Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover}
+var planBounds = witness.Plan{Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover, Grace: planGrace}
+
+// planGrace is the grace period of the processes, and deliveryTimeout the timeout of a request.
+const (
+	planGrace       = 8 * time.Second
+	deliveryTimeout = 5 * time.Second
+)
 
 // Processes, servers and folders fail in random order under load, while destinations change, receivers fail and
 // users are deleted: test/witness judges the journals. POSTHORN_PLANS is the number of plans, POSTHORN_PLAN_SEED the seed
@@ -74,8 +81,10 @@ type world struct {
 	// receiver gets all requests; it fails those of the namespaces in failing.
 	receiver, private *httptest.Server
 	failing           sync.Map
-	// destinations are those of the newest manifests, and deletions the users.
+	// destinations are those of the manifests that were written last, except those in away, which also has namespaces;
+	// deletions are the users.
 	destinations []*target
+	away         map[string]bool
 	deletions    []string
 	// same ends the fault of folders that differ; nil without one.
 	same         func()
@@ -98,7 +107,7 @@ var namespaces = []string{"shop", "news"}
 
 func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Helper()
-	w := &world{t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), journals: newJournals(t)}
+	w := &world{t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), away: map[string]bool{}, journals: newJournals(t)}
 	w.receiver = httptest.NewServer(http.HandlerFunc(w.receive))
 	t.Cleanup(w.receiver.Close)
 	listener, err := net.Listen("tcp", "127.0.0.2:0")
@@ -126,7 +135,7 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 }
 
 func (w *world) flags() []string {
-	return []string{"--replication-url", w.url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", folderGrace.String(), "--egress-allow", "!127.0.0.2/32"}
+	return []string{"--replication-url", w.url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", planGrace.String(), "--egress-allow", "!127.0.0.2/32"}
 }
 
 // manifest returns the newest manifests of a namespace.
@@ -144,7 +153,7 @@ metadata: {name: web, %s}
 spec: {writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]}
 `, in, namespace, in)
 	for _, d := range w.destinations {
-		if d.namespace != namespace {
+		if d.namespace != namespace || w.away[d.id()] {
 			continue
 		}
 		filter := ""
@@ -192,7 +201,7 @@ func (w *world) urlOf(d *target) string {
 func (w *world) apply(d *target) {
 	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision, Destination: &witness.Destination{
 		URLs: []string{w.urlOf(d)}, Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
-		InFlight: inFlight, Timeout: 5 * time.Second, Window: 4 * time.Hour,
+		InFlight: inFlight, Timeout: deliveryTimeout, Window: 4 * time.Hour,
 	}}})
 }
 
@@ -358,6 +367,7 @@ var planSteps = []step{
 	{"a folder differs", 6, (*world).differ},
 	{"a destination changes", 2, func(w *world) { w.edit(w.pods) }},
 	{"a user is deleted", 3, (*world).remove},
+	{"a destination or a namespace is removed", 6, (*world).takeAway},
 }
 
 // fault notes a fault from its begin to its end.
@@ -374,13 +384,7 @@ func (w *world) failReceivers() (works func()) {
 		if w.rand.IntN(3) > 0 {
 			continue
 		}
-		w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), namespace)
-		end := w.begin(witness.Fault{Name: "failing receiver", Namespace: namespace})
-		w.failing.Store(namespace, true)
-		ends = append(ends, func() {
-			w.failing.Delete(namespace)
-			end()
-		})
+		ends = append(ends, w.failReceiver(namespace))
 	}
 	time.Sleep(time.Second)
 	return func() {
@@ -388,6 +392,17 @@ func (w *world) failReceivers() (works func()) {
 			end()
 		}
 	}
+}
+
+// failReceiver makes the receiver of a namespace fail, until works.
+func (w *world) failReceiver(namespace string) (works func()) {
+	w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), namespace)
+	end := w.begin(witness.Fault{Name: "failing receiver", Namespace: namespace})
+	w.failing.Store(namespace, true)
+	return sync.OnceFunc(func() {
+		w.failing.Delete(namespace)
+		end()
+	})
 }
 
 // until polls until a condition is true, or a time has passed.
@@ -492,7 +507,12 @@ func (w *world) join() {
 func (w *world) write(pods []*pod) {
 	for _, p := range pods {
 		for _, namespace := range namespaces {
-			check.NoError(w.t, "write a manifest", process.Replace(filepath.Join(p.manifests, namespace+".yaml"), w.manifest(namespace)))
+			file := filepath.Join(p.manifests, namespace+".yaml")
+			if w.away[namespace] {
+				check.NoError(w.t, "remove a manifest", os.RemoveAll(file))
+				continue
+			}
+			check.NoError(w.t, "write a manifest", process.Replace(file, w.manifest(namespace)))
 		}
 	}
 }
@@ -505,6 +525,11 @@ func (w *world) edit(pods []*pod) {
 	pods = slices.Clone(pods)
 	w.rand.Shuffle(len(pods), func(i, j int) { pods[i], pods[j] = pods[j], pods[i] })
 	w.write(pods)
+	w.confirm(d)
+}
+
+// confirm notes that the owner uses the newest revision of a destination.
+func (w *world) confirm(d *target) {
 	if until(20*time.Second, func() bool { return w.confirmed(d) == nil }) {
 		w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Confirmed, Revision: d.revision}})
 	}
@@ -516,11 +541,16 @@ func (w *world) confirmed(d *target) error {
 	if err := w.object("destinations", d.namespace, d.name, &o); err != nil {
 		return err
 	}
-	c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionProgrammed)
-	if c == nil || c.Status != "True" || c.ObservedGeneration != o.Generation || o.Spec.Endpoints[0].URL != w.urlOf(d) {
-		return fmt.Errorf("destination %s: %+v", d.id(), c)
+	if !programmed(o.Status.Conditions, o.Generation) || o.Spec.Endpoints[0].URL != w.urlOf(d) {
+		return fmt.Errorf("destination %s: %+v", d.id(), o.Status.Conditions)
 	}
 	return nil
+}
+
+// programmed reports whether the owner uses a generation of an object.
+func programmed(conditions []metav1.Condition, generation int64) bool {
+	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
+	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation
 }
 
 // object reads an object from the owner.

@@ -177,7 +177,7 @@ type index struct {
 type destination struct {
 	name, namespace string
 	revisions       []*revision
-	removed         *Line
+	absences        []*absence
 	denied          map[string]bool
 	// got are its receipts, by identity, and then by URL.
 	got map[string][]*receipt
@@ -275,9 +275,8 @@ func (h *History) destination(name string) *destination {
 func (h *History) addObject(l *Line) {
 	o, d := l.Object, h.destination(l.Object.Name)
 	i := slices.IndexFunc(d.revisions, func(r *revision) bool { return r.number == o.Revision })
+	d.addChange(l)
 	switch {
-	case o.Action == Removed:
-		d.removed = l
 	case o.Action == Applied && i < 0 && o.Destination != nil:
 		d.revisions = append(d.revisions, &revision{number: o.Revision, applied: l, Destination: o.Destination})
 		for _, url := range o.Destination.URLs {
@@ -286,7 +285,6 @@ func (h *History) addObject(l *Line) {
 		for _, url := range o.Destination.Denied {
 			h.byURL[url], d.denied[url] = d, true
 		}
-		d.removed = nil
 	case o.Action == Confirmed && i >= 0 && d.revisions[i].confirmed == nil:
 		d.revisions[i].confirmed = l
 	}

@@ -11,6 +11,7 @@ import (
 )
 
 func judgeOutcome(h *History, f *finding) {
+	discarded := map[*destination][]*Line{}
 	for _, m := range h.sorted() {
 		if m.acknowledged == nil {
 			continue
@@ -22,7 +23,11 @@ func judgeOutcome(h *History, f *finding) {
 			switch {
 			case len(done) > 0 && letter != nil && len(m.redeliver) == 0 && !h.repeated(done[0]):
 				f.violated([]*Line{m.acknowledged, done[0].Line, letter}, "message %s is delivered to %s, and a dead letter", m.ID, name)
-			case len(done) > 0 || letter != nil || d.removed != nil:
+			case len(done) > 0 || letter != nil:
+			case h.discards(d, m.first) != nil:
+				if m.acknowledged.At <= h.discards(d, m.first).removing.At+h.plan.Grace { // Later ones are not due.
+					discarded[d] = append(discarded[d], m.acknowledged)
+				}
 			case d.pending():
 				f.unclear("%s may still have message %s: no ledger with 0 pending messages at its end", name, m.ID)
 			case d.letters == nil && d.final.Ledger.DeadLettered > 0:
@@ -31,6 +36,9 @@ func judgeOutcome(h *History, f *finding) {
 				f.violated(append(lines(d.got[m.ID], m.acknowledged), d.final), "message %s was acknowledged, and is neither delivered to %s nor a dead letter", m.ID, name)
 			}
 		}
+	}
+	for d, lost := range discarded {
+		h.judgeDiscarded(f, d, lost)
 	}
 }
 
@@ -60,6 +68,9 @@ func judgeAccepted(h *History, f *finding) {
 func judgeRefusal(h *History, f *finding) {
 	for _, l := range h.calls {
 		if !l.Call.Valid {
+			continue
+		}
+		if h.destinations[l.Call.Source].absent(l.Begin, l.At) {
 			continue
 		}
 		if f.judged++; !undecided(l.Call.Status) {
@@ -150,8 +161,8 @@ func (d *destination) inEffect(r *revision, at *receipt) (string, *Line) {
 			return "after its successor was confirmed", next.confirmed
 		}
 	}
-	if d.removed != nil && d.removed.At < at.Begin-timeout {
-		return "after it was removed", d.removed
+	if removed := d.without(at.Begin, timeout); removed != nil {
+		return "after it was removed", removed
 	}
 	return "", nil
 }
@@ -270,39 +281,40 @@ func missing(want, got []byte) string {
 
 func judgeURLs(h *History, f *finding) {
 	for _, d := range h.sortedDestinations() {
-		common := d.commonURLs()
-		if len(common) == 0 {
-			continue
-		}
+		endpoints := d.endpoints()
 		for _, id := range slices.Sorted(maps.Keys(d.got)) {
 			done := d.done(id)
 			if len(done) == 0 {
 				continue
 			}
-			for _, url := range common {
+			for _, urls := range endpoints {
 				f.judged++
-				if slices.ContainsFunc(d.got[id], func(r *receipt) bool { return r.Receipt.URL == url }) {
+				if slices.ContainsFunc(d.got[id], func(r *receipt) bool { return slices.Contains(urls, r.Receipt.URL) }) {
 					continue
 				}
-				if d.pending() || d.letters[id] != nil || slices.ContainsFunc(h.spans, func(s *span) bool { return s.Namespace == d.namespace }) {
-					f.unclear("%s may have been down, or its message %s is pending", url, id)
+				if m := h.sent[id]; d.pending() || d.letters[id] != nil || m != nil && h.discards(d, m.first) != nil || slices.ContainsFunc(h.spans, func(s *span) bool { return s.Namespace == d.namespace }) {
+					f.unclear("%s may have been down, or its message %s is pending", urls, id)
 					continue
 				}
-				f.violated(append(lines(done[:1]), d.final), "message %s is delivered, and %s never got it", id, url)
+				f.violated(append(lines(done[:1]), d.final), "message %s is delivered, and %s never got it", id, urls)
 			}
 		}
 	}
 }
 
-// commonURLs are the URLs of all revisions.
-func (d *destination) commonURLs() (urls []string) {
-	for i, r := range d.revisions {
-		if i == 0 {
-			urls = slices.Clone(r.URLs)
+// endpoints are the URLs of all revisions, for each position that all revisions have.
+func (d *destination) endpoints() (all [][]string) {
+	for i := 0; len(d.revisions) > 0; i++ {
+		var urls []string
+		for _, r := range d.revisions {
+			if i >= len(r.URLs) {
+				return all
+			}
+			urls = append(urls, r.URLs[i])
 		}
-		urls = slices.DeleteFunc(urls, func(url string) bool { return !slices.Contains(r.URLs, url) })
+		all = append(all, urls)
 	}
-	return urls
+	return all
 }
 
 func judgeIDs(h *History, f *finding) {
@@ -392,7 +404,7 @@ func judgeOnce(h *History, f *finding) {
 			f.violated(append(proof, line[at]), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, n)
 		case len(keys) < want[at] && d.pending():
 			f.unclear("%s may still have a message with %s", at.to, at.content)
-		case len(keys) < want[at] && d.removed == nil:
+		case len(keys) < want[at] && h.discards(d, line[at]) == nil:
 			f.violated(append(proof, line[at], d.final), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, want[at])
 		}
 	}

@@ -66,7 +66,9 @@ type Plan struct {
 	Wait time.Duration `json:"wait"`
 	// Status is the delay of a status, and Ready the time within which a process that is ready accepts a call.
 	Status time.Duration `json:"status"`
-	Ready  time.Duration `json:"ready"`
+	// Grace is the time for which the messages of a removed destination are kept.
+	Grace time.Duration `json:"grace"`
+	Ready time.Duration `json:"ready"`
 }
 
 // Call is a request of a sender.
@@ -80,7 +82,7 @@ type Call struct {
 	Messages []Message `json:"messages"`
 	// Status is the status of the answer, 200 only if it acknowledges all messages, and 0 without an answer.
 	Status int `json:"status"`
-	// Valid is true if the messages and the write key are valid and the Source is in effect, so that 4xx is wrong.
+	// Valid is true if the messages and the write key are valid, so that 4xx is wrong while the Source is in effect.
 	Valid bool `json:"valid,omitempty"`
 }
 
@@ -114,8 +116,9 @@ type Receipt struct {
 	Status int      `json:"status"`
 }
 
-// Object is a change of a destination: applied is written before the process can see a revision, confirmed after it
-// reported that it uses the revision, and removed after it reported that it uses none any more.
+// Object is a change of a destination or a Source: applied is written before a process can see a revision, confirmed
+// after the owner reported that it uses the revision, removing before a process can see the removal, and removed after
+// the owner reported that it uses no revision any more.
 type Object struct {
 	Name     string `json:"name"`
 	Process  string `json:"process,omitempty"`
@@ -127,6 +130,7 @@ type Object struct {
 
 // Actions of objects.
 const (
+	Removing  = "removing"
 	Applied   = "applied"
 	Confirmed = "confirmed"
 	Removed   = "removed"

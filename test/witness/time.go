@@ -38,10 +38,10 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 		}
 		for _, name := range m.Due {
 			d := h.destination(name)
-			if d.removed != nil {
-				continue
-			}
 			since, until, other := m.acknowledged.At, h.end, false
+			if a := h.discards(d, m.first); a != nil {
+				until = max(since, a.removing.At)
+			}
 			proof := []*Line{m.acknowledged}
 			if got := d.got[m.ID]; len(got) > 0 {
 				first := slices.MinFunc(got, func(a, b *receipt) int { return int(a.Begin - b.Begin) })
@@ -54,6 +54,11 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 					other, proof = true, append(proof, s.lines...)
 				default:
 					since = max(since, min(s.end, until))
+				}
+			}
+			for _, a := range d.absences {
+				if a.removing.At < until && a.end() >= m.first.Begin {
+					since = max(since, min(a.end(), until))
 				}
 			}
 			if foreign && !other {
@@ -82,7 +87,7 @@ func judgeLedger(h *History, f *finding) {
 		due, done := 0, 0
 		var last *Line
 		for _, m := range h.sent {
-			if m.acknowledged != nil && slices.Contains(m.Due, d.name) {
+			if m.acknowledged != nil && slices.Contains(m.Due, d.name) && !d.absent(m.first.Begin, m.acknowledged.At) {
 				due, last = due+1, m.acknowledged
 			}
 		}

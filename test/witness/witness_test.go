@@ -16,6 +16,8 @@ import (
 const (
 	crmA, crmB, newsURL, deniedURL = "http://crm/a", "http://crm/b", "http://news/", "http://denied/"
 	crm, news                      = "shop/crm", "news/log"
+	shortURL, longURL              = "http://short/", "http://long/"
+	short, long                    = "lab/short", "lab/long"
 )
 
 // story has the lines of journals by role, with their times in milliseconds.
@@ -43,7 +45,7 @@ func (s *story) call(at int, kind, source string, messages ...Message) *Line {
 
 func (s *story) receipt(at int, url, id, body string) *Line {
 	r := &Receipt{URL: url, Key: id, Headers: map[string]string{"X-Env": "1"}, Body: body, Signed: []string{"s1"}, Status: 200}
-	if url == newsURL {
+	if url == newsURL || url == shortURL || url == longURL {
 		r.Headers, r.Signed = nil, nil
 	}
 	return s.add(Receiver, at, Line{Receipt: r})
@@ -74,10 +76,10 @@ func (s *story) remove(role Role, is func(*Line) bool) {
 }
 
 // good is a story in which all clauses hold: two namespaces, an edit of a destination, the loss of a process, a failing
-// receiver of one namespace, an audience, a deletion and a redelivery.
+// receiver of one namespace, an audience, a deletion, a redelivery, and removals within and after the grace period.
 func good() *story {
 	s := &story{roles: map[Role][]*Line{}, text: map[Role]func(string) string{}, clock: map[Role]string{}}
-	s.add(Sender, 0, Line{Plan: &Plan{Unrecorded: ms(2000), Wait: ms(1000), Status: ms(500), Ready: ms(1000)}})
+	s.add(Sender, 0, Line{Plan: &Plan{Unrecorded: ms(2000), Wait: ms(1000), Status: ms(500), Ready: ms(1000), Grace: ms(1000)}})
 	first := Destination{URLs: []string{crmA, crmB}, Denied: []string{deniedURL}, Headers: map[string]string{"X-Env": "1"}, Keys: []string{"s1"}, InFlight: 1, Timeout: ms(100), Window: ms(10_000)}
 	second := first
 	second.Keys = []string{"s2"}
@@ -132,6 +134,28 @@ func good() *story {
 	s.ledger(9000, Ledger{Name: crm, Accepted: 7, Delivered: 6, DeadLettered: 1, Final: true})
 	s.ledger(9000, Ledger{Name: news, Accepted: 1, Delivered: 1, Final: true})
 	s.add(Ledgers, 9001, Line{Letters: &Letters{Name: crm}})
+	// One destination is removed within the grace period, another one with its Source for longer.
+	object(10_000, "lab/web", Applied, 1, nil)
+	for _, name := range []string{short, long} {
+		url := "http://" + name[len("lab/"):] + "/"
+		back := map[string]int{short: 12_500, long: 15_000}[name]
+		for i, at := range []int{10_000, back} {
+			object(at, name, Applied, i, &Destination{URLs: []string{url}, InFlight: 1, Timeout: ms(100), Window: ms(10_000)})
+			object(at+10, name, Confirmed, i, nil)
+		}
+		object(12_000, name, Removing, 0, nil)
+		object(12_100, name, Removed, 0, nil)
+		s.call(11_900, Calls, "lab/web", track(name, name))
+	}
+	s.track(12_600, shortURL, short)
+	object(12_000, "lab/web", Removing, 0, nil)
+	s.call(14_000, Calls, "lab/web", track("rejected", long)).Call.Status = 401
+	object(15_000, "lab/web", Applied, 2, nil)
+	object(15_010, "lab/web", Confirmed, 2, nil)
+	s.call(15_100, Calls, "lab/web", track("again", long))
+	s.track(15_110, longURL, "again")
+	s.ledger(16_000, Ledger{Name: short, Accepted: 1, Delivered: 1, Final: true})
+	s.ledger(16_000, Ledger{Name: long, Accepted: 2, Delivered: 1, Discarded: 1, Final: true})
 	return s
 }
 
@@ -189,6 +213,10 @@ var violations = map[string]func(*story){
 	"outcome: lost behind a failing receiver": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "m3" && l.Receipt.Status == 200 })
 	},
+	"outcome: lost within the grace period": func(s *story) { s.remove(Receiver, func(l *Line) bool { return l.Receipt.URL == shortURL }) },
+	"outcome: more than are discarded": func(s *story) {
+		s.find(Ledgers, func(l *Line) bool { return l.Ledger != nil && l.Ledger.Name == long }).Ledger.Discarded = 0
+	},
 	"accepted: not sent": func(s *story) { s.track(9500, newsURL, "stranger") },
 	"accepted: it was rejected": func(s *story) {
 		s.call(9400, Calls, "news/web", track("n2", news)).Call.Status = 400
@@ -196,6 +224,7 @@ var violations = map[string]func(*story){
 	},
 	"accepted: the destination is not due": func(s *story) { s.track(9500, newsURL, "m1") },
 	"refusal: unknown_write_key":           func(s *story) { s.call(9400, Calls, "news/web", track("n2", news)).Call.Status = 401 },
+	"refusal: the Source has returned":     func(s *story) { s.call(15_200, Calls, "lab/web", track("k", long)).Call.Status = 401 },
 	"repeats: without a fault":             func(s *story) { s.track(4800, newsURL, "n1") },
 	"repeats: recorded long before": func(s *story) {
 		s.track(6500, newsURL, "n1")
@@ -215,6 +244,7 @@ var violations = map[string]func(*story){
 	"config: another header":                  func(s *story) { s.received(crmA, "m1").Receipt.Headers["X-Env"] = "2" },
 	"config: another URL":                     func(s *story) { s.received(crmA, "m1").Receipt.URL = "http://elsewhere/" },
 	"config: removed":                         func(s *story) { s.add(Objects, 3000, Line{Object: &Object{Name: news, Action: Removed}}) },
+	"config: before it returns":               func(s *story) { s.track(14_000, longURL, long) },
 	"signed: unsigned":                        func(s *story) { s.received(crmA, "m1").Receipt.Signed = nil },
 	"denied: a private address":               func(s *story) { s.track(30, deniedURL, "m1") },
 	"bytes: the body changes":                 func(s *story) { s.received(crmB, "m1").Receipt.Body = `{"type":"track","event":"E","messageId":"m1"}` },
@@ -227,6 +257,9 @@ var violations = map[string]func(*story){
 	"wait: a late first attempt": func(s *story) {
 		s.received(crmA, "m1").At, s.received(crmB, "m1").At = ms(1500), ms(1500)
 		s.received(crmA, "m1").Begin, s.received(crmB, "m1").Begin = ms(1490), ms(1490)
+	},
+	"wait: long before a removal": func(s *story) {
+		s.find(Sender, func(l *Line) bool { return l.Call != nil && l.Call.Messages[0].ID == long }).At = ms(10_900)
 	},
 	"wait: no attempt at all":              func(s *story) { s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "m4" }) },
 	"isolation: the other namespace waits": func(s *story) { l := s.received(newsURL, "n1"); l.At, l.Begin = ms(5900), ms(5890) },

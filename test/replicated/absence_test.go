@@ -1,0 +1,109 @@
+package replicated
+
+import (
+	"slices"
+	"time"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/test/witness"
+)
+
+// takeAway removes a destination or a namespace under load, first at the owner, and applies it again within the grace
+// period or after it.
+func (w *world) takeAway() {
+	w.repair()
+	p := w.owner(10 * time.Second)
+	if p == nil {
+		return
+	}
+	pods := append([]*pod{p}, w.standbys(p)...)
+	gone, source := []*target{w.destinations[w.rand.IntN(len(w.destinations))]}, ""
+	works := w.failReceiver(gone[0].namespace) // Messages are pending.
+	time.Sleep(time.Second)
+	if w.rand.IntN(2) == 0 {
+		source = gone[0].namespace + "/web"
+		gone = slices.DeleteFunc(slices.Clone(w.destinations), func(d *target) bool { return d.namespace != gone[0].namespace })
+	}
+	w.absent(pods, gone, source)
+	if w.rand.IntN(2) == 0 {
+		works()
+	}
+	if w.rand.IntN(2) == 0 {
+		time.Sleep(planGrace + deliveryTimeout)
+	}
+	w.present(pods, gone, source)
+	works()
+}
+
+// absent removes destinations and their Source, if it is not empty, and notes when the owner uses them no more.
+func (w *world) absent(pods []*pod, gone []*target, source string) {
+	w.t.Logf("%v: %s %s is removed", w.clock.Now().Round(time.Millisecond), gone[0].id(), source)
+	for _, name := range names(gone, source) {
+		w.objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removing}})
+		w.away[name] = true
+	}
+	w.away[gone[0].namespace] = source != ""
+	w.write(pods)
+	if !until(20*time.Second, func() bool { return !w.listed(gone) }) {
+		return
+	}
+	for _, name := range names(gone, source) {
+		w.objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removed}})
+	}
+}
+
+// present applies destinations and their Source again, and notes when they are confirmed.
+func (w *world) present(pods []*pod, gone []*target, source string) {
+	clear(w.away)
+	if source != "" {
+		w.objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Applied}})
+	}
+	for _, d := range gone {
+		d.revision++
+		w.apply(d)
+	}
+	w.write(pods)
+	for _, d := range gone {
+		w.confirm(d)
+	}
+	if source == "" {
+		return
+	}
+	var o v1alpha1.Source
+	if until(20*time.Second, func() bool {
+		return w.object("sources", gone[0].namespace, "web", &o) == nil && programmed(o.Status.Conditions, o.Generation)
+	}) {
+		w.objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Confirmed}})
+	}
+}
+
+// listed reports whether the report of the owner may have one of the destinations.
+func (w *world) listed(gone []*target) bool {
+	p := w.owner(0)
+	if p == nil {
+		return true
+	}
+	r, err := p.store().Report(w.t.Context(), "")
+	if err != nil {
+		return true
+	}
+	for _, n := range r.Namespaces {
+		for _, d := range n.Destinations {
+			if slices.ContainsFunc(gone, func(g *target) bool { return g.id() == n.Namespace+"/"+d.Name }) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// names are the names of destinations and their Source.
+func names(gone []*target, source string) (all []string) {
+	for _, d := range gone {
+		all = append(all, d.id())
+	}
+	if source != "" {
+		all = append(all, source)
+	}
+	return all
+}
