@@ -2,6 +2,7 @@ package replicated
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -68,6 +69,11 @@ func (w *world) present(pods []*pod, gone []*target, source string) {
 	}
 	if source == "" {
 		return
+	}
+	for _, user := range w.deletions {
+		if strings.HasPrefix(user, gone[0].namespace+"-") {
+			w.demand(user) // The objects are new.
+		}
 	}
 	var o v1alpha1.Source
 	if until(20*time.Second, func() bool {

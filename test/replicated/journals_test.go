@@ -200,11 +200,16 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 				continue
 			}
 			seen++
+			unsent := 0
+			for _, e := range d.Endpoints {
+				pending += int(e.FirstAttemptsPending)
+				unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
+			}
 			pending += int(l.Pending)
 			j.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: name, Process: owner.name, Final: final,
 				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered),
-				Discarded: int(l.Discarded), Pending: int(l.Pending),
+				Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent,
 			}})
 		}
 	}

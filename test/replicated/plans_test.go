@@ -39,7 +39,9 @@ const (
 )
 
 // planBounds are what docs/reliability.md and docs/replication.md state, the times of takeovers four times as long.
-var planBounds = witness.Plan{Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover, Grace: planGrace}
+var planBounds = witness.Plan{
+	Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover, Grace: planGrace,
+}
 
 // planGrace is the grace period of the processes, and deliveryTimeout the timeout of a request.
 const (
@@ -78,7 +80,7 @@ type world struct {
 	t       *testing.T
 	rand    *rand.Rand
 	program string
-	// receiver gets all requests; it fails those of the namespaces in failing.
+	// receiver gets all requests; it fails those whose path has a prefix in failing.
 	receiver, private *httptest.Server
 	failing           sync.Map
 	// destinations are those of the manifests that were written last, except those in away, which also has namespaces;
@@ -95,7 +97,9 @@ type world struct {
 type target struct {
 	namespace, name string
 	// types are the only types of calls that its filter selects, all if empty.
-	types    []string
+	types []string
+	// urls is the number of its URLs if it has several.
+	urls     int
 	revision int
 }
 
@@ -119,7 +123,9 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Cleanup(w.private.Close)
 	w.sender.Write(witness.Line{Plan: &planBounds})
 	w.destinations = []*target{
-		{namespace: "shop", name: "crm"}, {namespace: "shop", name: "people", types: []string{"identify"}}, {namespace: "news", name: "log"},
+		{namespace: "shop", name: "crm", urls: 2},
+		{namespace: "shop", name: "people", types: []string{"identify"}},
+		{namespace: "news", name: "log"},
 	}
 	w.cluster = &cluster{servers: startServers(t)}
 	manifests := map[string]string{}
@@ -171,9 +177,9 @@ kind: WebhookDestination
 metadata: {name: %[1]s, %[2]s}
 spec:
   sourceRefs: [{name: web}]
-  endpoints: [{name: primary, url: "%[4]s", headers: [{name: X-Revision, value: "%[5]d"}]}]
+  endpoints: [%[4]s]
   signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: sharedSecret}}]}
-%[6]s`, d.name, in, d.secret(), w.urlOf(d), d.revision, filter)
+%[5]s`, d.name, in, d.secret(), w.endpointsOf(d), filter)
 	}
 	if namespace == "shop" {
 		text += fmt.Sprintf(`---
@@ -193,14 +199,27 @@ spec:
 	return text
 }
 
-func (w *world) urlOf(d *target) string {
-	return fmt.Sprintf("%s/%s/%s/%d", w.receiver.URL, d.namespace, d.name, d.revision)
+// urlsOf are the URLs of the newest revision of a destination.
+func (w *world) urlsOf(d *target) (urls []string) {
+	for position := range max(d.urls, 1) {
+		urls = append(urls, fmt.Sprintf("%s/%s/%s/%d/%d", w.receiver.URL, d.namespace, d.name, position, d.revision))
+	}
+	return urls
+}
+
+// endpointsOf are the endpoints of the newest revision of a destination.
+func (w *world) endpointsOf(d *target) string {
+	var all []string
+	for position, url := range w.urlsOf(d) {
+		all = append(all, fmt.Sprintf(`{name: e%d, url: "%s", headers: [{name: X-Revision, value: "%d"}]}`, position, url, d.revision))
+	}
+	return strings.Join(all, ", ")
 }
 
 // apply notes that the newest revision of a destination is about to be applied.
 func (w *world) apply(d *target) {
 	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision, Destination: &witness.Destination{
-		URLs: []string{w.urlOf(d)}, Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
+		URLs: w.urlsOf(d), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
 		InFlight: inFlight, Timeout: deliveryTimeout, Window: 4 * time.Hour,
 	}}})
 }
@@ -219,12 +238,20 @@ func (w *world) receive(to http.ResponseWriter, q *http.Request) {
 		}
 	}
 	r := receiptOf(q, body, http.StatusOK, secrets...)
-	namespace, _, _ := strings.Cut(strings.TrimPrefix(q.URL.Path, "/"), "/")
-	if _, fails := w.failing.Load(namespace); fails {
+	if w.fails(q.URL.Path) {
 		r.Status = http.StatusServiceUnavailable
 	}
 	w.received.Write(witness.Line{Begin: begin, Receipt: r})
 	to.WriteHeader(r.Status)
+}
+
+// fails reports whether requests for a path fail: their namespace or their URL does.
+func (w *world) fails(path string) (fails bool) {
+	w.failing.Range(func(prefix, _ any) bool {
+		fails = fails || strings.HasPrefix(path, prefix.(string)+"/")
+		return !fails
+	})
+	return fails
 }
 
 // load sends calls of a namespace, each until it is acknowledged or rejected, until ctx is done and then for another minute.
@@ -386,6 +413,9 @@ func (w *world) failReceivers() (works func()) {
 		}
 		ends = append(ends, w.failReceiver(namespace))
 	}
+	if d := w.destinations[0]; w.rand.IntN(2) == 0 {
+		ends = append(ends, w.failURL(d, w.rand.IntN(d.urls)))
+	}
 	time.Sleep(time.Second)
 	return func() {
 		for _, end := range ends {
@@ -396,11 +426,21 @@ func (w *world) failReceivers() (works func()) {
 
 // failReceiver makes the receiver of a namespace fail, until works.
 func (w *world) failReceiver(namespace string) (works func()) {
-	w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), namespace)
-	end := w.begin(witness.Fault{Name: "failing receiver", Namespace: namespace})
-	w.failing.Store(namespace, true)
+	return w.fail("/"+namespace, witness.Fault{Name: "failing receiver", Namespace: namespace})
+}
+
+// failURL makes a URL of several of a destination fail, until works.
+func (w *world) failURL(d *target, position int) (works func()) {
+	return w.fail(fmt.Sprintf("/%s/%d", d.id(), position), witness.Fault{Name: "failing URL", Destination: d.id()})
+}
+
+// fail makes requests for paths with a prefix fail, until works.
+func (w *world) fail(prefix string, f witness.Fault) (works func()) {
+	w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), prefix)
+	end := w.begin(f)
+	w.failing.Store(prefix, true)
 	return sync.OnceFunc(func() {
-		w.failing.Delete(namespace)
+		w.failing.Delete(prefix)
 		end()
 	})
 }
@@ -541,7 +581,7 @@ func (w *world) confirmed(d *target) error {
 	if err := w.object("destinations", d.namespace, d.name, &o); err != nil {
 		return err
 	}
-	if !programmed(o.Status.Conditions, o.Generation) || o.Spec.Endpoints[0].URL != w.urlOf(d) {
+	if !programmed(o.Status.Conditions, o.Generation) || o.Spec.Endpoints[0].URL != w.urlsOf(d)[0] {
 		return fmt.Errorf("destination %s: %+v", d.id(), o.Status.Conditions)
 	}
 	return nil
@@ -608,6 +648,12 @@ func (w *world) remove() {
 	w.repair()
 	w.deletions = append(w.deletions, user)
 	w.write(w.pods)
+	w.demand(user)
+}
+
+// demand notes that a deletion of a user begins.
+func (w *world) demand(user string) {
+	namespace, number, _ := strings.Cut(user, "-")
 	call := &witness.Call{Kind: witness.Deletion, Source: namespace + "/web", Messages: []witness.Message{{Content: json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))}}}
 	for _, d := range w.destinations {
 		if d.namespace == namespace {
@@ -617,7 +663,7 @@ func (w *world) remove() {
 	begin := w.clock.Now()
 	if until(20*time.Second, func() bool {
 		var o v1alpha1.DeletionRequest
-		return w.object("deletions", namespace, fmt.Sprintf("d%d", len(w.deletions)-1), &o) == nil && o.Status.StartTime != nil
+		return w.object("deletions", namespace, "d"+number, &o) == nil && o.Status.StartTime != nil
 	}) {
 		call.Status = http.StatusOK
 	}

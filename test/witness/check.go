@@ -78,7 +78,7 @@ var Clauses = []Clause{
 		needs: []Role{Receiver, Objects}, present: true, untimed: true, judge: judgeDenied},
 	{ID: "bytes", Sentence: "All requests for a message have the same bytes, with the fields of the call.",
 		needs: []Role{Sender, Receiver, Objects}, untimed: true, judge: judgeBytes},
-	{ID: "urls", Sentence: "Each URL of a destination gets each delivered message at least once, unless it fails.",
+	{ID: "urls", Sentence: "Each URL of a destination gets each delivered message at least once, unless the destination is removed.",
 		needs: []Role{Sender, Receiver, Objects, Faults, Ledgers}, judge: judgeURLs},
 	{ID: "window", Sentence: "Retries end with the retry window.",
 		needs: []Role{Sender, Receiver, Objects}, judge: judgeWindow},

@@ -287,13 +287,20 @@ func judgeURLs(h *History, f *finding) {
 			if len(done) == 0 {
 				continue
 			}
+			sent := done[0].Line
+			if m := h.sent[id]; m != nil {
+				sent = m.first
+			}
+			if h.discards(d, sent) != nil {
+				continue
+			}
 			for _, urls := range endpoints {
 				f.judged++
 				if slices.ContainsFunc(d.got[id], func(r *receipt) bool { return slices.Contains(urls, r.Receipt.URL) }) {
 					continue
 				}
-				if m := h.sent[id]; d.pending() || d.letters[id] != nil || m != nil && h.discards(d, m.first) != nil || slices.ContainsFunc(h.spans, func(s *span) bool { return s.Namespace == d.namespace }) {
-					f.unclear("%s may have been down, or its message %s is pending", urls, id)
+				if d.pending() || d.final.Ledger.Unsent > 0 || d.letters[id] != nil {
+					f.unclear("%s may still get message %s, or it is a dead letter", urls, id)
 					continue
 				}
 				f.violated(append(lines(done[:1]), d.final), "message %s is delivered, and %s never got it", id, urls)
@@ -371,7 +378,7 @@ func judgeOnce(h *History, f *finding) {
 				}
 				at := demand{to, string(m.Content)}
 				most[at]++
-				if line[at] = l; accepted(l.Call.Status) {
+				if line[at] = l; accepted(l.Call.Status) && h.discards(h.destination(to), l) == nil {
 					want[at]++
 				}
 			}
@@ -404,7 +411,7 @@ func judgeOnce(h *History, f *finding) {
 			f.violated(append(proof, line[at]), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, n)
 		case len(keys) < want[at] && d.pending():
 			f.unclear("%s may still have a message with %s", at.to, at.content)
-		case len(keys) < want[at] && h.discards(d, line[at]) == nil:
+		case len(keys) < want[at]:
 			f.violated(append(proof, line[at], d.final), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, want[at])
 		}
 	}

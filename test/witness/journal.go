@@ -149,7 +149,7 @@ type Destination struct {
 	Window   time.Duration     `json:"window"`
 }
 
-// Fault is the begin or the end of a fault.
+// Fault is the begin or the end of a fault. A failing receiver answers with errors, so that it gets all requests.
 type Fault struct {
 	ID   int    `json:"id"`
 	Name string `json:"name,omitempty"`
@@ -157,6 +157,8 @@ type Fault struct {
 	// Process is the process that it affects, "" if none or all, and Namespace the only namespace, "" for all.
 	Process   string `json:"process,omitempty"`
 	Namespace string `json:"namespace,omitempty"`
+	// Destination is the only destination with a URL that answers with errors while another one works, "" if none.
+	Destination string `json:"destination,omitempty"`
 	// Repeats names the messages that are delivered again.
 	Repeats string `json:"repeats,omitempty"`
 }
@@ -178,6 +180,8 @@ type Ledger struct {
 	DeadLettered int    `json:"deadLettered"`
 	Discarded    int    `json:"discarded"`
 	Pending      int    `json:"pending"`
+	// Unsent is the number of messages that a URL of several has not got yet, or will never get.
+	Unsent int `json:"unsent,omitempty"`
 	// Final is true at the end of the test.
 	Final bool `json:"final,omitempty"`
 }

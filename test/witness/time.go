@@ -49,7 +49,7 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 			}
 			for _, s := range h.spans {
 				switch {
-				case !s.overlaps(m.first.Begin, until):
+				case !s.overlaps(m.first.Begin, until), s.Destination != "": // Another URL works.
 				case s.Namespace != "" && s.Namespace != d.namespace:
 					other, proof = true, append(proof, s.lines...)
 				default:
