@@ -390,6 +390,7 @@ var planSteps = []step{
 		})
 	}},
 	{"records or objects are lost", 3, (*world).loseRecords},
+	{"the stream of the slot is deleted", 2, (*world).deleteStream},
 	{"another installation joins", 3, (*world).join},
 	{"a folder differs", 6, (*world).differ},
 	{"a destination changes", 2, func(w *world) { w.edit(w.pods) }},
@@ -515,6 +516,30 @@ func (w *world) loseRecords() {
 		}
 	})
 	w.loseAll()
+}
+
+// deleteStream deletes the stream of the slot. It continues with the files of the owner, which knows that it is deleted.
+func (w *world) deleteStream() {
+	p := w.owner(10 * time.Second)
+	if p == nil {
+		return
+	}
+	w.fault("deletion of the stream", witness.InFlight, func() {
+		js := w.administrator()
+		settings := w.settings(js, stream)
+		check.NoError(w.t, "delete the stream", js.DeleteStream(w.t.Context(), stream))
+		for _, each := range w.pods {
+			wait.For(w.t, each.name+" reports the deleted stream", func() error { return each.notReady(stream) })
+		}
+		if settings.Metadata = nil; w.rand.IntN(2) == 0 {
+			wait.For(w.t, "the stream is created again", func() error {
+				_, err := js.CreateStream(w.t.Context(), settings)
+				return err
+			})
+		}
+		w.adoptFiles(p)
+		w.progress(30 * time.Second)
+	})
 }
 
 // join starts a process of another installation, without an identity or with a wrong one. All others are lost.
