@@ -113,3 +113,28 @@ func names(gone []*target, source string) (all []string) {
 	}
 	return all
 }
+
+// cutOff lets nothing pass between a process, mostly the owner, and the servers, for some seconds or until another
+// process owns the slot. Then its receivers work again, and a process without a lease sends nothing to them.
+func (w *world) cutOff() {
+	p := w.owner(10 * time.Second)
+	if p == nil || w.rand.IntN(4) == 0 {
+		p = w.pods[w.rand.IntN(len(w.pods))]
+	}
+	works := w.failReceiver(namespaces[w.rand.IntN(len(namespaces))])
+	time.Sleep(2 * time.Second)
+	w.fault("cut between a process and the servers", witness.Unrecorded, func() {
+		w.holes[p].Lock()
+		if w.rand.IntN(2) == 0 {
+			time.Sleep(time.Duration(1+w.rand.IntN(6)) * time.Second)
+		} else {
+			until(2*takeover, func() bool {
+				return slices.ContainsFunc(w.standbys(p), func(other *pod) bool { return other.isOwner() == nil })
+			})
+		}
+		works()
+		time.Sleep(2 * time.Second)
+		w.holes[p].Unlock()
+		w.progress(20 * time.Second)
+	})
+}

@@ -88,6 +88,8 @@ type world struct {
 	destinations []*target
 	away         map[string]bool
 	deletions    []string
+	// holes are between a process and the servers.
+	holes map[*pod]*blackHole
 	// same ends the fault of folders that differ; nil without one.
 	same         func()
 	acknowledged atomic.Int64
@@ -111,7 +113,7 @@ var namespaces = []string{"shop", "news"}
 
 func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Helper()
-	w := &world{t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), away: map[string]bool{}, journals: newJournals(t)}
+	w := &world{t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), away: map[string]bool{}, holes: map[*pod]*blackHole{}, journals: newJournals(t)}
 	w.receiver = httptest.NewServer(http.HandlerFunc(w.receive))
 	t.Cleanup(w.receiver.Close)
 	listener, err := net.Listen("tcp", "127.0.0.2:0")
@@ -136,12 +138,17 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 		w.apply(d)
 	}
 	w.objects.Write(witness.Line{Object: &witness.Object{Name: "shop/private", Action: witness.Applied, Destination: &witness.Destination{Denied: []string{w.private.URL + "/"}}}})
-	w.pods = startPodsOf(t, program, 2+w.rand.IntN(2), manifests, w.flags()...)
+	for range 2 + w.rand.IntN(2) {
+		hole, url := startBlackHole(t, w.url)
+		p := startPodsOf(t, program, 1, manifests, w.flags(url)...)[0]
+		w.pods, w.holes[p] = append(w.pods, p), hole
+	}
 	return w
 }
 
-func (w *world) flags() []string {
-	return []string{"--replication-url", w.url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", planGrace.String(), "--egress-allow", "!127.0.0.2/32"}
+// flags are the flags of a process that reaches the servers with a URL.
+func (w *world) flags(url string) []string {
+	return []string{"--replication-url", url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", planGrace.String(), "--egress-allow", "!127.0.0.2/32"}
 }
 
 // manifest returns the newest manifests of a namespace.
@@ -391,6 +398,7 @@ var planSteps = []step{
 	}},
 	{"records or objects are lost", 3, (*world).loseRecords},
 	{"the stream of the slot is deleted", 2, (*world).deleteStream},
+	{"a process is cut off from the servers", 3, (*world).cutOff},
 	{"another installation joins", 3, (*world).join},
 	{"a folder differs", 6, (*world).differ},
 	{"a destination changes", 2, func(w *world) { w.edit(w.pods) }},
@@ -547,7 +555,7 @@ func (w *world) join() {
 	foreign := &pod{t: w.t, name: "foreign", data: filepath.Join(w.t.TempDir(), "data")}
 	dir := w.t.TempDir()
 	check.NoError(w.t, "write a manifest", process.Replace(filepath.Join(dir, "all.yaml"), manifests(w.receiver.URL + "/foreign")["all.yaml"]))
-	flags := append(w.flags(), "--peer-listen", "127.0.0.1:0")
+	flags := append(w.flags(w.url), "--peer-listen", "127.0.0.1:0")
 	if w.rand.IntN(2) == 0 {
 		flags = append(flags, "--replication-installation", "another/posthorn")
 	}
