@@ -54,7 +54,7 @@ const (
 // of the first one, and POSTHORN_BINARY another binary of posthorn. Without POSTHORN_PLANS the plan is the same each time.
 func TestRandomPlans(t *testing.T) {
 	t.Parallel()
-	plans, program, seed := planned, binary, uint64(1)
+	plans, program, seed := planned, binary, uint64(3)
 	if n, err := strconv.Atoi(os.Getenv("POSTHORN_PLANS")); err == nil {
 		plans, seed = n, rand.Uint64()
 	}
@@ -113,7 +113,10 @@ var namespaces = []string{"shop", "news"}
 
 func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Helper()
-	w := &world{t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), away: map[string]bool{}, holes: map[*pod]*blackHole{}, journals: newJournals(t)}
+	w := &world{
+		t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), journals: newJournals(t),
+		away: map[string]bool{}, holes: map[*pod]*blackHole{},
+	}
 	w.receiver = httptest.NewServer(http.HandlerFunc(w.receive))
 	t.Cleanup(w.receiver.Close)
 	listener, err := net.Listen("tcp", "127.0.0.2:0")
