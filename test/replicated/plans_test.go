@@ -151,7 +151,8 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 
 // flags are the flags of a process that reaches the servers with a URL.
 func (w *world) flags(url string) []string {
-	return []string{"--replication-url", url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring", w.monitoring(), "--orphan-grace", planGrace.String(), "--egress-allow", "!127.0.0.2/32"}
+	return []string{"--replication-url", url, "--replication-name", "test", "--replication-max-bytes", "256Mi", "--replication-monitoring",
+		w.monitoring(), "--orphan-grace", planGrace.String(), "--egress-allow", "!127.0.0.2/32"}
 }
 
 // manifest returns the newest manifests of a namespace.
@@ -228,10 +229,11 @@ func (w *world) endpointsOf(d *target) string {
 
 // apply notes that the newest revision of a destination is about to be applied.
 func (w *world) apply(d *target) {
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision, Destination: &witness.Destination{
-		URLs: w.urlsOf(d), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
-		InFlight: inFlight, Timeout: deliveryTimeout, Window: 4 * time.Hour,
-	}}})
+	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
+		Destination: &witness.Destination{
+			URLs: w.urlsOf(d), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
+			InFlight: inFlight, Timeout: deliveryTimeout, Window: 4 * time.Hour,
+		}}})
 }
 
 // receive is the handler of the receiver.
@@ -314,7 +316,8 @@ func (w *world) load(ctx context.Context, namespace string, random *rand.Rand) {
 // post sends a batch to one of the processes.
 func (w *world) post(namespace, body string, messages []witness.Message, random *rand.Rand) (status int) {
 	p := w.pods[random.IntN(len(w.pods))]
-	l := witness.Line{Begin: w.clock.Now(), Call: &witness.Call{Kind: witness.Calls, Process: p.name, Source: namespace + "/web", Messages: messages, Valid: true}}
+	l := witness.Line{Begin: w.clock.Now(), Call: &witness.Call{Kind: witness.Calls, Process: p.name, Source: namespace + "/web",
+		Messages: messages, Valid: true}}
 	defer func() {
 		l.Call.Status = status
 		w.sender.Write(l)
@@ -660,7 +663,8 @@ func (w *world) differ() {
 		}
 	case 1:
 		for _, s := range standbys {
-			check.NoError(w.t, "write a manifest", process.Replace(filepath.Join(s.manifests, namespace+".yaml"), cut(w.manifest(namespace), "WebhookDestination")))
+			check.NoError(w.t, "write a manifest", process.Replace(filepath.Join(s.manifests, namespace+".yaml"),
+				cut(w.manifest(namespace), "WebhookDestination")))
 		}
 	case 2:
 		w.edit([]*pod{p})
@@ -802,7 +806,8 @@ func (w *world) final() {
 			w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: d.id(), Status: true,
 				Accepted:  int(s.Delivered + s.Filtered + s.DeadLettered + s.Discarded + s.Pending),
-				Delivered: int(s.Delivered), Filtered: int(s.Filtered), DeadLettered: int(s.DeadLettered), Discarded: int(s.Discarded), Pending: int(s.Pending),
+				Delivered: int(s.Delivered), Filtered: int(s.Filtered), DeadLettered: int(s.DeadLettered), Discarded: int(s.Discarded),
+				Pending: int(s.Pending),
 			}})
 		}
 		if p := w.owner(time.Second); p != nil {

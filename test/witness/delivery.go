@@ -191,7 +191,9 @@ func judgeConfig(h *History, f *finding) {
 		if matches || r.to.denied[r.Receipt.URL] {
 			continue
 		}
-		if i := slices.IndexFunc(h.spans, func(s *span) bool { return s.Repeats == Unrecorded && s.overlaps(r.Begin-time.Minute, r.Begin) }); i >= 0 && strings.Contains(why, "successor") && h.frozen(h.spans[i], r) {
+		if i := slices.IndexFunc(h.spans, func(s *span) bool {
+			return s.Repeats == Unrecorded && s.overlaps(r.Begin-time.Minute, r.Begin)
+		}); i >= 0 && strings.Contains(why, "successor") && h.frozen(h.spans[i], r) {
 			f.unclear("a request to %s may have begun before the fault %q", r.Receipt.URL, h.spans[i].Name)
 			continue
 		}
@@ -332,14 +334,16 @@ func judgeIDs(h *History, f *finding) {
 		if name == "" {
 			name = r.body.Type + " of " + r.body.UserID
 		}
-		if before := byKey[r.Receipt.Key]; before != nil && (before.body.MessageID != r.body.MessageID || before.body.UserID != r.body.UserID || before.body.Type != r.body.Type) {
+		if before := byKey[r.Receipt.Key]; before != nil &&
+			(before.body.MessageID != r.body.MessageID || before.body.UserID != r.body.UserID || before.body.Type != r.body.Type) {
 			f.violated([]*Line{before.Line, r.Line}, "the messages %q and %q have the Idempotency-Key %q", before.id, name, r.Receipt.Key)
 		}
 		byKey[r.Receipt.Key] = r
 		if r.body.MessageID == "" {
 			continue
 		}
-		if before := byID[name]; before != nil && (before.Receipt.Key != r.Receipt.Key || before.body.UserID != r.body.UserID || before.body.Type != r.body.Type) {
+		if before := byID[name]; before != nil && (before.Receipt.Key != r.Receipt.Key || before.body.UserID != r.body.UserID ||
+			before.body.Type != r.body.Type) {
 			f.violated([]*Line{before.Line, r.Line}, "two messages have the messageId %q", name)
 		}
 		byID[name] = r
@@ -369,7 +373,8 @@ func judgeOnce(h *History, f *finding) {
 			for _, to := range m.Due {
 				if l.Call.Kind == Redelivery {
 					f.judged++
-					if d := h.destination(to); accepted(l.Call.Status) && len(d.done(m.ID)) == 0 && d.letters[m.ID] == nil && !d.pending() && d.letters != nil {
+					if d := h.destination(to); accepted(l.Call.Status) && len(d.done(m.ID)) == 0 && d.letters[m.ID] == nil && !d.pending() &&
+						d.letters != nil {
 						f.violated([]*Line{l, d.final}, "message %s was redelivered to %s, and has no outcome", m.ID, to)
 					}
 				}

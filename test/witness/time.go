@@ -15,7 +15,8 @@ func judgeWindow(h *History, f *finding) {
 		f.judged++
 		_, timeout, window := r.to.largest()
 		if late := r.Begin - m.acknowledged.At - window - timeout; window > 0 && late > 0 {
-			f.violated([]*Line{m.acknowledged, r.Line}, "message %s is sent %v after the end of its retry window", r.id, late.Round(time.Millisecond))
+			f.violated([]*Line{m.acknowledged, r.Line}, "message %s is sent %v after the end of its retry window", r.id,
+				late.Round(time.Millisecond))
 		}
 	}
 }
@@ -203,7 +204,8 @@ func judgeReady(h *History, f *finding) {
 			f.judged++
 		case refused != nil:
 			f.judged++
-			f.violated([]*Line{begin, refused, l}, "%s reported for %v that it is ready, and accepted no call", p.Process, (l.At - begin.At).Round(time.Millisecond))
+			f.violated([]*Line{begin, refused, l}, "%s reported for %v that it is ready, and accepted no call", p.Process,
+				(l.At - begin.At).Round(time.Millisecond))
 		}
 	}
 }

@@ -40,7 +40,8 @@ func (s *story) add(role Role, at int, l Line) *Line {
 }
 
 func (s *story) call(at int, kind, source string, messages ...Message) *Line {
-	return s.add(Sender, at, Line{Call: &Call{Kind: kind, Process: "p", Source: source, Status: 200, Valid: kind == Calls, Messages: messages}})
+	return s.add(Sender, at, Line{Call: &Call{Kind: kind, Process: "p", Source: source, Status: 200, Valid: kind == Calls,
+		Messages: messages}})
 }
 
 func (s *story) receipt(at int, url, id, body string) *Line {
@@ -80,7 +81,8 @@ func (s *story) remove(role Role, is func(*Line) bool) {
 func good() *story {
 	s := &story{roles: map[Role][]*Line{}, text: map[Role]func(string) string{}, clock: map[Role]string{}}
 	s.add(Sender, 0, Line{Plan: &Plan{Unrecorded: ms(2000), Wait: ms(1000), Status: ms(500), Ready: ms(1000), Grace: ms(1000)}})
-	first := Destination{URLs: []string{crmA, crmB}, Denied: []string{deniedURL}, Headers: map[string]string{"X-Env": "1"}, Keys: []string{"s1"}, InFlight: 1, Timeout: ms(100), Window: ms(10_000)}
+	first := Destination{URLs: []string{crmA, crmB}, Denied: []string{deniedURL}, Headers: map[string]string{"X-Env": "1"},
+		Keys: []string{"s1"}, InFlight: 1, Timeout: ms(100), Window: ms(10_000)}
 	second := first
 	second.Keys = []string{"s2"}
 	object := func(at int, name, action string, revision int, d *Destination) {
@@ -116,7 +118,8 @@ func good() *story {
 	// The destination gets another secret.
 	object(7000, crm, Applied, 2, &second)
 	object(7010, crm, Confirmed, 2, nil)
-	s.call(7500, Sync, "shop/web", Message{Content: json.RawMessage(`{"type":"identify","userId":"u1","traits":{"buyers":true}}`), Due: []string{crm}})
+	s.call(7500, Sync, "shop/web", Message{Content: json.RawMessage(`{"type":"identify","userId":"u1","traits":{"buyers":true}}`),
+		Due: []string{crm}})
 	s.call(7500, Deletion, "shop/web", Message{Content: json.RawMessage(`{"type":"delete","userId":"u9"}`), Due: []string{crm}})
 	for _, url := range []string{crmA, crmB} {
 		s.receipt(7600, url, "generated-1", `{"type":"identify","messageId":"generated-1","userId":"u1","traits":{"buyers":true}}`).Receipt.Signed = []string{"s2"}
@@ -247,8 +250,10 @@ var violations = map[string]func(*story){
 	"config: before it returns":               func(s *story) { s.track(14_000, longURL, long) },
 	"signed: unsigned":                        func(s *story) { s.received(crmA, "m1").Receipt.Signed = nil },
 	"denied: a private address":               func(s *story) { s.track(30, deniedURL, "m1") },
-	"bytes: the body changes":                 func(s *story) { s.received(crmB, "m1").Receipt.Body = `{"type":"track","event":"E","messageId":"m1"}` },
-	"bytes: a field is missing":               func(s *story) { s.received(newsURL, "n1").Receipt.Body = `{"type":"track","messageId":"n1"}` },
+	"bytes: the body changes": func(s *story) {
+		s.received(crmB, "m1").Receipt.Body = `{"type":"track","event":"E","messageId":"m1"}`
+	},
+	"bytes: a field is missing": func(s *story) { s.received(newsURL, "n1").Receipt.Body = `{"type":"track","messageId":"n1"}` },
 	"urls: one URL got nothing": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.URL == crmB && l.Receipt.Key == "m1" })
 		s.remove(Faults, func(l *Line) bool { return l.Fault.ID == 2 })
