@@ -547,7 +547,8 @@ func (w *world) deleteStream() {
 		}
 		if settings.Metadata = nil; w.rand.IntN(2) == 0 {
 			wait.For(w.t, "the stream is created again", func() error {
-				_, err := js.CreateStream(w.t.Context(), settings)
+				// An attempt without an answer can have created it.
+				_, err := js.CreateOrUpdateStream(w.t.Context(), settings)
 				return err
 			})
 		}

@@ -144,7 +144,8 @@ func TestStreamIsReplacedUnderProcesses(t *testing.T) {
 	waitNotReady(t, pods, stream, "the stream does not exist", "object store", "posthorn replication adopt")
 	settings.Metadata = nil
 	if err := wait.Until(func() error {
-		_, err := js.CreateStream(t.Context(), settings)
+		// An attempt without an answer can have created it.
+		_, err := js.CreateOrUpdateStream(t.Context(), settings)
 		return err
 	}); err != nil {
 		t.Fatal(err)
