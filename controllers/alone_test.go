@@ -10,8 +10,10 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // lease is the Lease of a release: created and renewed so long ago, held unless holder is "".
@@ -50,11 +52,17 @@ var _ = Describe("A second release", func() {
 	It("does not start while another one is active, and names it", func() {
 		w := newWorld()
 		other := w.newNamespace()
-		w.stop() // The Lease of this release is free then.
+		w.stop()
+		// A process that ends while it claims the Lease of this release leaves it for its duration.
+		Eventually(func() string {
+			var leases coordinationv1.LeaseList
+			Expect(cluster.List(w.ctx, &leases, client.InNamespace(release))).To(Succeed())
+			return precedingRelease(leases.Items, "", time.Now())
+		}).Should(BeEmpty())
 		l := lease(other, "pod", time.Hour, 0, time.Now())
 		Expect(cluster.Create(w.ctx, &l)).To(Succeed())
 		DeferCleanup(func() { Expect(cluster.Delete(w.ctx, &l)).To(Succeed()) })
-		ctx, cancel := context.WithCancel(w.ctx)
+		ctx, cancel := context.WithTimeout(w.ctx, wait.Limit)
 		defer cancel()
 		Expect(Run(ctx, server.As("posthorn-operator"), w.options)).To(MatchError(ContainSubstring("release in namespace " + other)))
 
