@@ -220,8 +220,8 @@ func TestAnswers(t *testing.T) {
 		"no content type":     {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
 		"gzip":                {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
 		"no key":              {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
-		"unknown key":         {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
-		"unknown key in body": {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
+		"unknown key":         {post("/v1/track", "no-such-key", track), 401, `"unknown_write_key"`, 0},
+		"unknown key in body": {post("/v1/track", "", `{"writeKey":"no-such-key","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
 		"disabled":            {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
 		"not JSON":            {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
 		"not an object":       {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
@@ -429,7 +429,7 @@ func TestCORS(t *testing.T) {
 		status          int
 		readable        bool
 	}{
-		"unknown key":          {"nobody", track, "", 401, true},
+		"unknown key":          {"no-such-key", track, "", 401, true},
 		"not JSON":             {"", `{`, "", 400, true},
 		"taken":                {"web-key", track, "", 200, true},
 		"another Source's":     {"slow-key", track, "", 403, false},
@@ -451,7 +451,7 @@ func TestCORS(t *testing.T) {
 			t.Errorf("%s: a browser would ask its user for a password: %s", name, challenge)
 		}
 	}
-	if w := f.do(post("/v1/track", "nobody", track)); w.Header().Get("Www-Authenticate") == "" {
+	if w := f.do(post("/v1/track", "no-such-key", track)); w.Header().Get("Www-Authenticate") == "" {
 		t.Error("401 without a challenge")
 	}
 }
@@ -581,7 +581,7 @@ func TestClientIPOnlyOfBrowsersAndOnlyFromTrustedProxies(t *testing.T) {
 func TestCountersAndMetrics(t *testing.T) {
 	f := newFixture(t)
 	f.do(post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"},{"type":"frob","userId":"u"}]}`))
-	f.do(post("/v1/track", "nobody", track))
+	f.do(post("/v1/track", "no-such-key", track))
 	if c := f.Gate.Counters("shop/web"); c.Rejected != 2 || c.LastRejected.IsZero() || c.LastRejection == "" {
 		t.Errorf("%+v", c)
 	}
@@ -599,7 +599,7 @@ func TestCountersAndMetrics(t *testing.T) {
 			t.Errorf("no %s in the metrics", want)
 		}
 	}
-	if strings.Contains(text, "nobody") || strings.Contains(text, "web-key") {
+	if strings.Contains(text, "no-such-key") || strings.Contains(text, "web-key") {
 		t.Error("a write key is in the metrics")
 	}
 	// The series of a removed Source are removed, too. Its counters remain, as the store's counters do:

@@ -89,7 +89,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 			return post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip")
 		},
 		"no_write_key":      func(*fixture) *http.Request { return post("/v1/track", "", track) },
-		"unknown_write_key": func(*fixture) *http.Request { return post("/v1/track", "nobody", track) },
+		"unknown_write_key": func(*fixture) *http.Request { return post("/v1/track", "no-such-key", track) },
 		"source_disabled":   func(*fixture) *http.Request { return post("/v1/track", "off-key", track) },
 		"origin_not_allowed": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", track, "Origin", "https://x.example")
