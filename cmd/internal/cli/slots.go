@@ -17,6 +17,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/internal/plural"
 )
 
 // allConnector also connects to the standbys of a replicated log.
@@ -165,15 +166,7 @@ func (l *replication) role() string {
 	case owner != nil:
 		role = "standby " + l.asked + " of the owner " + owner.Pod
 	}
-	return fmt.Sprintf("%s; %s", role, standbys(l.copies(0)))
-}
-
-// standbys returns a number of standbys with its noun.
-func standbys(n int) string {
-	if n == 1 {
-		return "1 standby"
-	}
-	return fmt.Sprintf("%d standbys", n)
+	return fmt.Sprintf("%s; %s", role, plural.Count(l.copies(0), "standby"))
 }
 
 // stream returns the bytes in the streams of the slots, and their maximum; 0 if it is not known.
@@ -251,7 +244,7 @@ func (l *replication) problems() (problems []string) {
 		case l.owner(slot) == nil:
 			problems = append(problems, fmt.Sprintf("no process owns %s; another one takes it over within about 15 s", l.nameOf(slot)))
 		case n < l.standbys:
-			problems = append(problems, fmt.Sprintf("%s has %d of %s; start another process with this log", l.nameOf(slot), n, standbys(l.standbys)))
+			problems = append(problems, fmt.Sprintf("%s has %d of %s; start another process with this log", l.nameOf(slot), n, plural.Count(l.standbys, "standby")))
 		}
 	}
 	return unique(problems) // Several slots have the same server that lacks records.
