@@ -114,7 +114,9 @@ var _ = Describe("The kind WebhookDestination", Serial, func() {
 		Eventually(func() string { return kubectl("-n", system, "get", operator, "-o", "jsonpath={.status.readyReplicas}") }).Should(BeEmpty(),
 			"ready operators without the kind")
 		time.Sleep(time.Until(deleted.Add(3 * grace)))
-		Expect(kubectl("-n", system, "logs", dispatcher, "--since-time="+deleted.UTC().Format(time.RFC3339))).NotTo(ContainSubstring("lane dropped"))
+		// The lanes of a namespace that an earlier spec deleted may be dropped meanwhile.
+		logged := strings.Split(kubectl("-n", system, "logs", dispatcher, "--since-time="+deleted.UTC().Format(time.RFC3339)), "\n")
+		Expect(logged).NotTo(ContainElement(And(ContainSubstring("lane dropped"), ContainSubstring(t.name))))
 
 		restore()
 		ready(operator)
