@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"container/ring"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -20,6 +21,7 @@ type conn struct {
 	tls      *tls.Conn // nil for plain HTTP
 	pool     *pool
 	remote   string
+	addr     netip.Addr  // that the name was resolved to; zero for a connection to the proxy
 	expires  time.Time   // the certificate; zero for plain HTTP
 	alive    func() bool // reports whether the connection is open and has nothing to read
 
@@ -32,8 +34,12 @@ type conn struct {
 	used      bool          // has served a request before
 	maxIdle   time.Duration // how long it may be unused
 	idleSince time.Time
-	born      time.Time
+	resolved  time.Time // when addr was last an answer
 	closeOnce sync.Once
+
+	// The client's mutex guards these.
+	inPool, inClient ring.Ring // the lists of unused connections
+	moved            bool      // its name resolves to other addresses
 }
 
 // cancelCheck is the interval at which a read checks for a cancelled context. Most responses arrive
@@ -120,6 +126,7 @@ func (c *Client) dialer(e *Endpoint) net.Dialer {
 // dial opens a connection to the endpoint, with the TLS handshake, and begins the exchange on it.
 func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (_ *conn, err error) {
 	e.pool.count(1)
+	c.trim()
 	defer func() {
 		if err != nil {
 			e.pool.count(-1)
@@ -145,7 +152,8 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 		}
 		return nil, err
 	}
-	cn := &conn{Conn: raw, pool: e.pool, born: time.Now(), remote: e.remote(raw)}
+	cn := &conn{Conn: raw, pool: e.pool, resolved: time.Now(), remote: e.remote(raw), addr: e.resolvedTo(raw)}
+	cn.inPool.Value, cn.inClient.Value = cn, cn
 	if e.tls != nil {
 		start = time.Now()
 		cn.tls = tls.Client(raw, e.tls)

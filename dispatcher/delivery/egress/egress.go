@@ -15,6 +15,7 @@ package egress
 
 import (
 	"bufio"
+	"container/ring"
 	"context"
 	"log/slog"
 	"maps"
@@ -122,11 +123,12 @@ type Options struct {
 	// takes precedence.
 	IdleTimeout time.Duration
 	// MaxAge is how long a connection is reused; default 5 min. After that the name is resolved
-	// again, so that traffic follows a moved endpoint even if its old address still answers.
+	// again, and the connection is kept if its address is still an answer: traffic follows a moved
+	// endpoint even if its old address still answers.
 	MaxAge time.Duration
-	// MaxIdle bounds the unused open connections of all endpoints; default 4,096. Endpoint.Room
-	// limits endpoints to it.
-	MaxIdle int
+	// MaxOpen bounds the open connections of all endpoints; default 4,096. Above it the one that was
+	// unused longest is closed. Those in use may be more, and Endpoint.Room limits endpoints to it.
+	MaxOpen int
 	// Logger; default slog.Default().
 	Logger *slog.Logger
 }
@@ -138,22 +140,25 @@ type Client struct {
 	resolver    *net.Resolver
 	idleTimeout time.Duration
 	maxAge      time.Duration
-	maxIdle     int64
+	maxOpen     int64
+	sessions    *sessions
 	log         *slog.Logger
 
 	idle atomic.Int64 // unused open connections
 	open atomic.Int64 // all connections
 	used atomic.Int64 // pools with connections
 
-	mu     sync.Mutex
-	pools  map[poolKey]*pool // pools with endpoints
-	closed bool
+	mu      sync.Mutex
+	pools   map[poolKey]*pool // pools with endpoints
+	unused  ring.Ring         // of *conn, of all pools; the one unused longest is the next one of the root
+	sweeper *time.Timer       // runs while there are unused connections
+	closed  bool
 }
 
 // New makes a Client. Close releases it.
 func New(o Options) *Client {
 	c := &Client{policy: o.Policy, proxy: o.Proxy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge,
-		maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
+		maxOpen: int64(o.MaxOpen), sessions: newSessions(maxSessionBytes), log: o.Logger, pools: map[poolKey]*pool{}}
 	if c.resolver == nil {
 		c.resolver = newResolver()
 	}
@@ -163,8 +168,8 @@ func New(o Options) *Client {
 	if c.maxAge <= 0 {
 		c.maxAge = 5 * time.Minute
 	}
-	if c.maxIdle <= 0 {
-		c.maxIdle = 4096
+	if c.maxOpen <= 0 {
+		c.maxOpen = 4096
 	}
 	if c.log == nil {
 		c.log = slog.Default()

@@ -75,6 +75,14 @@ func (e *Endpoint) remote(c net.Conn) string {
 	return c.RemoteAddr().String()
 }
 
+// resolvedTo is the address of a connection that the endpoint's name was resolved to; zero if the proxy did it.
+func (e *Endpoint) resolvedTo(c net.Conn) netip.Addr {
+	if tcp, ok := c.RemoteAddr().(*net.TCPAddr); ok && e.proxy == nil {
+		return tcp.AddrPort().Addr().Unmap()
+	}
+	return netip.Addr{}
+}
+
 func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 	fail := func(field, format string, args ...any) (*Endpoint, error) {
 		return nil, fmt.Errorf("endpoint %q: %s: "+format, append([]any{c.Name, field}, args...)...)
@@ -158,11 +166,10 @@ func (e *Endpoint) key(c *liveconfig.TLS) poolKey {
 
 func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 	config := &tls.Config{
-		ServerName:         host,
-		MinVersion:         tls.VersionTLS12,
-		NextProtos:         []string{"http/1.1"},
-		ClientSessionCache: tls.NewLRUClientSessionCache(4),
-		VerifyConnection:   refuseSelfSigned,
+		ServerName:       host,
+		MinVersion:       tls.VersionTLS12,
+		NextProtos:       []string{"http/1.1"},
+		VerifyConnection: refuseSelfSigned,
 	}
 	if c == nil {
 		return config, nil

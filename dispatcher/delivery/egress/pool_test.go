@@ -39,7 +39,7 @@ func TestIdleConnectionsAreClosed(t *testing.T) {
 		}
 		all.Wait()
 		wait.True(t, "idle connections closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
-		wait.True(t, "no timer left", func() bool { e.pool.mu.Lock(); defer e.pool.mu.Unlock(); return e.pool.timer == nil })
+		wait.True(t, "no timer left", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return c.sweeper == nil })
 	}
 }
 
@@ -163,7 +163,7 @@ func TestHangingPath(t *testing.T) {
 		}
 	}))
 	defer server.Close()
-	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 4})
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxOpen: 4})
 	defer c.Close()
 	hangs, works := prepareURL(t, c, server.URL+"/hangs"), prepareURL(t, c, server.URL+"/works")
 	var all sync.WaitGroup
@@ -186,7 +186,7 @@ func TestHangingPath(t *testing.T) {
 	all.Wait()
 }
 
-func TestMaxIdle(t *testing.T) {
+func TestMaxOpen(t *testing.T) {
 	noLeaks(t)
 	var busy sync.WaitGroup
 	busy.Add(8)
@@ -201,7 +201,7 @@ func TestMaxIdle(t *testing.T) {
 			_, _ = io.WriteString(c, ok)
 		}
 	})
-	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 3})
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxOpen: 3})
 	defer c.Close()
 	e := prepareURL(t, c, "http://"+server.address)
 	var all sync.WaitGroup
@@ -216,12 +216,12 @@ func TestMaxIdle(t *testing.T) {
 	wait.True(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
 }
 
-// Hosts share half of the kept connections: each may have more while it has fewer than are free. Of
-// the other half each endpoint gets as many as it needs, until none is free. A host keeps its
+// Hosts share half of the open connections: each may have more while it has fewer than are free. Of
+// the other half each endpoint gets as many as it needs, until all are in use. A host keeps its
 // connections and may always have one.
 func TestRoom(t *testing.T) {
 	noLeaks(t)
-	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 6})
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxOpen: 6})
 	defer c.Close()
 	var endpoints []*Endpoint
 	inFlight := make([]int, 4)
@@ -256,6 +256,12 @@ func TestRoom(t *testing.T) {
 	want(1, 2, 1, 1, 1)
 	want(5, 5, 5, 5, 5)
 	others := []*conn{connect(0), connect(1), connect(1)}
+	want(1, 3, 3, 1, 1)
+	want(5, 5, 5, 5, 5) // The unused ones can be closed for them.
+	for i, e := range endpoints[:2] {
+		others = append(others, e.pool.get(t.Context(), time.Now(), time.Now().Add(generousTimeout)))
+		inFlight[i]++
+	}
 	want(5, 3, 3, 1, 1)
 	// When the others use all connections, every host gets an equal part.
 	c.used.Add(-1)
@@ -269,7 +275,7 @@ func TestRoom(t *testing.T) {
 		cn.close()
 	}
 	clear(inFlight)
-	want(1, 1, 1, 1, 1)
+	want(1, 3, 3, 3, 3)
 	for _, e := range endpoints {
 		c.Forget(e)
 	}
@@ -281,7 +287,7 @@ func TestRoom(t *testing.T) {
 func TestRoomOfASharedHost(t *testing.T) {
 	noLeaks(t)
 	server, _ := counting(t, ok)
-	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 8})
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxOpen: 8})
 	defer c.Close()
 	a, b := prepareURL(t, c, "http://"+server.address+"/a"), prepareURL(t, c, "http://"+server.address+"/b")
 	if got := a.Room(1, 0); got != 4 {
