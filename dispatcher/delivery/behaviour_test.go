@@ -1290,7 +1290,7 @@ func TestScarceConnections(t *testing.T) {
 		const fast, slow = "http://fast.test", "http://slow.test"
 		w := newWorld(t, byURL(map[string]answer{fast: {status: 200, after: time.Millisecond},
 			slow: {status: 200, after: 200 * time.Millisecond}}))
-		w.client.egress = egress.New(egress.Options{MaxIdle: 2})
+		w.client.egress = egress.New(egress.Options{MaxOpen: 2})
 		w.apply(dest("fast", fast), dest("slow", slow))
 		w.send("web", 2000)
 		w.sleep(time.Minute)
