@@ -64,6 +64,8 @@ type Options struct {
 	Egress egress.Policy
 	// Proxy for deliveries and token requests; nil for none.
 	Proxy *egress.Proxy
+	// Client sends the requests to receivers; an egress.Client with Egress and Proxy if it is nil.
+	Client delivery.Poster
 	// OrphanGrace is how long the messages of a deleted destination are kept, and
 	// how long calls with a removed write key are answered 503. Default 10 min.
 	OrphanGrace time.Duration
@@ -242,7 +244,7 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
-		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
+		Store: tracker, Client: cmp.Or[delivery.Poster](o.Client, d.client), Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters,
 		MaxInFlight:     inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.Lease.MaySend, MayExpire: o.Lease.MayExpire,
@@ -255,7 +257,7 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 	if d.configs, err = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.apply); err != nil {
 		return err
 	}
-	d.memberFiles = &holdFS{FS: vfs.Default}
+	d.memberFiles = &holdFS{FS: cmp.Or(o.Queue.FS, vfs.Default)}
 	if d.members, err = audience.New(audience.Options{
 		Dir: filepath.Join(o.DataDir, backup.MembersFolder), Store: d.store, Gate: d.gate, Lanes: d.store, Copies: o.Lease.Members(),
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.registerer, FS: d.memberFiles,

@@ -18,29 +18,21 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// TestPowerLoss simulates repeated power losses of a dispatcher under load, on a file system
-// that keeps a random part of the unsynced data, while the config changes. After a power loss
-// at any time, also during a start: every call that was answered 200 is delivered or rejected
+// TestPowerLossWithReplicatedLog simulates repeated losses of a dispatcher with its disk under load, while the config changes.
+// The next dispatcher restores its store from the last snapshot and the log. Snapshots follow each other, so most losses are
+// during one. After a loss at any time, also during a start: every call that was answered 200 is delivered or rejected
 // by the receiver, a call that is sent again is not accepted twice, the ledger balances at
 // every start, and only deliveries in flight or not yet recorded are repeated. A dispatcher that
 // starts with an old config sends nothing and accepts no call until it has a newer one.
 //
 // POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
-func TestPowerLoss(t *testing.T) { testPowerLoss(t, false) }
-
-// TestPowerLossWithReplicatedLog is TestPowerLoss with a replicated log: at each power loss the
-// whole disk is lost, and the next dispatcher restores its store from the last snapshot and the log.
-// Snapshots follow each other, so most power losses are during one.
-func TestPowerLossWithReplicatedLog(t *testing.T) { testPowerLoss(t, true) }
-
-func testPowerLoss(t *testing.T, replicated bool) {
+func TestPowerLossWithReplicatedLog(t *testing.T) {
 	first := number("POSTHORN_CRASH_SEED", 1)
 	var all tally
 	seeds := number("POSTHORN_CRASH_SEEDS", 20)
@@ -48,7 +40,7 @@ func testPowerLoss(t *testing.T, replicated bool) {
 		if !t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			t.Parallel()
 			w := &world{t: t, rnd: rand.New(rand.NewPCG(uint64(seed), 0)), acked: map[string]bool{}, sent: map[string]bool{}, total: &all}
-			w.run(newMachine(replicated))
+			w.run(machine{vfs.NewCrashableMem(), slotstest.NewStream(0), slotstest.NewObjectStore(0)})
 		}) {
 			t.Logf("to reproduce: POSTHORN_CRASH_SEED=%d POSTHORN_CRASH_SEEDS=1", seed)
 		}
@@ -56,7 +48,7 @@ func testPowerLoss(t *testing.T, replicated bool) {
 	t.Cleanup(func() {
 		t.Logf("%d power losses (%d of them during a start), %d accepted calls, %d deliveries, %d of them repeated; at most %d unrecorded deliveries of a receiver at one power loss; %d snapshots",
 			all.cuts, all.early, all.accepted, all.deliveries, all.repeated, all.peak, all.snapshots)
-		if replicated && all.snapshots == 0 {
+		if all.snapshots == 0 {
 			t.Error("snapshots: got none, want some")
 		}
 	})
@@ -106,32 +98,19 @@ type world struct {
 	unrecorded, peak int
 }
 
-// machine is what a dispatcher stores its data on: a disk, and a replicated log with the objects of
-// its snapshots, or nil.
+// machine is what a dispatcher stores its data on: a disk, and a replicated log with the objects of its snapshots.
 type machine struct {
 	disk    *vfs.MemFS
 	log     *slotstest.Stream
 	objects *slotstest.ObjectStore
 }
 
-func newMachine(replicated bool) machine {
-	m := machine{disk: vfs.NewCrashableMem()}
-	if replicated {
-		m.log, m.objects = slotstest.NewStream(0), slotstest.NewObjectStore(0)
-	}
-	return m
-}
-
-// crash returns the machine after a power loss: its log and an empty disk, or its disk with a part
-// of the unsynced data.
-func (m machine) crash(percent int, rnd *rand.Rand) machine {
-	if m.log != nil {
-		// The log first: an object is deleted only after the record that replaces it, and no record is
-		// appended meanwhile.
-		log := m.log.Clone()
-		return machine{vfs.NewCrashableMem(), log, m.objects.Clone()}
-	}
-	return machine{disk: m.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: percent, RNG: rnd})}
+// crash returns the machine after a power loss: its log and an empty disk.
+func (m machine) crash() machine {
+	// The log first: an object is deleted only after the record that replaces it, and no record is
+	// appended meanwhile.
+	log := m.log.Clone()
+	return machine{vfs.NewCrashableMem(), log, m.objects.Clone()}
 }
 
 // queue returns the options of the queue in dir. changing is called before each change that can
@@ -139,11 +118,6 @@ func (m machine) crash(percent int, rnd *rand.Rand) machine {
 // that closes it.
 func (m machine) queue(dir string, changing func()) (o pebblestore.Options, snapshots func(*pebblestore.Store, *tally) (closeLog func()),
 	err error) {
-	if m.log == nil {
-		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func(*pebblestore.Store, *tally) func() {
-			return func() {}
-		}, nil
-	}
 	log := slotstest.NewLog(m.log)
 	log.OnPublish = func() {
 		changing()
@@ -183,8 +157,6 @@ type life struct {
 	path string
 	// The power loss happens when one of these reaches 0; a negative one is ignored.
 	operations, answers, deliveries int
-	percent                         int
-	rnd                             *rand.Rand
 	// after is the machine after the power loss.
 	after machine
 	cut   chan struct{}
@@ -194,7 +166,7 @@ type life struct {
 // delivery is counted.
 func (w *world) die() {
 	l := w.life
-	l.after = l.machine.crash(l.percent, l.rnd)
+	l.after = l.machine.crash()
 	w.life = nil
 	close(l.cut)
 }
@@ -219,8 +191,8 @@ func (w *world) run(m machine) {
 	var pending [4][]string // the unanswered calls of each sender
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
-		l := &life{machine: m, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101),
-			rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
+		l := &life{machine: m, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1,
+			cut: make(chan struct{})}
 		switch w.rnd.IntN(3) {
 		case 0:
 			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // The power loss is often during the start.
@@ -422,7 +394,7 @@ func (w *world) numbered(number int64, destinations []liveconfig.Destination) li
 	return liveconfig.Stored{Config: data, Head: head}
 }
 
-// changing counts an operation of the file system, or a record of the log.
+// changing counts a record of the log.
 func (w *world) changing(l *life) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

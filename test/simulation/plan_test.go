@@ -1,0 +1,350 @@
+package simulation
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/test/witness"
+)
+
+// step is a step of a plan, which its seed determines.
+type step struct {
+	kind int
+	seed uint64
+}
+
+// steps is the number of steps of a plan.
+const steps = 8
+
+// newPlan returns the plan of a seed.
+func newPlan(seed uint64) (plan []step) {
+	random := rand.New(rand.NewPCG(seed, 2))
+	for range steps {
+		plan = append(plan, step{random.IntN(len(kinds)), random.Uint64()})
+	}
+	return plan
+}
+
+// kinds are the kinds of steps.
+var kinds []kind
+
+type kind struct {
+	name string
+	run  func(*world)
+}
+
+func init() {
+	kinds = []kind{
+		{"time passes", func(w *world) { time.Sleep(time.Duration(w.rand.IntN(5000)) * time.Millisecond) }},
+		{"the process is killed", func(w *world) { w.lose(false, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
+		{"the power is lost", func(w *world) { w.lose(true, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
+		{"the power is lost at a write", (*world).loseAtWrite},
+		{"the process ends", (*world).end},
+		{"a receiver fails", (*world).failReceiver},
+		{"a URL fails", (*world).failURL},
+		{"a destination changes", (*world).edit},
+		{"a destination is removed", (*world).remove},
+		{"a destination is disabled", (*world).disable},
+		{"a bit flips", (*world).flip},
+		{"a user is deleted", (*world).deleteUser},
+		{"dead letters are redelivered", (*world).redeliver},
+	}
+}
+
+// lose ends the process without a warning after a time, and starts the next one.
+func (w *world) lose(power bool, after time.Duration) {
+	time.Sleep(after)
+	w.mu.Lock()
+	w.pod.life.power = power
+	w.pod.life.lose()
+	w.mu.Unlock()
+	time.Sleep(time.Duration(w.rand.IntN(2000)) * time.Millisecond)
+	w.pod.restart()
+}
+
+// loseAtWrite ends the process at an operation of the file system.
+func (w *world) loseAtWrite() {
+	w.mu.Lock()
+	l := w.pod.life
+	l.power, l.untilLoss = w.rand.IntN(4) > 0, 1+w.rand.IntN(200)
+	w.mu.Unlock()
+	select {
+	case <-l.lost:
+		w.pod.restart()
+	case <-time.After(10 * time.Second):
+		w.lose(l.power, time.Millisecond)
+	}
+}
+
+// end ends the process in order, and starts the next one.
+func (w *world) end() {
+	w.recover()
+	end := w.begin(witness.Fault{Name: "SIGTERM", Process: w.pod.name, Repeats: witness.InFlight})
+	w.pod.stop()
+	w.pod.start()
+	end()
+	w.recover()
+}
+
+// recover starts a process if the present one is lost, which can happen long after its start.
+func (w *world) recover() {
+	if w.pod.living() == nil {
+		w.pod.restart()
+	}
+}
+
+// failReceiver makes the receivers of a namespace fail for a time.
+func (w *world) failReceiver() {
+	namespace := namespaces[w.rand.IntN(len(namespaces))]
+	w.fail(namespace, witness.Fault{Name: "failing receiver", Namespace: namespace})
+}
+
+// failURL makes one URL of several fail for a time.
+func (w *world) failURL() {
+	d := w.configs[namespaces[w.rand.IntN(len(namespaces))]].destinations[0]
+	w.fail(fmt.Sprintf("%s/%d", d.id(), w.rand.IntN(d.positions)), witness.Fault{Name: "failing URL", Destination: d.id()})
+}
+
+func (w *world) fail(prefix string, f witness.Fault) {
+	w.mu.Lock()
+	if _, fails := w.failing[prefix]; fails {
+		w.mu.Unlock()
+		return
+	}
+	end := w.begin(f)
+	w.failing[prefix] = receiverFaults[w.rand.IntN(len(receiverFaults))]
+	w.mu.Unlock()
+	d := time.Duration(w.rand.IntN(15_000)) * time.Millisecond
+	w.senders.Go(func() {
+		time.Sleep(d)
+		w.mu.Lock()
+		delete(w.failing, prefix)
+		w.mu.Unlock()
+		end()
+	})
+}
+
+// calm lets all faults end.
+func (w *world) calm() {
+	w.recover()
+	w.mu.Lock()
+	w.pod.life.untilLoss = 0
+	w.mu.Unlock()
+	w.recover()
+	for _, c := range w.configs {
+		for _, d := range c.destinations {
+			w.restore(d)
+		}
+	}
+	time.Sleep(time.Second)
+}
+
+// configure gives a process the live configs, maybe late: first an old one, as a watch does that hangs, and then the newest.
+func (w *world) configure(l *life) {
+	if w.one(4) {
+		time.Sleep(w.upTo(5 * time.Second))
+	}
+	for _, namespace := range namespaces {
+		c := w.configs[namespace]
+		if c.number == 0 {
+			c.encode(w.T)
+		}
+		for number, stored := range c.old {
+			if number < c.known {
+				l.dispatcher.Set(namespace, stored)
+				break
+			}
+		}
+		l.dispatcher.Set(namespace, c.old[c.number])
+	}
+	l.dispatcher.Synced()
+	w.confirm(l)
+}
+
+// set gives the process the next config of a namespace.
+func (w *world) set(c *config) {
+	w.recover()
+	c.encode(w.T)
+	l := w.pod.life
+	l.dispatcher.Set(c.namespace, c.old[c.number])
+	w.confirm(l)
+}
+
+// confirm notes the revisions that a process uses, a moment later: then they are on the disk.
+func (w *world) confirm(l *life) {
+	number := map[string]int64{}
+	for _, c := range w.configs {
+		number[c.namespace] = c.number
+	}
+	for _, n := range l.dispatcher.Report().Namespaces {
+		if n.Refused != nil {
+			w.Errorf("config %d of %s: got error %s, want none", number[n.Namespace], n.Namespace, n.Refused.Error)
+		}
+	}
+	time.Sleep(2 * bounds.Unrecorded)
+	if w.pod.living() != l {
+		return
+	}
+	for _, c := range w.configs {
+		c.known = number[c.namespace]
+		for _, d := range c.destinations {
+			if d.unconfirmed {
+				d.unconfirmed = false
+				w.note(d, witness.Confirmed)
+			}
+		}
+	}
+}
+
+// edit changes a destination.
+func (w *world) edit() {
+	c := w.configs[namespaces[w.rand.IntN(len(namespaces))]]
+	d := c.destinations[w.rand.IntN(len(c.destinations))]
+	if d.removed.IsZero() {
+		w.recover()
+		if w.rand.IntN(2) == 0 {
+			d.perSecond = w.rand.IntN(3) * 50
+		}
+		if d.name == "crm" && w.rand.IntN(2) == 0 {
+			d.every, d.positions = w.rand.IntN(2) == 0, 2+w.rand.IntN(2)
+		}
+		w.revise(d)
+	}
+}
+
+// revise applies the next revision of a destination.
+func (w *world) revise(d *target) {
+	w.recover()
+	d.revision++
+	d.unconfirmed = true
+	w.apply(d)
+	w.set(w.configs[d.namespace])
+}
+
+// disable disables or pauses a destination for a time.
+func (w *world) disable() {
+	d := w.destinations()[w.rand.IntN(len(w.destinations()))]
+	if !d.removed.IsZero() {
+		return
+	}
+	end := w.begin(witness.Fault{Name: "disabled destination", Namespace: d.namespace})
+	d.state = []liveconfig.State{liveconfig.Disabled, liveconfig.Paused}[w.rand.IntN(2)]
+	w.revise(d)
+	time.Sleep(time.Duration(w.rand.IntN(10_000)) * time.Millisecond)
+	d.state = ""
+	w.revise(d)
+	end()
+}
+
+// flip flips a bit of a file while no process runs.
+func (w *world) flip() {
+	w.recover()
+	end := w.begin(witness.Fault{Name: "flipped bit", Process: w.pod.name, Repeats: witness.InFlight})
+	w.pod.stop()
+	sound := w.pod.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: w.rand})
+	w.pod.flip(w.rand)
+	w.pod.sound = sound
+	w.pod.start()
+	w.pod.sound = nil
+	end()
+	w.recover()
+}
+
+// remove removes a destination, and restores it within the grace period or after it.
+func (w *world) remove() {
+	c := w.configs[namespaces[w.rand.IntN(len(namespaces))]]
+	d := c.destinations[w.rand.IntN(len(c.destinations))]
+	if !d.removed.IsZero() {
+		return
+	}
+	w.note(d, witness.Removing)
+	d.removed = time.Now()
+	w.set(c)
+	if w.pod.living() != nil {
+		w.note(d, witness.Removed)
+	}
+	if w.rand.IntN(2) == 0 {
+		time.Sleep(time.Duration(w.rand.IntN(2 * int(grace))))
+		w.restore(d)
+	}
+}
+
+// restore adds a destination that was removed.
+func (w *world) restore(d *target) {
+	if d.removed.IsZero() {
+		return
+	}
+	d.removed = time.Time{}
+	w.revise(d)
+}
+
+// deleteUser deletes a user: all destinations of the namespace get a message.
+func (w *world) deleteUser() {
+	c := w.configs[namespaces[w.rand.IntN(len(namespaces))]]
+	for _, d := range c.destinations {
+		w.restore(d)
+	}
+	user := fmt.Sprint("gone-", c.namespace, len(c.deletions))
+	call := &witness.Call{Kind: witness.Deletion, Source: c.namespace + "/web", Messages: []witness.Message{
+		{Content: json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))}}}
+	for _, d := range c.destinations {
+		call.Messages[0].Due = append(call.Messages[0].Due, d.id())
+	}
+	begin := w.clock.Now()
+	c.deletions = append(c.deletions, user)
+	w.set(c)
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end) && call.Status == 0; time.Sleep(100 * time.Millisecond) {
+		if l := w.pod.living(); l != nil && w.begun(l, c, user) {
+			call.Status = http.StatusOK
+		}
+	}
+	w.sender.Write(witness.Line{Begin: begin, Call: call})
+}
+
+// begun reports whether a process has begun the newest deletion of a namespace.
+func (w *world) begun(l *life, c *config, user string) bool {
+	for _, n := range l.dispatcher.Report().Namespaces {
+		for _, d := range n.Deletions {
+			if n.Namespace == c.namespace && d.Name == fmt.Sprint("d", len(c.deletions)-1) && !d.Started.IsZero() {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// redeliver redelivers dead letters of a destination.
+func (w *world) redeliver() {
+	w.recover()
+	d := w.find(namespaces[w.rand.IntN(len(namespaces))] + "/strict")
+	action := adminapi.DeadLetterAction{Destination: d.id(), Rate: 50}
+	call := &witness.Call{Kind: witness.Redelivery, Source: d.namespace + "/web"}
+	for letter, err := range w.pod.admin().DeadLetters(w.Context(), d.id(), 1000) {
+		if err != nil {
+			return
+		}
+		if w.rand.IntN(2) == 0 {
+			action.Selector.Keys = append(action.Selector.Keys, letter.Key)
+			call.Messages = append(call.Messages, witness.Message{ID: string(letter.MessageID), Due: []string{d.id()}})
+		}
+	}
+	if len(call.Messages) == 0 {
+		return
+	}
+	w.configs[d.namespace].redelivered = true
+	begin := w.clock.Now()
+	ctx, cancel := context.WithTimeout(w.Context(), 5*time.Second)
+	defer cancel()
+	if p, err := w.pod.admin().Redeliver(ctx, action, nil); err == nil && p.Done {
+		call.Status = http.StatusOK
+	}
+	w.sender.Write(witness.Line{Begin: begin, Call: call})
+}

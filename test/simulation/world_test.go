@@ -1,0 +1,304 @@
+package simulation
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/test/witness"
+)
+
+// bounds are what docs/reliability.md states: what is not recorded after a loss, and the next probe of a circuit.
+var bounds = witness.Plan{Unrecorded: 300 * time.Millisecond, Wait: 65 * time.Second, Ready: 2 * time.Second, Grace: grace}
+
+const (
+	// grace is the grace period, and timeout the timeout of a request to a receiver.
+	grace   = 10 * time.Second
+	timeout = 2 * time.Second
+	// inFlight bounds the requests to a receiver in flight.
+	inFlight = 8
+	// settling bounds the time after the plan in which all messages get an outcome.
+	settling = 10 * time.Minute
+)
+
+// world has what survives the loss of a process: senders, receivers, manifests, and the disk.
+type world struct {
+	*testing.T
+	*journals
+	seed uint64
+	// rand is used by the goroutine of the plan only.
+	rand *rand.Rand
+	pod  *pod
+	// configs are the live configs of the namespaces.
+	configs map[string]*config
+
+	senders sync.WaitGroup
+	// detected is the number of flipped bits with which a process did not start.
+	detected int
+	// ending are processes that are lost, and not closed yet.
+	ending sync.WaitGroup
+
+	mu sync.Mutex
+	// dice is for all goroutines; mu guards it.
+	dice *rand.Rand
+	// failing are the faults of receivers by the prefix of their URLs.
+	failing map[string]receiverFault
+	// acknowledged is the number of calls that were acknowledged.
+	acknowledged int
+}
+
+func newWorld(t *testing.T, seed uint64) *world {
+	w := &world{T: t, seed: seed, journals: newJournals(t), rand: rand.New(rand.NewPCG(seed, 0)), dice: rand.New(rand.NewPCG(seed, 1)),
+		configs: map[string]*config{}, failing: map[string]receiverFault{}}
+	w.sender.Write(witness.Line{Plan: &bounds})
+	for _, namespace := range namespaces {
+		w.configs[namespace] = newConfig(namespace)
+	}
+	for _, d := range w.destinations() {
+		w.apply(d)
+	}
+	w.pod = newPod(w)
+	return w
+}
+
+// one returns whether one of n cases happens.
+func (w *world) one(n int) bool { return w.roll(n) == 0 }
+
+// roll returns a number from 0 to n-1.
+func (w *world) roll(n int) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.dice.IntN(n)
+}
+
+// upTo returns a time that is not zero.
+func (w *world) upTo(d time.Duration) time.Duration {
+	return time.Duration(1 + w.roll(int(d)))
+}
+
+// destinations returns those of all namespaces, sorted by name.
+func (w *world) destinations() (all []*target) {
+	for _, namespace := range namespaces {
+		all = append(all, w.configs[namespace].destinations...)
+	}
+	return all
+}
+
+// apply notes that the newest revision of a destination is about to be applied.
+func (w *world) apply(d *target) {
+	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision, Destination: &witness.Destination{
+		URLs: d.urls(), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
+		InFlight: inFlight, Timeout: timeout, Window: d.window,
+	}}})
+}
+
+func (w *world) note(d *target, action string) {
+	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: action, Revision: d.revision}})
+}
+
+// observe writes ledgers and the readiness every second until stop is closed.
+func (w *world) observe(stop <-chan struct{}) {
+	for {
+		select {
+		case <-stop:
+			return
+		case <-time.After(time.Second):
+		}
+		status, _ := w.pod.request(http.MethodGet, "/readyz", "", nil)
+		w.ledgers.Write(witness.Line{Probe: &witness.Probe{Process: w.pod.name, Ready: status == http.StatusOK}})
+		w.writeLedgers(false)
+	}
+}
+
+// writeLedgers writes the ledgers of all destinations, and returns the number of pending messages, -1 if a ledger is missing.
+func (w *world) writeLedgers(final bool) (pending int) {
+	life := w.pod.living()
+	if life == nil {
+		return -1
+	}
+	report := life.dispatcher.Report()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if life.dead {
+		return -1
+	}
+	seen := 0
+	for _, n := range report.Namespaces {
+		for _, d := range n.Destinations {
+			if seen++; !final && d.Pending > 0 && w.configs[n.Namespace].redelivered {
+				pending += int(d.Pending)
+				continue
+			}
+			pending += w.writeLedger(n.Namespace+"/"+d.Name, d, final)
+		}
+	}
+	if seen < len(w.destinations()) && final {
+		return -1
+	}
+	return pending
+}
+
+func (w *world) writeLedger(name string, d adminapi.DestinationReport, final bool) (pending int) {
+	l, unsent := d.Ledger, 0
+	for _, e := range d.Endpoints {
+		pending += int(e.FirstAttemptsPending)
+		unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
+	}
+	w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{Name: name, Process: w.pod.name, Final: final, Accepted: int(l.Accepted),
+		Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded),
+		Pending: int(l.Pending), Unsent: unsent}})
+	return pending + int(l.Pending)
+}
+
+// run runs a plan, and judges its journals.
+func (w *world) run(plan []step) []witness.Verdict {
+	w.pod.start()
+	stop := make(chan struct{})
+	var background sync.WaitGroup
+	background.Go(func() { w.observe(stop) })
+	sending := make(chan struct{})
+	for i, namespace := range namespaces {
+		random := rand.New(rand.NewPCG(w.seed, uint64(10+i)))
+		w.senders.Go(func() { w.load(sending, namespace, random) })
+	}
+	for _, s := range plan {
+		w.rand = rand.New(rand.NewPCG(s.seed, 0))
+		w.Logf("%v: %s", w.clock.Now(), kinds[s.kind].name)
+		kinds[s.kind].run(w)
+	}
+	w.calm()
+	close(sending)
+	w.senders.Wait()
+	for end := time.Now().Add(settling); time.Now().Before(end) && w.writeLedgers(false) != 0; {
+		time.Sleep(time.Second)
+	}
+	close(stop)
+	background.Wait()
+	w.writeLetters()
+	w.writeLedgers(true)
+	w.pod.stop()
+	w.ending.Wait()
+	return w.judge(w.T)
+}
+
+// writeLetters writes the dead letters of all destinations.
+func (w *world) writeLetters() {
+	for _, d := range w.destinations() {
+		letters := &witness.Letters{Name: d.id()}
+		for letter, err := range w.pod.admin().DeadLetters(w.Context(), d.id(), 10_000) {
+			if err != nil {
+				w.Errorf("dead letters of %s: got error %v, want none", d.id(), err)
+				return
+			}
+			letters.IDs = append(letters.IDs, string(letter.MessageID))
+		}
+		w.ledgers.Write(witness.Line{Letters: letters})
+	}
+}
+
+// load sends batches of calls of a namespace until sending is closed.
+func (w *world) load(sending <-chan struct{}, namespace string, random *rand.Rand) {
+	for n := 0; ; n++ {
+		select {
+		case <-sending:
+			return
+		case <-time.After(time.Duration(1+random.IntN(800)) * time.Millisecond):
+		}
+		messages, body := w.batch(namespace, n, random)
+		w.senders.Go(func() { w.send(namespace, body, messages, rand.New(rand.NewPCG(random.Uint64(), 0))) })
+	}
+}
+
+// batch makes the calls of a request, and the body.
+func (w *world) batch(namespace string, n int, random *rand.Rand) (messages []witness.Message, body string) {
+	var calls []string
+	for i := range 1 + random.IntN(4) {
+		// Ids of one order differ in their separators.
+		id := fmt.Sprintf("%s%s%d-%d", namespace, []string{" ", "+", "-", "/", "%20", "é", "."}[random.IntN(7)], n, i)
+		m := witness.Message{ID: id, Content: json.RawMessage(fmt.Sprintf(`{"type":"track","event":"E%d","userId":"u"}`, random.IntN(9)))}
+		if random.IntN(3) == 0 {
+			m.Content = json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":"u%d","traits":{"n":%d}}`, random.IntN(9), n))
+		}
+		for _, d := range w.configs[namespace].destinations {
+			if d.takes(m.Content) {
+				m.Due = append(m.Due, d.id())
+			}
+		}
+		messages = append(messages, m)
+		calls = append(calls, strings.TrimSuffix(string(m.Content), "}")+fmt.Sprintf(`,"messageId":%q}`, id))
+	}
+	return messages, `{"batch":[` + strings.Join(calls, ",") + `]}`
+}
+
+// send sends a request as the official libraries do: again after 5xx, 429 and a missing answer, with growing waits, up
+// to ten times.
+func (w *world) send(namespace, body string, messages []witness.Message, random *rand.Rand) {
+	wait := 100 * time.Millisecond
+	for range 10 {
+		status := w.post(namespace, body, messages, random)
+		if status >= 200 && status < 500 && status != http.StatusTooManyRequests {
+			return
+		}
+		time.Sleep(wait + time.Duration(random.IntN(int(wait))))
+		wait = min(2*wait, 10*time.Second)
+	}
+}
+
+// post sends a request once. The network loses one of 30 requests, and one of 30 answers.
+func (w *world) post(namespace, body string, messages []witness.Message, random *rand.Rand) int {
+	p := w.pod
+	call := &witness.Call{Kind: witness.Calls, Source: namespace + "/web", Messages: messages, Valid: true}
+	begin, fate := w.clock.Now(), random.IntN(30)
+	if fate == 0 {
+		time.Sleep(time.Second)
+	} else {
+		time.Sleep(time.Duration(random.IntN(20)) * time.Millisecond)
+		p.requestAndThen(http.MethodPost, "/v1/batch", body, func(r *http.Request) { r.SetBasicAuth(namespace+"-key", "") },
+			func(status int, text []byte) {
+				if fate == 1 {
+					return
+				}
+				call.Process = p.name
+				if call.Status = acknowledges(status, text); call.Status == http.StatusOK {
+					w.acknowledged += len(messages)
+				}
+				w.sender.Write(witness.Line{Begin: begin, Call: call})
+			})
+		if call.Status != 0 {
+			return call.Status
+		}
+	}
+	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	return call.Status
+}
+
+// acknowledges returns the status of a call: 200 only if all messages are acknowledged, and 0 without an answer.
+func acknowledges(status int, text []byte) int {
+	var answer struct {
+		Success  bool  `json:"success"`
+		Rejected []any `json:"rejected"`
+	}
+	switch {
+	case status != http.StatusOK:
+		return status
+	case json.Unmarshal(text, &answer) != nil || !answer.Success:
+		return 0
+	case len(answer.Rejected) > 0:
+		return http.StatusBadRequest
+	}
+	return http.StatusOK
+}
+
+// find returns a destination by its id.
+func (w *world) find(id string) *target {
+	all := w.destinations()
+	return all[slices.IndexFunc(all, func(d *target) bool { return d.id() == id })]
+}
