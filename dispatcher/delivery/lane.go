@@ -50,6 +50,9 @@ type lane struct {
 	scratch []queue.Delivery
 	head    int
 	leasing bool
+	// dense is true if the last lease returned every message after lastSeq, the end of the one before.
+	dense   bool
+	lastSeq uint64
 	// waits is true if the store may have messages that wait as their receiver requested. waitsEnded is
 	// the time of an edit that ends the waits of earlier responses; zero if the store has ended them.
 	waits      bool
@@ -231,4 +234,13 @@ func (l *lane) wantedEnd() queue.End {
 		return queue.Ended
 	}
 	return queue.Active
+}
+
+// judgeLease notes whether a lease returned every message since the lease before it.
+func (l *lane) judgeLease(got []queue.Delivery) {
+	l.dense = false
+	if n := len(got); n > 0 {
+		last := got[n-1].Seq
+		l.dense, l.lastSeq = last-l.lastSeq == uint64(n), last
+	}
 }

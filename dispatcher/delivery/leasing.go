@@ -27,6 +27,7 @@ func (e *Engine) lease(l *lane) {
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
 	e.scheduler.endLease(l)
+	l.judgeLease(got)
 	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.
 	l.scratch = got
 	l.more = len(got) >= n || l.notified

@@ -23,10 +23,8 @@ type scheduler struct {
 	// share of maxInFlight.
 	ready                    readyQueue
 	blocked, blockedUnproven blockedQueue
-	// active counts the namespaces with waiting lanes, leases in progress or requests in flight; sharedAt is when it
-	// was last more than one.
-	active   int
-	sharedAt time.Time
+	// active counts the namespaces with waiting lanes, leases in progress or requests in flight.
+	active int
 	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
 	// granted the lanes with a grant, leased the messages that are leased and not settled.
 	inFlight, unproven, granted, leased int
@@ -42,25 +40,16 @@ func (s *scheduler) enqueue(l *lane) bool {
 	return true
 }
 
-// processors is the number of leases that a namespace may have in progress while it is alone.
-var processors = runtime.GOMAXPROCS(0)
+// maxLeases is the number of leases of lanes that are not dense that a namespace may have in progress: half of the
+// processors. They read the messages that filters exclude, so the lanes of one namespace could keep all of them busy.
+var maxLeases = max(1, runtime.GOMAXPROCS(0)/2)
 
-// aloneAfter is how long no other namespace must have been active until one counts as alone. A namespace with short
-// requests is active for moments only.
-const aloneAfter = time.Second
-
-// maxLeases is the number of leases that a namespace may have in progress. A lease reads the messages that filters
-// exclude, so the lanes of one namespace could keep all processors busy: it gets half of them, unless it is alone.
-func (s *scheduler) maxLeases(n *namespace, now time.Time) int {
-	if s.active > min(n.load, 1) || now.Sub(s.sharedAt) < aloneAfter {
-		return max(1, processors/2)
-	}
-	return processors
-}
+// mayLease reports whether a lane may lease now.
+func (s *scheduler) mayLease(l *lane) bool { return l.dense || l.owner.leases < maxLeases }
 
 // resumeLease puts a lane that waits for a lease into the ready queue if its namespace may have one more.
-func (s *scheduler) resumeLease(n *namespace, now time.Time) {
-	if n.toLease.len > 0 && n.leases < s.maxLeases(n, now) {
+func (s *scheduler) resumeLease(n *namespace) {
+	if n.toLease.len > 0 && n.leases < maxLeases {
 		s.ready.push(n.toLease.pop())
 	}
 }
@@ -74,7 +63,9 @@ func (s *scheduler) awaitLease(l *lane) {
 // beginLease counts a lease in progress of a lane, whose buffered messages can be sent meanwhile.
 func (s *scheduler) beginLease(l *lane) {
 	l.leasing, l.notified = true, false
-	l.owner.leases++
+	if !l.dense {
+		l.owner.leases++
+	}
 	s.load(l.owner, 1)
 	s.enqueue(l)
 }
@@ -82,8 +73,10 @@ func (s *scheduler) beginLease(l *lane) {
 // endLease ends what beginLease began.
 func (s *scheduler) endLease(l *lane) {
 	l.leasing = false
-	l.owner.leases--
-	s.resumeLease(l.owner, time.Now())
+	if !l.dense {
+		l.owner.leases--
+		s.resumeLease(l.owner)
+	}
 	s.load(l.owner, -1)
 }
 
@@ -220,9 +213,7 @@ func (s *scheduler) load(owner *namespace, n int) {
 	case before == 0:
 		s.active++
 	case owner.load == 0:
-		if s.active--; s.active == 1 {
-			s.sharedAt = time.Now()
-		}
+		s.active--
 	}
 }
 

@@ -123,7 +123,7 @@ func (e *Engine) next(p *post) bool {
 			return false
 		}
 		now := time.Now()
-		e.scheduler.resumeLease(l.owner, now) // l may need no lease.
+		e.scheduler.resumeLease(l.owner) // l may need no lease.
 		closed, probe := l.sendable(now)
 		switch {
 		case l.parked() || !l.hasWork() || !closed && !probe:
@@ -135,7 +135,7 @@ func (e *Engine) next(p *post) bool {
 			if e.startProbe(l, p, now) {
 				return true
 			}
-		case l.more && !l.leasing && l.owner.leases < e.scheduler.maxLeases(l.owner, now) && l.buffered() < e.scheduler.quantum(l)/4+1:
+		case l.more && !l.leasing && e.scheduler.mayLease(l) && l.buffered() < e.scheduler.quantum(l)/4+1:
 			e.lease(l)
 		case l.buffered() > 0:
 			d := l.take()
