@@ -184,6 +184,8 @@ type destination struct {
 	// letters are its dead letters; nil if they are not known. final is its last ledger.
 	letters map[string]*Line
 	final   *Line
+	// redeliver are the redeliveries of its dead letters, by identity.
+	redeliver map[string][]*Line
 }
 
 type revision struct {
@@ -210,12 +212,10 @@ type body struct {
 // message is a message that was sent, maybe more than once.
 type message struct {
 	Message
-	source string
 	// first is the first request, and acknowledged the first that was acknowledged.
 	first, acknowledged *Line
 	// open is true if a request may have been accepted.
-	open      bool
-	redeliver []*Line
+	open bool
 }
 
 // span is a fault from its begin to its end.
@@ -266,7 +266,8 @@ func (h *History) destination(name string) *destination {
 	d := h.destinations[name]
 	if d == nil {
 		namespace, _, _ := strings.Cut(name, "/")
-		d = &destination{name: name, namespace: namespace, denied: map[string]bool{}, got: map[string][]*receipt{}}
+		d = &destination{name: name, namespace: namespace, denied: map[string]bool{}, got: map[string][]*receipt{},
+			redeliver: map[string][]*Line{}}
 		h.destinations[name] = d
 	}
 	return d
@@ -303,17 +304,19 @@ func (h *History) addReceipt(l *Line) {
 func (h *History) addCall(l *Line) {
 	for i := range l.Call.Messages {
 		m := l.Call.Messages[i]
-		if m.ID == "" {
+		if l.Call.Kind == Redelivery {
+			for _, to := range slices.Concat(m.Due, m.May) {
+				d := h.destination(to)
+				d.redeliver[m.ID] = append(d.redeliver[m.ID], l)
+			}
+		}
+		if m.ID == "" || l.Call.Kind == Redelivery {
 			continue
 		}
 		s := h.sent[m.ID]
 		if s == nil {
-			s = &message{Message: m, source: l.Call.Source, first: l}
+			s = &message{Message: m, first: l}
 			h.sent[m.ID] = s
-		}
-		if l.Call.Kind == Redelivery {
-			s.redeliver = append(s.redeliver, l)
-			continue
 		}
 		s.May = append(s.May, m.May...)
 		if s.open = s.open || undecided(l.Call.Status); s.acknowledged == nil && accepted(l.Call.Status) {
@@ -348,8 +351,10 @@ func (d *destination) done(id string) (all []*receipt) {
 	return all
 }
 
-// pending reports whether the destination may still have messages at the end.
-func (d *destination) pending() bool { return d.final == nil || d.final.Ledger.Pending > 0 }
+// pending reports whether the destination may have messages at the end that are pending, or dead letters that are not listed.
+func (d *destination) pending() bool {
+	return d.final == nil || d.final.Ledger.Pending > 0 || d.letters == nil && d.final.Ledger.DeadLettered > 0
+}
 
 // sorted returns the messages in the order of their first requests.
 func (h *History) sorted() (all []*message) {

@@ -21,7 +21,7 @@ func judgeOutcome(h *History, f *finding) {
 			f.judged++
 			done, letter := d.done(m.ID), d.letters[m.ID]
 			switch {
-			case len(done) > 0 && letter != nil && len(m.redeliver) == 0 && !h.repeated(done[0]):
+			case len(done) > 0 && letter != nil && len(d.redeliver[m.ID]) == 0 && !h.repeated(done[0]):
 				f.violated([]*Line{m.acknowledged, done[0].Line, letter}, "message %s is delivered to %s, and a dead letter", m.ID, name)
 			case len(done) > 0 || letter != nil:
 			case h.discards(d, m.first) != nil:
@@ -29,9 +29,7 @@ func judgeOutcome(h *History, f *finding) {
 					discarded[d] = append(discarded[d], m.acknowledged)
 				}
 			case d.pending():
-				f.unclear("%s may still have message %s: no ledger with 0 pending messages at its end", name, m.ID)
-			case d.letters == nil && d.final.Ledger.DeadLettered > 0:
-				f.unclear("message %s may be a dead letter of %s, which are not listed", m.ID, name)
+				f.unclear("%s may still have message %s: no ledger with 0 pending messages at its end, or no list of dead letters", name, m.ID)
 			default:
 				f.violated(append(lines(d.got[m.ID], m.acknowledged), d.final), "message %s was acknowledged, and is neither delivered to %s nor a dead letter", m.ID, name)
 			}
@@ -119,7 +117,7 @@ func judgeRepeats(h *History, f *finding) {
 					continue
 				}
 				between := func(l *Line) bool { return l.Begin > before.Begin && l.Begin <= r.Begin }
-				if m := h.sent[id]; m != nil && slices.ContainsFunc(m.redeliver, between) {
+				if slices.ContainsFunc(d.redeliver[id], between) {
 					continue
 				}
 				i := len(h.spans) - 1 // The last fault that can be the reason.
@@ -293,8 +291,10 @@ func judgeURLs(h *History, f *finding) {
 			if m := h.sent[id]; m != nil {
 				sent = m.first
 			}
-			if h.discards(d, sent) != nil {
-				continue
+			if a := h.discards(d, sent); a != nil {
+				if since, _ := h.undisturbed(d, sent.Begin, done[0].At, a.removing.At, true); a.removing.At-since <= h.plan.Wait {
+					continue
+				}
 			}
 			for _, urls := range endpoints {
 				f.judged++
@@ -363,6 +363,9 @@ func (h *History) demanded(r *receipt) string {
 }
 
 func judgeOnce(h *History, f *finding) {
+	for _, d := range h.sortedDestinations() {
+		h.judgeRedelivered(f, d)
+	}
 	type demand struct {
 		to, content string
 	}
@@ -371,13 +374,6 @@ func judgeOnce(h *History, f *finding) {
 		for i := range l.Call.Messages {
 			m := &l.Call.Messages[i]
 			for _, to := range m.Due {
-				if l.Call.Kind == Redelivery {
-					f.judged++
-					if d := h.destination(to); accepted(l.Call.Status) && len(d.done(m.ID)) == 0 && d.letters[m.ID] == nil && !d.pending() &&
-						d.letters != nil {
-						f.violated([]*Line{l, d.final}, "message %s was redelivered to %s, and has no outcome", m.ID, to)
-					}
-				}
 				if m.ID != "" {
 					continue
 				}
@@ -398,26 +394,48 @@ func judgeOnce(h *History, f *finding) {
 		if got[at] == nil {
 			got[at] = map[string]*receipt{}
 		}
-		if got[at][r.Receipt.Key] = r; most[at] == 0 && (at.content != "" || r.body.Type == "delete") {
+		if got[at][r.id] = r; most[at] == 0 && (at.content != "" || r.body.Type == "delete") {
 			f.judged++
 			f.violated([]*Line{r.Line}, "%s got a message that no call demanded there", at.to)
 		}
 	}
 	for at, n := range most {
 		f.judged++
-		keys := slices.Sorted(maps.Keys(got[at]))
-		var proof []*Line
-		for _, key := range keys[:min(len(keys), 3)] {
-			proof = append(proof, got[at][key].Line)
+		d, ended := h.destination(at.to), 0
+		proof := []*Line{line[at]}
+		for _, id := range slices.Sorted(maps.Keys(got[at])) {
+			proof = append(proof, got[at][id].Line)
+			if len(d.done(id)) > 0 || d.letters[id] != nil {
+				ended++
+			}
 		}
-		d := h.destination(at.to)
 		switch {
-		case len(keys) > n:
-			f.violated(append(proof, line[at]), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, n)
-		case len(keys) < want[at] && d.pending():
+		case len(got[at]) > n:
+			f.violated(proof, "%s got %d messages with %s, %d were demanded", at.to, len(got[at]), at.content, n)
+		case ended < want[at] && d.pending():
 			f.unclear("%s may still have a message with %s", at.to, at.content)
-		case len(keys) < want[at]:
-			f.violated(append(proof, line[at], d.final), "%s got %d messages with %s, %d were demanded", at.to, len(keys), at.content, want[at])
+		case ended < want[at]:
+			f.violated(append([]*Line{d.final}, proof...), "%d messages with %s ended at %s, %d were demanded", ended, at.content, at.to, want[at])
+		}
+	}
+}
+
+// judgeRedelivered judges that each message that was redelivered is delivered after it, or a dead letter again.
+func (h *History) judgeRedelivered(f *finding, d *destination) {
+	for _, id := range slices.Sorted(maps.Keys(d.redeliver)) {
+		for _, l := range d.redeliver[id] {
+			due := slices.ContainsFunc(l.Call.Messages, func(m Message) bool { return m.ID == id && slices.Contains(m.Due, d.name) })
+			if !due || !accepted(l.Call.Status) || h.discards(d, l) != nil {
+				continue
+			}
+			f.judged++
+			switch {
+			case slices.ContainsFunc(d.done(id), func(r *receipt) bool { return r.Begin >= l.Begin }) || d.letters[id] != nil:
+			case d.pending():
+				f.unclear("%s may still have the redelivered message %s, or it is a dead letter", d.name, id)
+			default:
+				f.violated(append(lines(d.got[id], l), d.final), "message %s was redelivered to %s, and has no outcome after it", id, d.name)
+			}
 		}
 	}
 }

@@ -9,7 +9,7 @@ import (
 func judgeWindow(h *History, f *finding) {
 	for _, r := range h.got {
 		m := h.sent[r.body.MessageID]
-		if m == nil || m.acknowledged == nil || r.to == nil || len(m.redeliver) > 0 {
+		if m == nil || m.acknowledged == nil || r.to == nil || len(r.to.redeliver[m.ID]) > 0 {
 			continue
 		}
 		f.judged++
@@ -21,17 +21,13 @@ func judgeWindow(h *History, f *finding) {
 	}
 }
 
-func judgeWait(h *History, f *finding) {
-	h.judgeDelay(f, false)
-}
+// judgeWait compares the time from the acceptance of each message to its first request, or to the end, with the bound. A
+// fault of all namespaces, or of its own, ends before the time begins.
+func judgeWait(h *History, f *finding) { h.judgeDelay(f, false) }
 
-func judgeIsolation(h *History, f *finding) {
-	h.judgeDelay(f, true)
-}
+// judgeIsolation is judgeWait of the messages during the fault of another namespace.
+func judgeIsolation(h *History, f *finding) { h.judgeDelay(f, true) }
 
-// judgeDelay compares the time from the acceptance of each message to its first request, or to the end, with the bound. A fault of all
-// namespaces, or of its own, ends before the time begins. With foreign, only messages during the fault of another
-// namespace alone are judged.
 func (h *History) judgeDelay(f *finding, foreign bool) {
 	for _, m := range h.sorted() {
 		if m.acknowledged == nil {
@@ -39,7 +35,7 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 		}
 		for _, name := range m.Due {
 			d := h.destination(name)
-			since, until, other := m.acknowledged.At, h.end, false
+			since, until := m.acknowledged.At, h.end
 			if a := h.discards(d, m.first); a != nil {
 				until = max(since, a.removing.At)
 			}
@@ -48,29 +44,37 @@ func (h *History) judgeDelay(f *finding, foreign bool) {
 				first := slices.MinFunc(got, func(a, b *receipt) int { return int(a.Begin - b.Begin) })
 				until, proof = first.Begin, append(proof, first.Line)
 			}
-			for _, s := range h.spans {
-				switch {
-				case !s.overlaps(m.first.Begin, until), s.Destination != "": // Another URL works.
-				case s.Namespace != "" && s.Namespace != d.namespace:
-					other, proof = true, append(proof, s.lines...)
-				default:
-					since = max(since, min(s.end, until))
-				}
-			}
-			for _, a := range d.absences {
-				if a.removing.At < until && a.end() >= m.first.Begin {
-					since = max(since, min(a.end(), until))
-				}
-			}
-			if foreign && !other {
+			since, others := h.undisturbed(d, m.first.Begin, since, until, false)
+			if foreign && others == nil {
 				continue
 			}
 			f.judged++
 			if wait := until - since; wait > h.plan.Wait {
-				f.violated(proof, "message %s waited %v for a request to %s, at most %v are stated", m.ID, wait.Round(time.Millisecond), name, h.plan.Wait)
+				f.violated(append(proof, others...), "message %s waited %v for a request to %s, at most %v are stated", m.ID, wait.Round(time.Millisecond), name, h.plan.Wait)
 			}
 		}
 	}
+}
+
+// undisturbed returns the later one of a time and the end of what can delay requests to a destination in an interval: its
+// absences, and faults of all namespaces, of its own or, with url, of one of its URLs. others are the lines of the faults
+// of other namespaces.
+func (h *History) undisturbed(d *destination, from, since, until time.Duration, url bool) (_ time.Duration, others []*Line) {
+	for _, s := range h.spans {
+		switch {
+		case !s.overlaps(from, until), s.Destination != "" && (!url || s.Destination != d.name): // Another URL works.
+		case s.Namespace != "" && s.Namespace != d.namespace:
+			others = append(others, s.lines...)
+		default:
+			since = max(since, min(s.end, until))
+		}
+	}
+	for _, a := range d.absences {
+		if a.removing.At < until && a.end() >= from {
+			since = max(since, min(a.end(), until))
+		}
+	}
+	return since, others
 }
 
 func judgeLedger(h *History, f *finding) {

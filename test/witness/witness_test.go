@@ -241,7 +241,11 @@ var violations = map[string]func(*story){
 			s.track(9150, newsURL, id)
 		}
 	},
-	"repeats: a redelivery twice":             func(s *story) { s.track(8520, crmA, "m4").Receipt.Signed = []string{"s2"} },
+	"repeats: a redelivery twice": func(s *story) { s.track(8520, crmA, "m4").Receipt.Signed = []string{"s2"} },
+	"repeats: a redelivery to another destination": func(s *story) {
+		s.call(8550, Redelivery, "", Message{ID: "n1", Due: []string{crm}})
+		s.track(8600, newsURL, "n1")
+	},
 	"config: the secret before":               func(s *story) { s.received(crmA, "delete-1").Receipt.Signed = []string{"s1"} },
 	"config: the secret before it is applied": func(s *story) { s.received(crmA, "m1").Receipt.Signed = []string{"s2"} },
 	"config: another header":                  func(s *story) { s.received(crmA, "m1").Receipt.Headers["X-Env"] = "2" },
@@ -257,6 +261,13 @@ var violations = map[string]func(*story){
 	"urls: one URL got nothing": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.URL == crmB && l.Receipt.Key == "m1" })
 		s.remove(Faults, func(l *Line) bool { return l.Fault.ID == 2 })
+	},
+	"urls: never sent long before a removal": func(s *story) {
+		s.remove(Receiver, func(l *Line) bool { return l.Receipt.URL == crmB && l.Receipt.Key == "m1" })
+		s.remove(Faults, func(l *Line) bool { return l.Fault.ID == 2 })
+		for at, action := range map[int]string{9100: Removing, 9110: Removed} {
+			s.add(Objects, at, Line{Object: &Object{Name: crm, Process: "p", Action: action}})
+		}
 	},
 	"window: a late retry": func(s *story) { s.track(14_200, newsURL, "n1") },
 	"wait: a late first attempt": func(s *story) {
@@ -290,6 +301,11 @@ var violations = map[string]func(*story){
 	},
 	"once: a member is not reported": func(s *story) { s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "generated-1" }) },
 	"once: a filtered deletion":      func(s *story) { s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "delete-1" }) },
+	"once: a deletion that fails": func(s *story) {
+		for _, url := range []string{crmA, crmB} {
+			s.received(url, "delete-1").Receipt.Status = 503
+		}
+	},
 	"once: a redelivery without outcome": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.Key == "m4" && l.Receipt.Status == 200 })
 	},
