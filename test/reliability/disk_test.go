@@ -8,7 +8,6 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -16,7 +15,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -31,43 +29,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/need"
+	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// smallDisk mounts a file system of 100 MB: ext4 if the machine has
-// loop devices, otherwise a tmpfs with a limit.
+// smallDisk mounts a file system of 100 MB.
 func smallDisk(t *testing.T) string {
 	t.Helper()
-	image, dir := filepath.Join(t.TempDir(), "image"), t.TempDir()
-	mount := func(args ...string) error {
-		out, err := exec.CommandContext(t.Context(), args[0], args[1:]...).CombinedOutput()
-		if err != nil {
-			return fmt.Errorf("%s: %w: %s", args[0], err, strings.TrimSpace(string(out)))
-		}
-		return nil
-	}
-	err := os.WriteFile(image, nil, 0o600)
-	if err == nil {
-		err = os.Truncate(image, 100<<20)
-	}
-	if err == nil {
-		err = mount("mkfs.ext4", "-q", "-m", "0", image)
-	}
-	if err == nil {
-		err = mount("mount", "-o", "loop", image, dir)
-	}
+	dir, err := process.SmallDisk(t, 100)
 	if err != nil {
-		if tmpfs := mount("mount", "-t", "tmpfs", "-o", "size=100m", "posthorn-test", dir); tmpfs != nil {
-			need.Skip(t, fmt.Errorf("cannot mount a small file system; run the test as root: %w; %w", err, tmpfs))
-		}
-		t.Logf("using tmpfs instead of ext4: %v", err)
+		need.Skip(t, err)
 	}
-	t.Cleanup(func() {
-		if err := unix.Unmount(dir, 0); err != nil {
-			t.Errorf("unmount: %v", err)
-			_ = unix.Unmount(dir, unix.MNT_DETACH)
-		}
-	})
 	return dir
 }
 
@@ -78,34 +50,6 @@ func freeBytes(t *testing.T, dir string) int64 {
 		t.Fatal(err)
 	}
 	return int64(fs.Bavail) * fs.Bsize
-}
-
-// fill writes a file until the disk has no free byte.
-func fill(t *testing.T, dir string) (remove func()) {
-	t.Helper()
-	path := filepath.Join(dir, "other")
-	f, err := os.Create(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for block := make([]byte, 1<<20); ; {
-		if _, err := f.Write(block); errors.Is(err, syscall.ENOSPC) {
-			if len(block) == 1 {
-				break
-			}
-			block = block[:max(1, len(block)/16)]
-		} else if err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := f.Close(); err != nil {
-		t.Fatal(err)
-	}
-	return func() {
-		if err := os.Remove(path); err != nil {
-			t.Error(err)
-		}
-	}
 }
 
 // diskOptions returns options with which a fatal error of the store fails the test. One
@@ -374,7 +318,7 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 				}
 				return nil
 			})
-			free := fill(t, disk)
+			free := process.Fill(t, disk)
 			wait.For(t, "storage pressure in the report", func() error {
 				if pod, _ := storagePressure(r); !pod {
 					return fmt.Errorf("%d bytes free and no pressure", freeBytes(t, disk))
