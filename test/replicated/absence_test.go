@@ -5,6 +5,8 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/test/witness"
 )
@@ -25,6 +27,9 @@ func (w *world) takeAway() {
 		source = gone[0].namespace + "/web"
 		gone = slices.DeleteFunc(slices.Clone(w.destinations), func(d *target) bool { return d.namespace != gone[0].namespace })
 	}
+	again := slices.DeleteFunc(slices.Clone(w.deletions), func(user string) bool {
+		return source == "" || !strings.HasPrefix(user, gone[0].namespace+"-") || w.completed(user)
+	})
 	w.absent(pods, gone, source)
 	if w.rand.IntN(2) == 0 {
 		works()
@@ -32,8 +37,19 @@ func (w *world) takeAway() {
 	if w.rand.IntN(2) == 0 {
 		time.Sleep(planGrace + deliveryTimeout)
 	}
+	for _, user := range again { // The objects are new ones, and a run that has not completed may be repeated.
+		w.sender.Write(witness.Line{Begin: w.clock.Now(), Call: w.deletionOf(user)})
+	}
 	w.present(pods, gone, source)
 	works()
+}
+
+// completed reports whether the deletion of a user has completed, so that another object for it changes nothing.
+func (w *world) completed(user string) bool {
+	namespace, number, _ := strings.Cut(user, "-")
+	var o v1alpha1.DeletionRequest
+	return w.object("deletions", namespace, "d"+number, &o) == nil &&
+		meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionComplete)
 }
 
 // absent removes destinations and their Source, if it is not empty, and notes when the owner uses them no more.
@@ -57,6 +73,7 @@ func (w *world) absent(pods []*pod, gone []*target, source string) {
 func (w *world) present(pods []*pod, gone []*target, source string) {
 	clear(w.away)
 	if source != "" {
+		w.audiences[gone[0].namespace].replace()
 		w.objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Applied}})
 	}
 	for _, d := range gone {
@@ -69,11 +86,6 @@ func (w *world) present(pods []*pod, gone []*target, source string) {
 	}
 	if source == "" {
 		return
-	}
-	for _, user := range w.deletions {
-		if strings.HasPrefix(user, gone[0].namespace+"-") {
-			w.demand(user) // The objects are new.
-		}
 	}
 	var o v1alpha1.Source
 	if until(20*time.Second, func() bool {
@@ -89,11 +101,11 @@ func (w *world) listed(gone []*target) bool {
 	if p == nil {
 		return true
 	}
-	r, err := p.store().Report(w.t.Context(), "")
+	reports, err := p.namespaces(w.t.Context())
 	if err != nil {
 		return true
 	}
-	for _, n := range r.Namespaces {
+	for _, n := range reports {
 		for _, d := range n.Destinations {
 			if slices.ContainsFunc(gone, func(g *target) bool { return g.id() == n.Namespace+"/"+d.Name }) {
 				return true

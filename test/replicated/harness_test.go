@@ -148,8 +148,9 @@ type pod struct {
 	manifests string
 	data      string
 	log       process.Log
-	// volume is true for a process without a replicated log.
+	// volume is true for a process without a replicated log, and slots the number of several slots.
 	volume bool
+	slots  int
 	// calls is the address for calls; that of Posthorn is empty, because a process is not ready before
 	// it has the records of the log.
 	calls string
@@ -266,6 +267,18 @@ func (p *pod) store() *adminapi.Client {
 		return p.AdminAPI()
 	}
 	return p.AdminAPI().Slot(0)
+}
+
+// namespaces are the reports of the namespaces in all slots.
+func (p *pod) namespaces(ctx context.Context) (all []adminapi.NamespaceReport, err error) {
+	for slot := range max(1, p.slots) {
+		r, err := p.AdminAPI().Slot(slot).Report(ctx, "")
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, r.Namespaces...)
+	}
+	return all, nil
 }
 
 // isOwner returns why the process does not accept calls itself.

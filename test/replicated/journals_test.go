@@ -188,12 +188,12 @@ const longBody = 4 << 10
 // destination has none.
 func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...string) (pending int) {
 	t.Helper()
-	r, err := owner.store().Report(t.Context(), "")
+	reports, err := owner.namespaces(t.Context())
 	if err != nil {
 		return -1
 	}
 	seen := 0
-	for _, n := range r.Namespaces {
+	for _, n := range reports {
 		for _, d := range n.Destinations {
 			name, l := n.Namespace+"/"+d.Name, d.Ledger
 			if !slices.Contains(names, name) {
@@ -222,12 +222,27 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 // writeLetters writes the dead letters of a destination, if the owner lists all.
 func (j *journals) writeLetters(t *testing.T, owner *pod, name string) {
 	t.Helper()
-	letters := &witness.Letters{Name: name}
-	for letter, err := range owner.AdminAPI().DeadLetters(t.Context(), name, 100_000) {
-		if err != nil {
-			return
-		}
-		letters.IDs = append(letters.IDs, string(letter.MessageID))
+	if ids, err := lettersOf(t, owner, name); err == nil {
+		j.ledgers.Write(witness.Line{Letters: &witness.Letters{Name: name, IDs: ids}})
 	}
-	j.ledgers.Write(witness.Line{Letters: letters})
+}
+
+// maxLetters is the most dead letters of a list.
+const maxLetters = 10_000
+
+// lettersOf returns the ids of all dead letters of a destination.
+func lettersOf(t *testing.T, owner *pod, name string) (ids []string, err error) {
+	t.Helper()
+	for slot := range max(1, owner.slots) {
+		for letter, err := range owner.AdminAPI().Slot(slot).DeadLetters(t.Context(), name, maxLetters) {
+			if err != nil {
+				return nil, err
+			}
+			ids = append(ids, string(letter.MessageID))
+		}
+	}
+	if len(ids) >= maxLetters {
+		return nil, fmt.Errorf("%s has %d dead letters or more", name, maxLetters)
+	}
+	return ids, nil
 }

@@ -1,6 +1,7 @@
 package replicated
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -26,7 +27,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 	"github.com/posthorn/posthorn/test/witness"
@@ -38,20 +41,26 @@ const (
 	steps   = 4
 )
 
+// slotsEach is the number of seeds of which one has several slots.
+const slotsEach = 4
+
 // planBounds are what docs/reliability.md and docs/replication.md state, the times of takeovers four times as long.
 var planBounds = witness.Plan{
 	Unrecorded: positionsWithin, Wait: 8 * takeover, Status: 35 * time.Second, Ready: 4 * takeover, Grace: planGrace,
 }
 
-// planGrace is the grace period of the processes, and deliveryTimeout the timeout of a request.
+// planGrace is the grace period of the processes, deliveryTimeout the timeout of a request, and planDisk the size of the
+// file system of a data directory in MiB.
 const (
+	planDisk        = 512
 	planGrace       = 8 * time.Second
 	deliveryTimeout = 5 * time.Second
 )
 
 // Processes, servers and folders fail in random order under load, while destinations change, receivers fail and
 // users are deleted: test/witness judges the journals. POSTHORN_PLANS is the number of plans, POSTHORN_PLAN_SEED the seed
-// of the first one, and POSTHORN_BINARY another binary of posthorn. Without POSTHORN_PLANS the plan is the same each time.
+// of the first one, POSTHORN_BINARY another binary of posthorn, and POSTHORN_OLDER the one of the first process until its
+// next restart in a plan. Without POSTHORN_PLANS the plan is the same each time.
 func TestRandomPlans(t *testing.T) {
 	t.Parallel()
 	plans, program, seed := planned, binary, uint64(3)
@@ -77,10 +86,11 @@ func TestRandomPlans(t *testing.T) {
 type world struct {
 	*cluster
 	*journals
-	t       *testing.T
-	rand    *rand.Rand
-	program string
-	// receiver gets all requests; it fails those whose path has a prefix in failing.
+	t    *testing.T
+	rand *rand.Rand
+	// older is the binary of the first process at its start, and program that of all others.
+	program, older string
+	// receiver gets all requests; it answers those whose path has a prefix in failing with its status.
 	receiver, private *httptest.Server
 	failing           sync.Map
 	// destinations are those of the manifests that were written last, except those in away, which also has namespaces;
@@ -88,8 +98,15 @@ type world struct {
 	destinations []*target
 	away         map[string]bool
 	deletions    []string
-	// holes are between a process and the servers.
-	holes map[*pod]*blackHole
+	// audiences are those of the namespaces, and redelivery is the manifest of a redelivery in a namespace.
+	audiences  map[string]*audience
+	redelivery map[string]string
+	// holes are between a process and the servers. With small, the data directories are in small file systems, and with
+	// filled one of them has been full.
+	holes         map[*pod]*blackHole
+	small, filled bool
+	// configs has the live configs of processes with several slots; nil for those of posthorn run.
+	configs *configs
 	// same ends the fault of folders that differ; nil without one.
 	same         func()
 	acknowledged atomic.Int64
@@ -114,8 +131,8 @@ var namespaces = []string{"shop", "news"}
 func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Helper()
 	w := &world{
-		t: t, program: program, rand: rand.New(rand.NewPCG(seed, 0)), journals: newJournals(t),
-		away: map[string]bool{}, holes: map[*pod]*blackHole{},
+		t: t, program: program, older: cmp.Or(os.Getenv("POSTHORN_OLDER"), program), rand: rand.New(rand.NewPCG(seed, 0)), journals: newJournals(t),
+		away: map[string]bool{}, holes: map[*pod]*blackHole{}, audiences: map[string]*audience{}, redelivery: map[string]string{},
 	}
 	w.receiver = httptest.NewServer(http.HandlerFunc(w.receive))
 	t.Cleanup(w.receiver.Close)
@@ -135,18 +152,42 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 	w.cluster = &cluster{servers: startServers(t)}
 	manifests := map[string]string{}
 	for _, namespace := range namespaces {
+		w.audiences[namespace] = &audience{}
 		manifests[namespace+".yaml"] = w.manifest(namespace)
 	}
 	for _, d := range w.destinations {
 		w.apply(d)
 	}
 	w.objects.Write(witness.Line{Object: &witness.Object{Name: "shop/private", Action: witness.Applied, Destination: &witness.Destination{Denied: []string{w.private.URL + "/"}}}})
-	for range 2 + w.rand.IntN(2) {
+	processes := 2 + w.rand.IntN(2)
+	if seed%slotsEach == 0 && program == binary && env.Missing() == nil {
+		w.compile(manifests)
+		processes = 3
+	}
+	for range processes {
 		hole, url := startBlackHole(t, w.url)
-		p := startPodsOf(t, program, 1, manifests, w.flags(url)...)[0]
-		w.pods, w.holes[p] = append(w.pods, p), hole
+		data := filepath.Join(w.disk(), "data")
+		if w.configs != nil {
+			w.pods = append(w.pods, startDispatcher(t, url, w.configs.kubeconfig, data, w.flags(url)...))
+		} else {
+			w.pods = append(w.pods, startPodsOf(t, w.older, 1, manifests, append(w.flags(url), "--data", data)...)...)
+		}
+		p := w.pods[len(w.pods)-1]
+		p.data, w.holes[p], w.older = data, hole, program // Only the first process is an older one.
 	}
 	return w
+}
+
+// disk returns a small file system for a data directory, or a folder if none can be mounted.
+func (w *world) disk() string {
+	w.t.Helper()
+	disk, err := process.SmallDisk(w.t, planDisk)
+	if err != nil {
+		w.t.Logf("no disk becomes full: %v", err)
+		return w.t.TempDir()
+	}
+	w.small = true
+	return disk
 }
 
 // flags are the flags of a process that reaches the servers with a URL.
@@ -207,7 +248,7 @@ spec:
 			text += fmt.Sprintf("---\napiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: d%s, %s}\nspec: {userId: %s}\n", name, in, user)
 		}
 	}
-	return text
+	return text + w.audiences[namespace].manifest(in) + w.redelivery[namespace]
 }
 
 // urlsOf are the URLs of the newest revision of a destination.
@@ -249,21 +290,21 @@ func (w *world) receive(to http.ResponseWriter, q *http.Request) {
 			secrets = append(secrets, fmt.Sprintf("%s-secret-%d", d.name, n))
 		}
 	}
-	r := receiptOf(q, body, http.StatusOK, secrets...)
-	if w.fails(q.URL.Path) {
-		r.Status = http.StatusServiceUnavailable
-	}
+	r := receiptOf(q, body, w.answer(q.URL.Path), secrets...)
 	w.received.Write(witness.Line{Begin: begin, Receipt: r})
 	to.WriteHeader(r.Status)
 }
 
-// fails reports whether requests for a path fail: their namespace or their URL does.
-func (w *world) fails(path string) (fails bool) {
-	w.failing.Range(func(prefix, _ any) bool {
-		fails = fails || strings.HasPrefix(path, prefix.(string)+"/")
-		return !fails
+// answer returns the status for requests with a path, by the longest prefix in failing; 200 without one.
+func (w *world) answer(path string) int {
+	status, longest := http.StatusOK, ""
+	w.failing.Range(func(prefix, failing any) bool {
+		if p := prefix.(string); strings.HasPrefix(path, p+"/") && len(p) > len(longest) {
+			status, longest = failing.(int), p
+		}
+		return true
 	})
-	return fails
+	return status
 }
 
 // load sends calls of a namespace, each until it is acknowledged or rejected, until ctx is done and then for another minute.
@@ -355,11 +396,13 @@ func (w *world) post(namespace, body string, messages []witness.Message, random 
 type step struct {
 	name   string
 	weight int
-	run    func(*world)
+	// slots is true for a step that is also possible with several slots.
+	slots bool
+	run   func(*world)
 }
 
 var planSteps = []step{
-	{"the owner is lost with its disk", 6, func(w *world) {
+	{"the owner is lost with its disk", 6, true, func(w *world) {
 		w.fault("kill -9 of the owner, and loss of its disk", witness.Unrecorded, func() {
 			if p := w.owner(10 * time.Second); p != nil {
 				p.lose()
@@ -368,7 +411,7 @@ var planSteps = []step{
 			}
 		})
 	}},
-	{"the owner ends", 1, func(w *world) {
+	{"the owner ends", 1, true, func(w *world) {
 		w.fault("SIGTERM of the owner", witness.InFlight, func() {
 			if p := w.owner(10 * time.Second); p != nil {
 				p.end(syscall.SIGTERM)
@@ -377,7 +420,7 @@ var planSteps = []step{
 			}
 		})
 	}},
-	{"the owner is stopped", 1, func(w *world) {
+	{"the owner is stopped", 1, true, func(w *world) {
 		w.fault("SIGSTOP of the owner", witness.Unrecorded, func() {
 			if p := w.owner(10 * time.Second); p != nil {
 				_ = syscall.Kill(p.Pid(), syscall.SIGSTOP)
@@ -387,8 +430,8 @@ var planSteps = []step{
 			}
 		})
 	}},
-	{"all processes are lost with their disks", 1, (*world).loseAll},
-	{"a server is lost", 1, func(w *world) {
+	{"all processes are lost with their disks", 1, true, (*world).loseAll},
+	{"a server is lost", 1, true, func(w *world) {
 		w.fault("kill -9 of a server", witness.InFlight, func() {
 			end := w.kill(w.rand.IntN(replicas))
 			time.Sleep(time.Duration(w.rand.IntN(6)) * time.Second)
@@ -396,20 +439,24 @@ var planSteps = []step{
 			w.progress(20 * time.Second)
 		})
 	}},
-	{"all servers are lost", 1, func(w *world) {
+	{"all servers are lost", 1, true, func(w *world) {
 		w.fault("kill -9 of all servers", witness.InFlight, func() {
 			w.restart(func() error { return nil })
 			w.progress(20 * time.Second)
 		})
 	}},
-	{"records or objects are lost", 3, (*world).loseRecords},
-	{"the stream of the slot is deleted", 2, (*world).deleteStream},
-	{"a process is cut off from the servers", 3, (*world).cutOff},
-	{"another installation joins", 3, (*world).join},
-	{"a folder differs", 6, (*world).differ},
-	{"a destination changes", 2, func(w *world) { w.edit(w.pods) }},
-	{"a user is deleted", 3, (*world).remove},
-	{"a destination or a namespace is removed", 6, (*world).takeAway},
+	{"records or objects are lost", 3, true, (*world).loseRecords},
+	{"the stream of the slot is deleted", 2, false, (*world).deleteStream},
+	{"a process is cut off from the servers", 3, true, (*world).cutOff},
+	{"another installation joins", 3, false, (*world).join},
+	{"a folder differs", 6, false, (*world).differ},
+	{"a disk is full", 2, true, (*world).fillDisk},
+	{"all processes are restarted", 2, true, (*world).update},
+	{"a destination changes", 2, true, func(w *world) { w.edit(w.pods) }},
+	{"a user is deleted", 3, false, (*world).remove},
+	{"members of an audience change", 3, true, (*world).changeMembers},
+	{"dead letters are redelivered", 4, false, (*world).redeliver},
+	{"a destination or a namespace is removed", 6, false, (*world).takeAway},
 }
 
 // fault notes a fault from its begin to its end.
@@ -441,19 +488,19 @@ func (w *world) failReceivers() (works func()) {
 
 // failReceiver makes the receiver of a namespace fail, until works.
 func (w *world) failReceiver(namespace string) (works func()) {
-	return w.fail("/"+namespace, witness.Fault{Name: "failing receiver", Namespace: namespace})
+	return w.fail("/"+namespace, http.StatusServiceUnavailable, witness.Fault{Name: "failing receiver", Namespace: namespace})
 }
 
 // failURL makes a URL of several of a destination fail, until works.
 func (w *world) failURL(d *target, position int) (works func()) {
-	return w.fail(fmt.Sprintf("/%s/%d", d.id(), position), witness.Fault{Name: "failing URL", Destination: d.id()})
+	return w.fail(fmt.Sprintf("/%s/%d", d.id(), position), http.StatusServiceUnavailable, witness.Fault{Name: "failing URL", Destination: d.id()})
 }
 
-// fail makes requests for paths with a prefix fail, until works.
-func (w *world) fail(prefix string, f witness.Fault) (works func()) {
+// fail answers requests for paths with a prefix with a status, until works.
+func (w *world) fail(prefix string, status int, f witness.Fault) (works func()) {
 	w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), prefix)
 	end := w.begin(f)
-	w.failing.Store(prefix, true)
+	w.failing.Store(prefix, status)
 	return sync.OnceFunc(func() {
 		w.failing.Delete(prefix)
 		end()
@@ -471,11 +518,11 @@ func until(limit time.Duration, is func() bool) bool {
 	}
 }
 
-// owner returns the process that owns the slot, or nil.
+// owner returns a process that owns a slot, or nil.
 func (w *world) owner(limit time.Duration) (found *pod) {
 	until(limit, func() bool {
-		for _, p := range w.pods {
-			if p.isOwner() == nil {
+		for _, i := range rand.Perm(len(w.pods)) {
+			if p := w.pods[i]; p.isOwner() == nil {
 				found = p
 				return true
 			}
@@ -489,6 +536,50 @@ func (w *world) owner(limit time.Duration) (found *pod) {
 func (w *world) progress(limit time.Duration) {
 	before := w.acknowledged.Load()
 	until(limit, func() bool { return w.acknowledged.Load() > before+5 })
+}
+
+// fillDisk fills the disk of a process, mostly of the owner, to the last byte for some seconds. The process may end
+// meanwhile.
+func (w *world) fillDisk() {
+	p := w.owner(10 * time.Second)
+	if p == nil || w.rand.IntN(4) == 0 {
+		p = w.pods[w.rand.IntN(len(w.pods))]
+	}
+	if !w.small {
+		return
+	}
+	w.filled = true
+	end := w.rand.IntN(2) == 0
+	w.fault("full disk of a process", witness.Unrecorded, func() {
+		remove := process.Fill(w.t, filepath.Dir(p.data))
+		time.Sleep(time.Duration(5+w.rand.IntN(20)) * time.Second)
+		if end {
+			p.end(syscall.SIGKILL)
+			p.start()
+			time.Sleep(5 * time.Second)
+		}
+		remove()
+		select {
+		case <-p.Exited():
+			w.t.Logf("%s ended with a full disk", p.name)
+			p.start()
+		default:
+		}
+		w.progress(30 * time.Second)
+	})
+}
+
+// update restarts the processes one after the other, as a rolling update does.
+func (w *world) update() {
+	for _, p := range w.pods {
+		w.fault("SIGTERM of a process", witness.InFlight, func() {
+			p.end(syscall.SIGTERM)
+			p.Binary = w.program
+			p.start()
+			until(20*time.Second, func() bool { r, err := p.AdminAPI().Report(w.t.Context(), ""); return err == nil && r.Ready })
+			w.progress(20 * time.Second)
+		})
+	}
 }
 
 func (w *world) loseAll() {
@@ -506,6 +597,10 @@ func (w *world) loseAll() {
 // loseRecords purges or deletes a stream or an object store. All processes are lost after the time in which an owner
 // repairs the log, when posthorn slots reports no problem.
 func (w *world) loseRecords() {
+	stream := stream
+	if w.configs != nil {
+		stream = fmt.Sprint(strings.TrimSuffix(stream, "0"), w.rand.IntN(severalSlots))
+	}
 	name := []string{stream, stream, "OBJ_" + stream, "OBJ_" + stream + "_members"}[w.rand.IntN(4)]
 	w.fault("loss of records in "+name, witness.InFlight, func() {
 		js := w.administrator()
@@ -585,6 +680,10 @@ func (w *world) join() {
 
 // write writes the newest manifests of all namespaces to the folders of processes.
 func (w *world) write(pods []*pod) {
+	if w.configs != nil {
+		w.publish()
+		return
+	}
 	for _, p := range pods {
 		for _, namespace := range namespaces {
 			file := filepath.Join(p.manifests, namespace+".yaml")
@@ -617,6 +716,9 @@ func (w *world) confirm(d *target) {
 
 // confirmed returns an error unless the owner uses the newest revision of a destination.
 func (w *world) confirmed(d *target) error {
+	if w.configs != nil {
+		return w.confirmedInSlots(d)
+	}
 	var o v1alpha1.WebhookDestination
 	if err := w.object("destinations", d.namespace, d.name, &o); err != nil {
 		return err
@@ -695,13 +797,7 @@ func (w *world) remove() {
 // demand notes that a deletion of a user begins.
 func (w *world) demand(user string) {
 	namespace, number, _ := strings.Cut(user, "-")
-	call := &witness.Call{Kind: witness.Deletion, Source: namespace + "/web", Messages: []witness.Message{{Content: json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))}}}
-	for _, d := range w.destinations {
-		if d.namespace == namespace {
-			call.Messages[0].Due = append(call.Messages[0].Due, d.id())
-		}
-	}
-	begin := w.clock.Now()
+	begin, call := w.clock.Now(), w.deletionOf(user)
 	if until(20*time.Second, func() bool {
 		var o v1alpha1.DeletionRequest
 		return w.object("deletions", namespace, "d"+number, &o) == nil && o.Status.StartTime != nil
@@ -709,6 +805,13 @@ func (w *world) demand(user string) {
 		call.Status = http.StatusOK
 	}
 	w.sender.Write(witness.Line{Begin: begin, Call: call})
+}
+
+// deletionOf is the demand of a deletion of a user, which has not begun.
+func (w *world) deletionOf(user string) *witness.Call {
+	namespace, _, _ := strings.Cut(user, "-")
+	return &witness.Call{Kind: witness.Deletion, Source: namespace + "/web", Messages: []witness.Message{{Due: w.named(namespace),
+		Content: json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))}}}
 }
 
 // run runs the plan, and judges its journals.
@@ -728,19 +831,21 @@ func (w *world) run() {
 	observer.Go(func() { w.observe(observed) })
 	w.progress(time.Minute)
 
-	total := 0
+	possible, total := []step{}, 0
 	for _, s := range planSteps {
-		total += s.weight
+		if w.configs == nil || s.slots {
+			possible, total = append(possible, s), total+s.weight
+		}
 	}
 	for range steps {
 		n := w.rand.IntN(total)
 		i := 0
-		for ; n >= planSteps[i].weight; i++ {
-			n -= planSteps[i].weight
+		for ; n >= possible[i].weight; i++ {
+			n -= possible[i].weight
 		}
 		works := w.failReceivers()
-		w.t.Logf("%v: %s", w.clock.Now().Round(time.Millisecond), planSteps[i].name)
-		planSteps[i].run(w)
+		w.t.Logf("%v: %s", w.clock.Now().Round(time.Millisecond), possible[i].name)
+		possible[i].run(w)
 		works()
 		w.progress(5 * time.Second)
 	}
@@ -752,22 +857,29 @@ func (w *world) run() {
 	stop()
 	observer.Wait()
 	w.final()
-	w.judge(w.t, "outcome", "accepted", "refusal", "config", "signed", "denied", "bytes", "urls", "wait", "ids", "ledger")
+	hold := []string{"outcome", "accepted", "refusal", "config", "signed", "denied", "bytes", "wait", "ids", "ledger"}
+	if !w.filled { // For space, first attempts at one of several URLs are skipped.
+		hold = append(hold, "urls")
+	}
+	w.judge(w.t, hold...)
 }
 
 // observe writes ledgers, the readiness of all processes, and each change of the owner, every second. On a machine with
 // much other work, an owner is lost without another fault, because it has no CPU time for longer than its lease.
 func (w *world) observe(ctx context.Context) {
 	client := &http.Client{Timeout: time.Second}
-	var epoch uint64
-	var seen time.Duration
+	epochs, seen := map[int]uint64{}, map[int]time.Duration{}
 	for ctx.Err() == nil {
-		if p := w.owner(0); p != nil {
-			if state, err := p.state(ctx); err == nil {
-				if epoch != 0 && state.Epoch != epoch {
-					w.beginAt(seen, witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
+		for _, p := range w.pods {
+			states, _ := (&adminapi.Client{URL: "http://" + p.Admin, HTTP: client}).Slots(ctx) // Without an answer it has none.
+			for _, s := range states {
+				if !s.Owner || s.Epoch < epochs[s.Slot] {
+					continue
 				}
-				epoch, seen = state.Epoch, w.clock.Now()
+				if before := epochs[s.Slot]; before != 0 && s.Epoch > before {
+					w.beginAt(seen[s.Slot], witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
+				}
+				epochs[s.Slot], seen[s.Slot] = s.Epoch, w.clock.Now()
 			}
 		}
 		for _, p := range w.pods {
@@ -802,7 +914,7 @@ func (w *world) settled() bool { return w.writeLedgers(false) == 0 }
 func (w *world) final() {
 	for _, d := range w.destinations {
 		var o v1alpha1.WebhookDestination
-		if w.object("destinations", d.namespace, d.name, &o) == nil && o.Status.Delivery != nil {
+		if w.configs == nil && w.object("destinations", d.namespace, d.name, &o) == nil && o.Status.Delivery != nil {
 			s := o.Status.Delivery
 			w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: d.id(), Status: true,

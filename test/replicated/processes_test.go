@@ -56,19 +56,24 @@ func storeConfigs(t *testing.T, e *env.Env, configs map[string]liveconfig.Stored
 // startDispatchers starts a process of posthorn dispatcher with several slots for each kubeconfig.
 func startDispatchers(t *testing.T, s *servers, kubeconfigs ...string) (pods []*pod) {
 	t.Helper()
-	for i, kubeconfig := range kubeconfigs {
-		p := &pod{t: t, name: fmt.Sprint("process-", i), data: filepath.Join(t.TempDir(), "data")}
-		p.Posthorn = &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr()}
-		p.Args = []string{
-			"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
-			"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
-			"--replication-url", s.url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots",
-			strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
-		}
-		p.launch()
-		pods = append(pods, p)
+	for _, kubeconfig := range kubeconfigs {
+		pods = append(pods, startDispatcher(t, s.url, kubeconfig, filepath.Join(t.TempDir(), "data")))
 	}
 	return pods
+}
+
+func startDispatcher(t *testing.T, url, kubeconfig, data string, flags ...string) *pod {
+	t.Helper()
+	p := &pod{t: t, name: fmt.Sprint("process-", number.Add(1)-1), data: data, slots: severalSlots}
+	p.Posthorn = &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr()}
+	p.Args = append([]string{
+		"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
+		"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
+		"--replication-url", url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots",
+		strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
+	}, flags...)
+	p.launch()
+	return p
 }
 
 // ownersOf waits until each slot has one owner among the processes and a copy in another one, and the processes own as

@@ -161,7 +161,7 @@ func severalConfigs(t *testing.T, url string) map[string]liveconfig.Stored {
 func severalConfig(t *testing.T, url, namespace, key string) liveconfig.Stored {
 	t.Helper()
 	sum := sha256.Sum256([]byte(key))
-	config, revision, err := liveconfig.Encode(liveconfig.Config{
+	return storedConfig(t, liveconfig.Config{
 		Version: liveconfig.FormatVersion, Namespace: namespace,
 		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true,
 			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
@@ -175,6 +175,12 @@ func severalConfig(t *testing.T, url, namespace, key string) liveconfig.Stored {
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
 		}},
 	})
+}
+
+// storedConfig encodes a live config as the next one of its namespace.
+func storedConfig(t *testing.T, c liveconfig.Config) liveconfig.Stored {
+	t.Helper()
+	config, revision, err := liveconfig.Encode(c)
 	if err != nil {
 		t.Fatal(err)
 	}
