@@ -96,6 +96,11 @@ func Listen(o Options) (*Listeners, error) {
 	return l, nil
 }
 
+// NewListeners returns listeners for calls and for admin requests that are open.
+func NewListeners(calls, admin net.Listener) *Listeners {
+	return &Listeners{calls: calls, admin: admin}
+}
+
 // Addr returns the address of the tracking API, or nil.
 func (l *Listeners) Addr() net.Addr { return addr(l.calls) }
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -17,8 +18,9 @@ import (
 
 var namespaces = []string{"shop", "news"}
 
-// config is the live config of a namespace.
+// config is the live config of a namespace. mu guards the numbers and the encoded configs.
 type config struct {
+	mu           sync.Mutex
 	namespace    string
 	destinations []*target
 	deletions    []string // of users
@@ -54,7 +56,7 @@ func newConfig(namespace string) *config {
 	c := &config{namespace: namespace, old: map[int64]liveconfig.Stored{}, destinations: []*target{
 		{name: "crm", positions: 2, window: time.Hour},
 		{name: "people", types: []string{"identify"}, positions: 1, window: time.Hour},
-		{name: "strict", positions: 1, window: 2 * time.Minute},
+		{name: "strict", positions: 1, window: 8 * time.Second},
 	}}
 	for _, d := range c.destinations {
 		d.namespace = namespace
@@ -72,6 +74,14 @@ func (d *target) secrets() (all []string) {
 		all = append(all, fmt.Sprintf("%s-secret-%d", d.id(), n))
 	}
 	return all
+}
+
+// reported is the revision that the owner reports; empty after a removal.
+func (d *target) reported() string {
+	if !d.removed.IsZero() {
+		return ""
+	}
+	return fmt.Sprint("r", d.revision)
 }
 
 // takes reports whether the destination gets a call.
@@ -125,6 +135,32 @@ func (d *target) tombstone() liveconfig.Tombstone {
 		Sources: l.Sources, Filter: l.Filter}
 }
 
+// stored returns an older config than the store certainly knows, if there is one, and the newest.
+func (c *config) stored() (all []liveconfig.Stored) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for number, stored := range c.old {
+		if number < c.known {
+			all = append(all, stored)
+			break
+		}
+	}
+	return append(all, c.old[c.number])
+}
+
+func (c *config) newest() liveconfig.Stored {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.old[c.number]
+}
+
+// know notes that the store certainly knows a number.
+func (c *config) know(number int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.known = number
+}
+
 // encode makes the next config.
 func (c *config) encode(t *testing.T) {
 	sum := sha256.Sum256([]byte(c.namespace + "-key"))
@@ -143,6 +179,8 @@ func (c *config) encode(t *testing.T) {
 			ID: fmt.Sprintf("%x", sha256.Sum256([]byte(user))), UID: user, UserID: user})
 	}
 	slices.SortFunc(live.Deletions, func(a, b liveconfig.Deletion) int { return strings.Compare(a.Name, b.Name) })
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	c.number = max(c.number+2, time.Now().UnixMilli())
 	c.old[c.number] = liveconfigtest.Numbered(t, c.number, live, tombstones...)
 }

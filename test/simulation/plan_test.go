@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
@@ -44,8 +45,8 @@ type kind struct {
 func init() {
 	kinds = []kind{
 		{"time passes", func(w *world) { time.Sleep(time.Duration(w.rand.IntN(5000)) * time.Millisecond) }},
-		{"the process is killed", func(w *world) { w.lose(false, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
-		{"the power is lost", func(w *world) { w.lose(true, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
+		{"the process is killed", func(w *world) { w.lose(w.some(), false, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
+		{"the power is lost", func(w *world) { w.lose(w.some(), true, time.Duration(1+w.rand.IntN(1000))*time.Millisecond) }},
 		{"the power is lost at a write", (*world).loseAtWrite},
 		{"the process ends", (*world).end},
 		{"a receiver fails", (*world).failReceiver},
@@ -59,45 +60,53 @@ func init() {
 	}
 }
 
-// lose ends the process without a warning after a time, and starts the next one.
-func (w *world) lose(power bool, after time.Duration) {
+// some returns one of the machines.
+func (w *world) some() *pod { return w.pods[w.rand.IntN(len(w.pods))] }
+
+// lose ends a process without a warning after a time, and starts the next one.
+func (w *world) lose(p *pod, power bool, after time.Duration) {
 	time.Sleep(after)
 	w.mu.Lock()
-	w.pod.life.power = power
-	w.pod.life.lose()
+	p.life.power = power
+	p.life.lose()
 	w.mu.Unlock()
 	time.Sleep(time.Duration(w.rand.IntN(2000)) * time.Millisecond)
-	w.pod.restart()
+	p.restart()
 }
 
-// loseAtWrite ends the process at an operation of the file system.
+// loseAtWrite ends a process at an operation of the file system.
 func (w *world) loseAtWrite() {
+	p := w.some()
 	w.mu.Lock()
-	l := w.pod.life
+	l := p.life
 	l.power, l.untilLoss = w.rand.IntN(4) > 0, 1+w.rand.IntN(200)
 	w.mu.Unlock()
 	select {
 	case <-l.lost:
-		w.pod.restart()
+		p.restart()
 	case <-time.After(10 * time.Second):
-		w.lose(l.power, time.Millisecond)
+		w.lose(p, l.power, time.Millisecond)
 	}
 }
 
-// end ends the process in order, and starts the next one.
+// end ends a process in order, and starts the next one.
 func (w *world) end() {
 	w.recover()
-	end := w.begin(witness.Fault{Name: "SIGTERM", Process: w.pod.name, Repeats: witness.InFlight})
-	w.pod.stop()
-	w.pod.start()
+	p := w.some()
+	end := w.begin(witness.Fault{Name: "SIGTERM", Process: p.name, Repeats: witness.InFlight})
+	p.end()
+	p.start()
+	w.progress()
 	end()
 	w.recover()
 }
 
-// recover starts a process if the present one is lost, which can happen long after its start.
+// recover starts the processes that are lost, which can happen long after their starts.
 func (w *world) recover() {
-	if w.pod.living() == nil {
-		w.pod.restart()
+	for _, p := range w.pods {
+		if p.living() == nil {
+			p.restart()
+		}
 	}
 }
 
@@ -136,7 +145,9 @@ func (w *world) fail(prefix string, f witness.Fault) {
 func (w *world) calm() {
 	w.recover()
 	w.mu.Lock()
-	w.pod.life.untilLoss = 0
+	for _, p := range w.pods {
+		p.life.untilLoss = 0
+	}
 	w.mu.Unlock()
 	w.recover()
 	for _, c := range w.configs {
@@ -148,53 +159,60 @@ func (w *world) calm() {
 }
 
 // configure gives a process the live configs, maybe late: first an old one, as a watch does that hangs, and then the newest.
-func (w *world) configure(l *life) {
+func (w *world) configure(l *life, to liveconfig.Sink) {
 	if w.one(4) {
 		time.Sleep(w.upTo(5 * time.Second))
 	}
 	for _, namespace := range namespaces {
 		c := w.configs[namespace]
-		if c.number == 0 {
-			c.encode(w.T)
+		for _, stored := range c.stored() {
+			to.Set(namespace, stored)
 		}
-		for number, stored := range c.old {
-			if number < c.known {
-				l.dispatcher.Set(namespace, stored)
-				break
-			}
-		}
-		l.dispatcher.Set(namespace, c.old[c.number])
 	}
-	l.dispatcher.Synced()
-	w.confirm(l)
+	to.Synced()
+	w.mu.Lock()
+	l.configs = to
+	w.mu.Unlock()
+	if w.log == nil {
+		w.confirm()
+	}
 }
 
-// set gives the process the next config of a namespace.
-func (w *world) set(c *config) {
+// set gives the processes the next config of a namespace, with a replicated log in a random order and one after another.
+func (w *world) set(c *config) bool {
 	w.recover()
 	c.encode(w.T)
-	l := w.pod.life
-	l.dispatcher.Set(c.namespace, c.old[c.number])
-	w.confirm(l)
+	for _, i := range w.rand.Perm(len(w.pods)) {
+		w.mu.Lock()
+		to := w.pods[i].life.configs
+		w.mu.Unlock()
+		if to != nil {
+			to.Set(c.namespace, c.newest())
+		}
+		if w.log != nil {
+			time.Sleep(time.Duration(w.rand.IntN(1000)) * time.Millisecond)
+		}
+	}
+	return w.confirm()
 }
 
-// confirm notes the revisions that a process uses, a moment later: then they are on the disk.
-func (w *world) confirm(l *life) {
+// confirm notes the revisions that the owner uses, and still uses a moment later: then they are on the disk.
+func (w *world) confirm() bool {
 	number := map[string]int64{}
 	for _, c := range w.configs {
 		number[c.namespace] = c.number
 	}
-	for _, n := range l.dispatcher.Report().Namespaces {
-		if n.Refused != nil {
-			w.Errorf("config %d of %s: got error %s, want none", number[n.Namespace], n.Namespace, n.Refused.Error)
+	for end := time.Now().Add(20 * time.Second); !w.inUse(); time.Sleep(100 * time.Millisecond) {
+		if w.admin() == nil || time.Now().After(end) {
+			return false
 		}
 	}
-	time.Sleep(2 * bounds.Unrecorded)
-	if w.pod.living() != l {
-		return
+	time.Sleep(2 * w.bounds.Unrecorded)
+	if !w.inUse() {
+		return false
 	}
 	for _, c := range w.configs {
-		c.known = number[c.namespace]
+		c.know(number[c.namespace])
 		for _, d := range c.destinations {
 			if d.unconfirmed {
 				d.unconfirmed = false
@@ -202,6 +220,27 @@ func (w *world) confirm(l *life) {
 			}
 		}
 	}
+	return true
+}
+
+// inUse reports whether the owner uses the newest revisions.
+func (w *world) inUse() bool {
+	report := w.report()
+	if report == nil {
+		return false
+	}
+	revisions := map[string]string{}
+	for _, n := range report.Namespaces {
+		for _, d := range n.Destinations {
+			revisions[n.Namespace+"/"+d.Name] = d.Revision
+		}
+	}
+	for _, d := range w.destinations() {
+		if want := d.reported(); revisions[d.id()] != want {
+			return false
+		}
+	}
+	return true
 }
 
 // edit changes a destination.
@@ -244,16 +283,18 @@ func (w *world) disable() {
 	end()
 }
 
-// flip flips a bit of a file while no process runs.
+// flip flips a bit of a file while no process runs on the machine.
 func (w *world) flip() {
 	w.recover()
-	end := w.begin(witness.Fault{Name: "flipped bit", Process: w.pod.name, Repeats: witness.InFlight})
-	w.pod.stop()
-	sound := w.pod.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: w.rand})
-	w.pod.flip(w.rand)
-	w.pod.sound = sound
-	w.pod.start()
-	w.pod.sound = nil
+	p := w.some()
+	end := w.begin(witness.Fault{Name: "flipped bit", Process: p.name, Repeats: witness.InFlight})
+	p.end()
+	sound := p.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: w.rand})
+	p.flip(w.rand)
+	p.sound = sound
+	p.start()
+	p.sound = nil
+	w.progress()
 	end()
 	w.recover()
 }
@@ -267,8 +308,7 @@ func (w *world) remove() {
 	}
 	w.note(d, witness.Removing)
 	d.removed = time.Now()
-	w.set(c)
-	if w.pod.living() != nil {
+	if w.set(c) {
 		w.note(d, witness.Removed)
 	}
 	if w.rand.IntN(2) == 0 {
@@ -293,32 +333,35 @@ func (w *world) deleteUser() {
 		w.restore(d)
 	}
 	user := fmt.Sprint("gone-", c.namespace, len(c.deletions))
-	call := &witness.Call{Kind: witness.Deletion, Source: c.namespace + "/web", Messages: []witness.Message{
-		{Content: json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))}}}
-	for _, d := range c.destinations {
-		call.Messages[0].Due = append(call.Messages[0].Due, d.id())
+	content := json.RawMessage(fmt.Sprintf(`{"type":"delete","userId":%q}`, user))
+	message := func(names ...string) *witness.Call {
+		m := witness.Message{Content: content}
+		for _, name := range names {
+			m.Due = append(m.Due, c.namespace+"/"+name)
+		}
+		return &witness.Call{Kind: witness.Deletion, Source: c.namespace + "/web", Messages: []witness.Message{m}}
 	}
+	call, may := message("crm", "people"), message("strict") // Its window may end before an attempt.
 	begin := w.clock.Now()
 	c.deletions = append(c.deletions, user)
 	w.set(c)
 	for end := time.Now().Add(5 * time.Second); time.Now().Before(end) && call.Status == 0; time.Sleep(100 * time.Millisecond) {
-		if l := w.pod.living(); l != nil && w.begun(l, c, user) {
+		if w.begun(c) {
 			call.Status = http.StatusOK
 		}
 	}
 	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.sender.Write(witness.Line{Begin: begin, Call: may})
 }
 
-// begun reports whether a process has begun the newest deletion of a namespace.
-func (w *world) begun(l *life, c *config, user string) bool {
-	for _, n := range l.dispatcher.Report().Namespaces {
-		for _, d := range n.Deletions {
-			if n.Namespace == c.namespace && d.Name == fmt.Sprint("d", len(c.deletions)-1) && !d.Started.IsZero() {
-				return true
-			}
-		}
-	}
-	return false
+// begun reports whether the owner has begun the newest deletion of a namespace.
+func (w *world) begun(c *config) bool {
+	report := w.report()
+	return report != nil && slices.ContainsFunc(report.Namespaces, func(n adminapi.NamespaceReport) bool {
+		return n.Namespace == c.namespace && slices.ContainsFunc(n.Deletions, func(d adminapi.DeletionReport) bool {
+			return d.Name == fmt.Sprint("d", len(c.deletions)-1) && !d.Started.IsZero()
+		})
+	})
 }
 
 // redeliver redelivers dead letters of a destination.
@@ -327,7 +370,7 @@ func (w *world) redeliver() {
 	d := w.find(namespaces[w.rand.IntN(len(namespaces))] + "/strict")
 	action := adminapi.DeadLetterAction{Destination: d.id(), Rate: 50}
 	call := &witness.Call{Kind: witness.Redelivery, Source: d.namespace + "/web"}
-	for letter, err := range w.pod.admin().DeadLetters(w.Context(), d.id(), 1000) {
+	for letter, err := range w.admin().DeadLetters(w.Context(), d.id(), 1000) {
 		if err != nil {
 			return
 		}
@@ -343,7 +386,7 @@ func (w *world) redeliver() {
 	begin := w.clock.Now()
 	ctx, cancel := context.WithTimeout(w.Context(), 5*time.Second)
 	defer cancel()
-	if p, err := w.pod.admin().Redeliver(ctx, action, nil); err == nil && p.Done {
+	if p, err := w.admin().Redeliver(ctx, action, nil); err == nil && p.Done {
 		call.Status = http.StatusOK
 	}
 	w.sender.Write(witness.Line{Begin: begin, Call: call})

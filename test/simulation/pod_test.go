@@ -1,7 +1,6 @@
 package simulation
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -9,17 +8,20 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
-	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/witness"
 )
@@ -37,31 +39,32 @@ type pod struct {
 // life is the time of a process, from its start to its end or its loss.
 type life struct {
 	*receivers
-	pod        *pod
-	dispatcher *dispatcher.Dispatcher
-	handlers   dispatcher.Handlers
-	stop       context.CancelFunc
-	ended      chan error
-	lost       chan struct{} // Closed at a loss.
+	pod          *pod
+	calls, admin http.RoundTripper
+	listeners    []*listener
+	stop         context.CancelFunc
+	ended        chan error
+	opened, lost chan struct{} // Closed when requests are served, and at a loss.
 
-	// The world's mu guards the following. ending is true from the begin of the end in order on. dead is true after a loss:
-	// nothing that the process does has an effect.
+	// The world's mu guards the following. configs takes the live configs; nil before. ending is true from the begin of the
+	// end in order on. dead is true after a loss: nothing that the process does has an effect.
+	configs      liveconfig.Sink
 	ending, dead bool
 	// untilLoss counts the operations of the file system until a loss; 0 for none.
 	untilLoss int
-	// power is true if the loss is one of power: unsynced data is lost.
+	// power is true if the loss is one of power: unsynced data is lost, with a replicated log the whole disk.
 	power bool
 	// restored notes the end of the loss.
 	restored func()
 }
 
-func newPod(w *world) *pod { return &pod{w: w, name: "p0", disk: vfs.NewCrashableMem()} }
+func newPod(w *world, name string) *pod { return &pod{w: w, name: name, disk: vfs.NewCrashableMem()} }
 
 // living returns the present process, or nil.
 func (p *pod) living() *life {
 	p.w.mu.Lock()
 	defer p.w.mu.Unlock()
-	if p.life == nil || p.life.ending || p.life.dead || p.life.handlers.Calls == nil {
+	if p.life == nil || p.life.ending || p.life.dead || p.life.calls == nil {
 		return nil
 	}
 	return p.life
@@ -69,7 +72,7 @@ func (p *pod) living() *life {
 
 // start starts a process on the disk, which may be lost during the start.
 func (p *pod) start() {
-	l := &life{pod: p, receivers: newReceivers(p.w), ended: make(chan error, 1), lost: make(chan struct{})}
+	l := &life{pod: p, receivers: newReceivers(p.w), ended: make(chan error, 1), opened: make(chan struct{}), lost: make(chan struct{})}
 	p.w.mu.Lock()
 	p.life = l
 	if p.w.dice.IntN(4) == 0 {
@@ -82,11 +85,17 @@ func (p *pod) start() {
 			Now: time.Now,
 		},
 	}
-	o.Listeners, o.Entrance, o.DrainTimeout = &dispatcher.Listeners{}, l, 100*time.Millisecond
+	o.DrainTimeout = 100 * time.Millisecond
 	// With a guard there is no token for backups, which is a file on the real disk.
 	o.AdminGuard = func(h http.Handler) http.Handler { return h }
-	var err error
-	if l.dispatcher, err = dispatcher.New(o); err != nil {
+	ctx, stop := context.WithCancel(context.Background())
+	if l.stop = stop; p.w.log != nil {
+		l.follow(ctx, o)
+		return
+	}
+	o.Listeners, o.Entrance = &dispatcher.Listeners{}, l
+	d, err := dispatcher.New(o)
+	if err != nil {
 		if p.sound == nil || !strings.Contains(err.Error(), "posthorn repair") {
 			p.w.Errorf("start of a process: got error %v, want none", err)
 			panic(err)
@@ -96,14 +105,67 @@ func (p *pod) start() {
 		p.start()
 		return
 	}
-	ctx, stop := context.WithCancel(context.Background())
-	l.stop = stop
-	go func() { l.ended <- l.dispatcher.Run(ctx) }()
-	p.w.configure(l)
+	go func() { l.ended <- d.Run(ctx) }()
+	<-l.opened
+	p.w.configure(l, d)
 }
 
-// stop ends the process in order.
-func (p *pod) stop() {
+// follow runs a process of the replicated log.
+func (l *life) follow(ctx context.Context, o dispatcher.Options) {
+	p, network := l.pod, &l.pod.w.network
+	for _, name := range []string{".calls:80", ".admin:80", ".peers:80"} {
+		l.listeners = append(l.listeners, network.listen(p.name+name))
+	}
+	remote := newAccess(l, p.w.log)
+	h := host.Options{Options: o, PeerListen: l.listeners[2].address, LeaseClock: time.Now, Dial: network.dial,
+		Listeners: host.NewListeners(dispatcher.NewListeners(l.listeners[0], l.listeners[1]), l.listeners[2])}
+	go func() {
+		l.ended <- host.Run(ctx, h, host.Slots{Number: 1, Standbys: 2, Bus: heartbeats{remote},
+			Open: func(ctx context.Context, _ int) (slots.Remote, error) { return remote.remote(), remote.pass(ctx) },
+			OpenDirectory: func(ctx context.Context, _ int) (slots.Assignments, error) {
+				return p.w.log.directory, remote.pass(ctx)
+			},
+			Watch: func(ctx context.Context, to liveconfig.Sink) error {
+				p.w.configure(l, to)
+				<-ctx.Done()
+				return nil
+			},
+		})
+	}()
+	transport := &http.Transport{DialContext: network.dial, MaxIdleConnsPerHost: 64}
+	p.w.mu.Lock()
+	defer p.w.mu.Unlock()
+	l.calls, l.admin = at{p.name + ".calls:80", transport}, at{p.name + ".admin:80", transport}
+}
+
+// at sends requests to an address.
+type at struct {
+	address string
+	*http.Transport
+}
+
+// RoundTrip implements http.RoundTripper.
+func (a at) RoundTrip(r *http.Request) (*http.Response, error) {
+	r.URL.Scheme, r.URL.Host = "http", a.address
+	return a.Transport.RoundTrip(r)
+}
+
+// handler sends requests to a handler.
+type handler struct{ http.Handler }
+
+// RoundTrip implements http.RoundTripper.
+func (h handler) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.Body == nil {
+		r.Body = http.NoBody
+	}
+	answer := httptest.NewRecorder()
+	r.RequestURI, r.RemoteAddr = r.URL.RequestURI(), "192.0.2.1:1"
+	h.ServeHTTP(answer, r)
+	return answer.Result(), nil
+}
+
+// end ends the process in order.
+func (p *pod) end() {
 	if l := p.living(); l != nil {
 		p.w.mu.Lock()
 		l.ending, l.untilLoss = true, 0
@@ -112,19 +174,35 @@ func (p *pod) stop() {
 		if err := <-l.ended; err != nil {
 			p.w.Errorf("end of a process: got error %v, want none", err)
 		}
+		l.close()
+	}
+}
+
+// close closes the connections of a process.
+func (l *life) close() {
+	for _, opened := range l.listeners {
+		opened.cut()
+	}
+	if a, ok := l.calls.(at); ok {
+		a.CloseIdleConnections()
 	}
 }
 
 // flip flips a bit of a log or a manifest of the store. The engine repeats the compaction of a damaged table without a pause,
 // which would stop the virtual time.
 func (p *pod) flip(random *rand.Rand) {
-	const dir = "data/queue"
-	names, err := p.disk.List(dir)
-	check.NoError(p.w.T, "list the files of the store", err)
+	dir := "data/queue"
+	if p.w.log != nil {
+		dir = host.QueueFolder("data", 0)
+	}
+	names, _ := p.disk.List(dir) // A copy that is being restored may have no folder.
 	slices.Sort(names)
 	names = slices.DeleteFunc(names, func(name string) bool {
 		return !strings.HasPrefix(name, "MANIFEST") && !strings.HasSuffix(name, ".log")
 	})
+	if len(names) == 0 {
+		return
+	}
 	path := p.disk.PathJoin(dir, names[random.IntN(len(names))])
 	f, err := p.disk.Open(path)
 	check.NoError(p.w.T, "open a file of the store", err)
@@ -145,22 +223,36 @@ func (p *pod) flip(random *rand.Rand) {
 func (l *life) Open(_ *dispatcher.Dispatcher, h dispatcher.Handlers) {
 	l.pod.w.mu.Lock()
 	defer l.pod.w.mu.Unlock()
-	h.Calls = ingest.Normalize(h.Calls)
-	l.handlers = h
+	l.calls, l.admin = handler{ingest.Normalize(h.Calls)}, handler{h.Admin}
+	close(l.opened)
 }
 
 // Close implements dispatcher.Entrance.
 func (*life) Close(context.Context) error { return nil }
 
-// operation counts operations of the file system until a loss.
+// operation counts operations of the file system until a loss. Before the loss, all that does not wait for the operation may
+// happen, such as an answer that is too early.
 func (l *life) operation() {
+	if !l.counts() {
+		return
+	}
+	for range 1000 {
+		runtime.Gosched()
+	}
 	l.pod.w.mu.Lock()
 	defer l.pod.w.mu.Unlock()
-	if l.untilLoss > 0 {
-		if l.untilLoss--; l.untilLoss == 0 {
-			l.lose()
-		}
+	l.lose()
+}
+
+// counts counts an operation, and reports whether the loss follows.
+func (l *life) counts() bool {
+	l.pod.w.mu.Lock()
+	defer l.pod.w.mu.Unlock()
+	if l.untilLoss == 0 {
+		return false
 	}
+	l.untilLoss--
+	return l.untilLoss == 0
 }
 
 // lose ends the process without a warning. Files keep what the operating system has, or, without power, what was
@@ -175,7 +267,11 @@ func (l *life) lose() {
 		unsynced, name = w.dice.IntN(101), "power loss"
 	}
 	l.restored = w.begin(witness.Fault{Name: name, Process: l.pod.name, Repeats: witness.Unrecorded})
-	l.pod.disk = l.pod.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: unsynced, RNG: rand.New(rand.NewPCG(w.dice.Uint64(), 0))})
+	if l.power && w.log != nil {
+		l.pod.disk = vfs.NewCrashableMem()
+	} else {
+		l.pod.disk = l.pod.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: unsynced, RNG: rand.New(rand.NewPCG(w.dice.Uint64(), 0))})
+	}
 	close(l.lost)
 }
 
@@ -184,10 +280,12 @@ func (p *pod) restart() {
 	for {
 		l := p.life
 		p.w.ending.Go(func() {
+			l.close()
 			l.stop()
 			<-l.ended
 		})
 		p.start()
+		p.w.progress()
 		l.restored()
 		if p.living() != nil {
 			return
@@ -201,40 +299,30 @@ func (p *pod) requestAndThen(method, path, body string, change func(*http.Reques
 	if l == nil {
 		return
 	}
-	r := httptest.NewRequest(method, path, strings.NewReader(body))
+	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Second)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, method, "http://calls.test"+path, strings.NewReader(body))
+	if err != nil {
+		return
+	}
 	if change != nil {
 		change(r)
 	}
-	answer := httptest.NewRecorder()
-	l.handlers.Calls.ServeHTTP(answer, r)
+	answer, err := l.calls.RoundTrip(r)
+	if err != nil {
+		return
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(answer.Body)
 	p.w.mu.Lock()
 	defer p.w.mu.Unlock()
-	if !l.dead {
-		then(answer.Code, answer.Body.Bytes())
+	if err == nil && !l.dead {
+		then(answer.StatusCode, text)
 	}
 }
 
 // request sends a request to the process, and returns the answer; status 0 without one.
-func (p *pod) request(method, path, body string, change func(*http.Request)) (status int, text []byte) {
-	p.requestAndThen(method, path, body, change, func(s int, t []byte) { status, text = s, t })
-	return status, text
-}
-
-// admin is the admin API of the process.
-func (p *pod) admin() *adminapi.Client {
-	return &adminapi.Client{URL: "http://admin.test", HTTP: &http.Client{Transport: p}}
-}
-
-// RoundTrip implements http.RoundTripper.
-func (p *pod) RoundTrip(r *http.Request) (*http.Response, error) {
-	l := p.living()
-	if l == nil {
-		return nil, io.ErrUnexpectedEOF
-	}
-	if r.Body == nil {
-		r.Body = io.NopCloser(bytes.NewReader(nil))
-	}
-	answer := httptest.NewRecorder()
-	l.handlers.Admin.ServeHTTP(answer, r)
-	return answer.Result(), nil
+func (p *pod) request(method, path string) (status int) {
+	p.requestAndThen(method, path, "", nil, func(s int, _ []byte) { status = s })
+	return status
 }

@@ -15,19 +15,25 @@ import (
 
 // TestRandomPlans runs random plans, each of which its seed determines, and lets test/witness judge their journals.
 // POSTHORN_SIMULATION_SEEDS is the number of plans, and POSTHORN_SIMULATION_SEED the seed of the first one.
-func TestRandomPlans(t *testing.T) {
-	normal := 300
+func TestRandomPlans(t *testing.T) { runPlans(t, 300, nil) }
+
+// TestRandomPlansOfSeveralProcesses runs the plans with three processes of a replicated log.
+func TestRandomPlansOfSeveralProcesses(t *testing.T) { runPlans(t, 60, newReplicatedLog) }
+
+// runPlans runs a number of plans; with a log, of three processes.
+func runPlans(t *testing.T, seeds int, log func() *replicatedLog) {
 	if testing.Short() {
-		normal = 20
+		seeds /= 15
 	}
-	first, seeds := setting("POSTHORN_SIMULATION_SEED", 1), setting("POSTHORN_SIMULATION_SEEDS", normal)
+	first := setting("POSTHORN_SIMULATION_SEED", 1)
+	seeds = setting("POSTHORN_SIMULATION_SEEDS", seeds)
 	all := &tally{results: map[string]map[witness.Result]int{}}
 	t.Cleanup(func() { all.check(t, seeds) })
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			t.Parallel()
 			t.Logf("to reproduce: POSTHORN_SIMULATION_SEED=%d POSTHORN_SIMULATION_SEEDS=1", seed)
-			for _, v := range simulate(t, uint64(seed), newPlan(uint64(seed))) {
+			for _, v := range simulate(t, uint64(seed), newPlan(uint64(seed)), log) {
 				if all.add(v); v.Result == witness.Violated || v.Result != witness.Holds && slices.Contains(always, v.Clause.ID) {
 					t.Errorf("%v", v)
 				}
@@ -69,9 +75,9 @@ func (a *tally) check(t *testing.T, seeds int) {
 }
 
 // simulate runs a plan in virtual time. The journals are kept if the test has failed.
-func simulate(t *testing.T, seed uint64, plan []step) (verdicts []witness.Verdict) {
+func simulate(t *testing.T, seed uint64, plan []step, log func() *replicatedLog) (verdicts []witness.Verdict) {
 	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(t, seed)
+		w := newWorld(t, seed, log)
 		verdicts = w.run(plan)
 		if len(violated(verdicts)) > 0 || t.Failed() {
 			t.Logf("the journals are in %s", w.dir)

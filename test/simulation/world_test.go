@@ -19,6 +19,9 @@ import (
 // bounds are what docs/reliability.md states: what is not recorded after a loss, and the next probe of a circuit.
 var bounds = witness.Plan{Unrecorded: 300 * time.Millisecond, Wait: 65 * time.Second, Ready: 2 * time.Second, Grace: grace}
 
+// replicatedBounds are those with a replicated log: a takeover is added, and two to Ready, because the next owner may be lost, too.
+var replicatedBounds = witness.Plan{Unrecorded: 2 * time.Second, Wait: 85 * time.Second, Ready: 45 * time.Second, Grace: grace}
+
 const (
 	// grace is the grace period, and timeout the timeout of a request to a receiver.
 	grace   = 10 * time.Second
@@ -36,7 +39,10 @@ type world struct {
 	seed uint64
 	// rand is used by the goroutine of the plan only.
 	rand *rand.Rand
-	pod  *pod
+	pods []*pod
+	// log is the replicated log of the processes, which network connects; nil for one process with its own.
+	log     *replicatedLog
+	network network
 	// configs are the live configs of the namespaces.
 	configs map[string]*config
 
@@ -51,22 +57,38 @@ type world struct {
 	dice *rand.Rand
 	// failing are the faults of receivers by the prefix of their URLs.
 	failing map[string]receiverFault
+	bounds  witness.Plan
 	// acknowledged is the number of calls that were acknowledged.
 	acknowledged int
 }
 
-func newWorld(t *testing.T, seed uint64) *world {
+func newWorld(t *testing.T, seed uint64, log func() *replicatedLog) *world {
 	w := &world{T: t, seed: seed, journals: newJournals(t), rand: rand.New(rand.NewPCG(seed, 0)), dice: rand.New(rand.NewPCG(seed, 1)),
-		configs: map[string]*config{}, failing: map[string]receiverFault{}}
-	w.sender.Write(witness.Line{Plan: &bounds})
+		configs: map[string]*config{}, failing: map[string]receiverFault{}, network: network{listeners: map[string]*listener{}}}
+	w.bounds = bounds
+	if log != nil { // Its channels are in the bubble.
+		w.bounds, w.log = replicatedBounds, log()
+	}
+	w.sender.Write(witness.Line{Plan: &w.bounds})
 	for _, namespace := range namespaces {
 		w.configs[namespace] = newConfig(namespace)
+		w.configs[namespace].encode(t)
 	}
 	for _, d := range w.destinations() {
 		w.apply(d)
 	}
-	w.pod = newPod(w)
+	for n := range processes(w.log) {
+		w.pods = append(w.pods, newPod(w, fmt.Sprint("p", n)))
+	}
 	return w
+}
+
+// processes is the number of processes with a log.
+func processes(log *replicatedLog) int {
+	if log == nil {
+		return 1
+	}
+	return 3
 }
 
 // one returns whether one of n cases happens.
@@ -112,22 +134,59 @@ func (w *world) observe(stop <-chan struct{}) {
 			return
 		case <-time.After(time.Second):
 		}
-		status, _ := w.pod.request(http.MethodGet, "/readyz", "", nil)
-		w.ledgers.Write(witness.Line{Probe: &witness.Probe{Process: w.pod.name, Ready: status == http.StatusOK}})
+		for _, p := range w.pods {
+			w.ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: p.request(http.MethodGet, "/readyz") == http.StatusOK}})
+		}
 		w.writeLedgers(false)
+	}
+}
+
+// admin returns the admin API of the owner's store, by one of the processes; nil if none lives.
+func (w *world) admin() *adminapi.Client {
+	for i := range w.pods {
+		if l := w.pods[(i+w.roll(len(w.pods)))%len(w.pods)].living(); l != nil {
+			c := &adminapi.Client{URL: "http://admin.test", HTTP: &http.Client{Transport: l.admin, Timeout: 5 * time.Second}}
+			if w.log != nil {
+				c = c.Slot(0)
+			}
+			return c
+		}
+	}
+	return nil
+}
+
+// report returns the report of the owner; nil without an answer.
+func (w *world) report() *adminapi.Report {
+	c := w.admin()
+	if c == nil {
+		return nil
+	}
+	r, err := c.Report(w.Context(), "")
+	if err != nil {
+		return nil
+	}
+	return r
+}
+
+// progress waits, with a replicated log, until another call is acknowledged.
+func (w *world) progress() {
+	w.mu.Lock()
+	before := w.acknowledged
+	w.mu.Unlock()
+	for end := time.Now().Add(time.Minute); w.log != nil && time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+		w.mu.Lock()
+		done := w.acknowledged > before
+		w.mu.Unlock()
+		if done {
+			return
+		}
 	}
 }
 
 // writeLedgers writes the ledgers of all destinations, and returns the number of pending messages, -1 if a ledger is missing.
 func (w *world) writeLedgers(final bool) (pending int) {
-	life := w.pod.living()
-	if life == nil {
-		return -1
-	}
-	report := life.dispatcher.Report()
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if life.dead {
+	report := w.report()
+	if report == nil {
 		return -1
 	}
 	seen := 0
@@ -152,7 +211,7 @@ func (w *world) writeLedger(name string, d adminapi.DestinationReport, final boo
 		pending += int(e.FirstAttemptsPending)
 		unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
 	}
-	w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{Name: name, Process: w.pod.name, Final: final, Accepted: int(l.Accepted),
+	w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{Name: name, Final: final, Accepted: int(l.Accepted),
 		Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded),
 		Pending: int(l.Pending), Unsent: unsent}})
 	return pending + int(l.Pending)
@@ -160,7 +219,9 @@ func (w *world) writeLedger(name string, d adminapi.DestinationReport, final boo
 
 // run runs a plan, and judges its journals.
 func (w *world) run(plan []step) []witness.Verdict {
-	w.pod.start()
+	for _, p := range w.pods {
+		p.start()
+	}
 	stop := make(chan struct{})
 	var background sync.WaitGroup
 	background.Go(func() { w.observe(stop) })
@@ -168,6 +229,10 @@ func (w *world) run(plan []step) []witness.Verdict {
 	for i, namespace := range namespaces {
 		random := rand.New(rand.NewPCG(w.seed, uint64(10+i)))
 		w.senders.Go(func() { w.load(sending, namespace, random) })
+	}
+	if w.log != nil {
+		w.recover()
+		w.confirm() // The store must know the destinations before one of them is removed.
 	}
 	for _, s := range plan {
 		w.rand = rand.New(rand.NewPCG(s.seed, 0))
@@ -184,7 +249,9 @@ func (w *world) run(plan []step) []witness.Verdict {
 	background.Wait()
 	w.writeLetters()
 	w.writeLedgers(true)
-	w.pod.stop()
+	for _, p := range w.pods {
+		p.end()
+	}
 	w.ending.Wait()
 	return w.judge(w.T)
 }
@@ -193,7 +260,7 @@ func (w *world) run(plan []step) []witness.Verdict {
 func (w *world) writeLetters() {
 	for _, d := range w.destinations() {
 		letters := &witness.Letters{Name: d.id()}
-		for letter, err := range w.pod.admin().DeadLetters(w.Context(), d.id(), 10_000) {
+		for letter, err := range w.admin().DeadLetters(w.Context(), d.id(), 10_000) {
 			if err != nil {
 				w.Errorf("dead letters of %s: got error %v, want none", d.id(), err)
 				return
@@ -254,7 +321,7 @@ func (w *world) send(namespace, body string, messages []witness.Message, random 
 
 // post sends a request once. The network loses one of 30 requests, and one of 30 answers.
 func (w *world) post(namespace, body string, messages []witness.Message, random *rand.Rand) int {
-	p := w.pod
+	p := w.pods[random.IntN(len(w.pods))]
 	call := &witness.Call{Kind: witness.Calls, Source: namespace + "/web", Messages: messages, Valid: true}
 	begin, fate := w.clock.Now(), random.IntN(30)
 	if fate == 0 {

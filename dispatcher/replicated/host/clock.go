@@ -20,8 +20,8 @@ type clockCheck struct {
 	logged bool
 }
 
-func newClockCheck(wall func() time.Time, members *slots.Members) *clockCheck {
-	return &clockCheck{WallClock: slots.NewWallClock(wall, nil), members: members}
+func newClockCheck(wall, lease func() time.Time, members *slots.Members) *clockCheck {
+	return &clockCheck{WallClock: slots.NewWallClock(wall, lease), members: members}
 }
 
 // isRight reports whether this process may take slots.

@@ -152,8 +152,8 @@ type host struct {
 }
 
 func newHost(o Options, s Slots) *host {
-	members := slots.NewMembers(nil)
-	o.clock = newClockCheck(o.WallClock, members)
+	members := slots.NewMembers(o.LeaseClock)
+	o.clock = newClockCheck(o.WallClock, o.LeaseClock, members)
 	h := &host{
 		o: o, s: s, log: o.Logger, name: o.Pod, started: time.Now(),
 		namespaces: newNamespaces(o.Logger), members: members, lacking: newLacking(o, members), wake: make(chan struct{}, 1),
@@ -162,7 +162,7 @@ func newHost(o Options, s Slots) *host {
 		h.namespaces.Synced() // Control has the live configs.
 	}
 	h.memory = memory.PlanFor(o.Memory)
-	h.connections.Memory = &limits.Pool{Max: h.memory.Requests}
+	h.connections.Memory, h.connections.Dial = &limits.Pool{Max: h.memory.Requests}, o.Dial
 	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.Cache)), slots.NewUploadLimiter()
 	returnMemory := func(bool) {}
 	if o.Memory != 0 {
@@ -493,7 +493,7 @@ func (h *host) announceOwners() {
 // followLocalCopies starts to follow the slots with a copy in the data directory.
 func (h *host) followLocalCopies(ctx context.Context) {
 	for _, s := range h.slots {
-		if _, err := os.Stat(s.o.DataDir); err == nil {
+		if _, err := s.o.fs().Stat(s.o.DataDir); err == nil {
 			s.start(ctx)
 		}
 	}

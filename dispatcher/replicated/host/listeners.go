@@ -39,6 +39,11 @@ func Listen(o Options) (*Listeners, error) {
 	return l, nil
 }
 
+// NewListeners returns listeners that are open.
+func NewListeners(own *dispatcher.Listeners, peers net.Listener) *Listeners {
+	return &Listeners{own, peers}
+}
+
 // Close closes the listeners.
 func (l *Listeners) Close() {
 	l.Listeners.Close()

@@ -3,7 +3,12 @@
 package host
 
 import (
+	"cmp"
+	"context"
+	"net"
 	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/replicated/peer"
@@ -22,6 +27,10 @@ type Options struct {
 	// WallClock is the clock of this process that is compared with the log's servers, replaced by
 	// tests. Default time.Now.
 	WallClock func() time.Time
+	// LeaseClock is the clock of leases, replaced by tests. Default: the clock since the start of the machine.
+	LeaseClock func() time.Time
+	// Dial opens connections to other processes, replaced by tests. Default: TCP.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// Lacks, when set, returns the objects that the log has, by the values of Store.AllMeta, and that this process
 	// lacks or has in an older version: as the owner it would park them. Only one goroutine calls it. It is for a log
 	// with one slot.
@@ -31,3 +40,6 @@ type Options struct {
 	clock    *clockCheck
 	identity *peer.Identity
 }
+
+// fs is the file system of the data directory.
+func (o Options) fs() vfs.FS { return cmp.Or(o.Queue.FS, vfs.Default) }

@@ -10,8 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2/vfs"
-
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/jobs/audience"
@@ -179,7 +177,7 @@ func (r untilClosed) Close() error {
 func (t *ownership) takeSnapshots(ctx context.Context, store *pebblestore.Store) {
 	s := &slots.Snapshotter{
 		Log: t.remote.Log, Objects: t.remote.Snapshots, Writer: t.writer, Store: store,
-		FS: vfs.Default, Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.replica.host.uploads,
+		FS: t.replica.o.fs(), Dir: t.dir + ".snapshot", Logger: t.logger, Limiter: t.replica.host.uploads,
 	}
 	t.snapshots.Store(s)
 	s.Run(ctx)

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
-	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -119,7 +118,7 @@ func (s *replica) start(ctx context.Context) {
 		if !removing {
 			return
 		}
-		if err := os.RemoveAll(s.o.DataDir); err != nil {
+		if err := s.o.fs().RemoveAll(s.o.DataDir); err != nil {
 			s.log.Warn("removing the copy of a slot failed", "error", err)
 		}
 		s.mu.Lock()

@@ -180,7 +180,7 @@ func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) 
 	s.log.Info("following the log as a standby", "dir", t.dir)
 	access := slots.Options{
 		Logger: s.log, CaughtUp: func() { s.markCaughtUp(); s.host.signal() }, Applied: s.applied.Store,
-		MayClaim: s.mayClaim,
+		MayClaim: s.mayClaim, Now: s.o.LeaseClock,
 	}
 	if s.host.lacking != nil {
 		access.Values = s.host.lacking.offer

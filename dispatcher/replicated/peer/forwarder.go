@@ -94,6 +94,8 @@ func (b answerBody) Read(p []byte) (int, error) {
 type Connections struct {
 	// Memory bounds the bodies of the calls and their answers. It is required.
 	Memory *limits.Pool
+	// Dial opens the connections; TCP if it is nil.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 
 	keys knownKeys
 
@@ -121,8 +123,12 @@ func (c *Connections) use(announcement []byte, pool *x509.CertPool) *connections
 	defer c.mu.Unlock()
 	to := c.to[string(announcement)]
 	if to == nil {
+		dial := c.Dial
+		if dial == nil {
+			dial = (&net.Dialer{Timeout: dialTimeout}).DialContext
+		}
 		to = &connections{places: limits.Pool{Max: maxForwards}, transport: &http.Transport{
-			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
+			DialContext:         dial,
 			TLSHandshakeTimeout: dialTimeout,
 			TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, ServerName: serverName},
 			MaxIdleConnsPerHost: maxIdle,
