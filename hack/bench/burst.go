@@ -43,6 +43,16 @@ spec:
   signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: secrets, key: signing}}]}
 `
 
+// posthorn returns the path of the posthorn binary.
+func (b *bench) posthorn() (string, error) {
+	if *binary != "" {
+		return *binary, nil
+	}
+	// Releases are built without cgo: then the memory of the store belongs to the Go heap.
+	_ = os.Setenv("CGO_ENABLED", "0")
+	return process.Build(b.root)
+}
+
 // measureBurst runs the real binary through one burst and measures memory and
 // disk before, during and one minute after it.
 func measureBurst(ctx context.Context, b *bench) ([]row, error) {
@@ -52,14 +62,9 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 	if err := os.MkdirAll(manifests, 0o700); err != nil {
 		return nil, err
 	}
-	bin := *binary
-	if bin == "" {
-		// Releases are built without cgo: then the memory of the store belongs to the Go heap.
-		_ = os.Setenv("CGO_ENABLED", "0")
-		var err error
-		if bin, err = process.Build(dir); err != nil {
-			return nil, err
-		}
+	bin, err := b.posthorn()
+	if err != nil {
+		return nil, err
 	}
 	if err := os.WriteFile(filepath.Join(manifests, "all.yaml"), fmt.Appendf(nil, burstManifests, b.sink.Addr), 0o600); err != nil {
 		return nil, err

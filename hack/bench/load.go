@@ -97,6 +97,7 @@ type sample struct {
 	commits       string   // the size and the duration of a commit
 	p50, p99      time.Duration
 	rss           int64
+	delivered     int64 // since the start of the process
 }
 
 func (s sample) mean(t sample) sample {
@@ -241,12 +242,16 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
 		rate: n / took.Seconds(), cpu: each(used), standby: each(behind), senders: each(own), sink: each(sink),
 		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
-		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
+		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss, delivered: delivered.Load(),
 	}, nil
 }
 
-// fill sends n messages and returns the duration.
+// fill sends n messages of the first Source and returns the duration.
 func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
+	return b.fillSource(p, 0, n)
+}
+
+func (b *bench) fillSource(p *dispatcherProcess, source, n int) (time.Duration, error) {
 	begin := time.Now()
 	var id atomic.Int64
 	var group sync.WaitGroup
@@ -256,7 +261,7 @@ func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
 			s := newSender(p)
 			defer s.close()
 			for id.Load() < int64(n) {
-				if err := s.send(0, 100, plainID, &id); err != nil {
+				if err := s.send(source, 100, plainID, &id); err != nil {
 					failed.Store(&err)
 					return
 				}

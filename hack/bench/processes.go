@@ -25,6 +25,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
@@ -42,7 +43,7 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole,
+var roles = map[string]func([]string) error{"sink": sinkRole, "tlssink": tlsSinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole,
 	"attack": attackRole, "gateway": gatewayRole, "slots": slotsRole}
 
 type bench struct {
@@ -77,9 +78,12 @@ type child struct {
 	rest  *bufio.Reader
 }
 
+// program returns the path of the binary of the processes.
+var program = os.Executable
+
 // spawn starts this binary in a role and waits for its first line.
 func spawn(ctx context.Context, role string, args ...string) (*child, error) {
-	self, err := os.Executable()
+	self, err := program()
 	if err != nil {
 		return nil, err
 	}
@@ -384,11 +388,20 @@ func (b *bench) startPattern(ctx context.Context, list []destination, dir, patte
 	for _, d := range list {
 		proxy = cmp.Or(proxy, d.proxy)
 	}
+	p, err := b.startFiles(ctx, dir, pattern, proxy, log)
+	if err == nil {
+		p.sources = len(c.Sources)
+	}
+	return p, err
+}
+
+// startFiles does the same with configs that exist, and an egress proxy, or empty.
+func (b *bench) startFiles(ctx context.Context, dir, pattern, proxy, log string) (*dispatcherProcess, error) {
 	p, err := spawn(ctx, "dispatcher", dir, dir+pattern, *profile, proxy, log, "")
 	if err != nil {
 		return nil, err
 	}
-	d := &dispatcherProcess{child: p, sources: len(c.Sources)}
+	d := &dispatcherProcess{child: p}
 	return d, json.Unmarshal(p.hello, d)
 }
 
@@ -416,6 +429,10 @@ func dispatcherRole(args []string) error {
 		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
 	}
+	if os.Getenv(stallSyncs) != "" {
+		o.Queue.FS = stallingFS{vfs.Default}
+	}
+	defer writeLocks()
 	if args[4] != "" { // The servers of the log fill the same disk.
 		o.Queue.MaxBytesPerSource = pebblestore.NoQuota
 	}
