@@ -35,6 +35,7 @@ type view struct {
 	Name     string `json:"name"`
 	URL      string `json:"url"`
 	Width    int    `json:"width,omitempty"`
+	Height   int    `json:"height,omitempty"`
 	Dark     bool   `json:"dark,omitempty"`
 	Script   *bool  `json:"script,omitempty"`
 	Stream   string `json:"stream,omitempty"`
@@ -194,11 +195,12 @@ func contains(t *testing.T, name, got string, want ...string) {
 	}
 }
 
-func shot(name string) string {
+// shot returns the path of a picture. An .svg is drawn in both color schemes from the layout in Chromium.
+func shot(file string) string {
 	if !*update {
 		return ""
 	}
-	return filepath.Join("..", "..", "docs", "images", "status-page-"+name+".png")
+	return filepath.Join("..", "..", "docs", "images", "status-page-"+file)
 }
 
 // past waits until the page has charts, for the screenshots.
@@ -224,8 +226,8 @@ func TestHealth(t *testing.T) {
 	await(t, root+"/page/search?id="+id, "delivered")
 	off := false
 	got := open(t,
-		view{Name: "overview", URL: root + "/", Shot: shot("health"), Keyboard: true},
-		view{Name: "dark", URL: root + "/", Dark: true, Shot: shot("health-dark")},
+		view{Name: "overview", URL: root + "/", Shot: shot("health.png"), Keyboard: true},
+		view{Name: "dark", URL: root + "/", Dark: true, Shot: shot("health-dark.png")},
 		view{Name: "phone", URL: root + "/", Width: 390},
 		view{Name: "without a script", URL: root + "/", Script: &off},
 		view{Name: "refreshed", URL: root + "/", Until: "updated "},
@@ -273,12 +275,12 @@ func TestTrouble(t *testing.T) {
 		// First, because the circuit of billing opens after 100 answers 422; then its rows are rare.
 		view{Name: "tail of 422", URL: root + "/page/tail?result=422", Stream: ".tail .row.problem"},
 		view{Name: "tail", URL: root + "/page/tail?destination=shop/crm", Stream: ".tail .row.ok"},
-		view{Name: "overview", URL: root + "/", Shot: shot("trouble")},
-		view{Name: "phone", URL: root + "/", Width: 390, Dark: true, Shot: shot("phone")},
-		view{Name: "billing", URL: root + "/page/destination/shop/billing", Shot: shot("destination"), Full: true},
+		view{Name: "overview", URL: root + "/", Width: 1040, Height: 905, Shot: shot("trouble.svg")},
+		view{Name: "phone", URL: root + "/", Width: 390, Dark: true, Shot: shot("phone.png")},
+		view{Name: "billing", URL: root + "/page/destination/shop/billing", Shot: shot("destination.png"), Full: true},
 		view{Name: "mailer", URL: root + "/page/destination/shop/mailer", Width: 390},
 		view{Name: "missing", URL: root + "/page/destination/shop/bilings"},
-		view{Name: "dead letters", URL: root + "/page/deadletters", Shot: shot("deadletters")},
+		view{Name: "dead letters", URL: root + "/page/deadletters", Shot: shot("deadletters.png")},
 		view{Name: "dead letters with 422", URL: root + "/page/deadletters", Click: "a.code:has-text('422')"},
 		view{Name: "dead letters with 404", URL: root + "/page/deadletters?result=404", Width: 390},
 		view{Name: "billing with 422", URL: root + "/page/destination/shop/billing", Click: "a.code:has-text('422')"},

@@ -1,13 +1,15 @@
 // Opens pages in Chromium and prints what a person sees, as JSON. The argument is a list of
-// {name, url, width, dark, script, stream, until, click, keyboard, shot, full}.
+// {name, url, width, height, dark, script, stream, until, click, keyboard, shot, full}.
+import { writeFile } from "node:fs/promises";
 import { chromium } from "playwright-core";
+import { draw } from "./draw.mjs";
 
 const views = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args: ["--no-sandbox"] });
 const seen = {};
 for (const view of views) {
   const context = await browser.newContext({
-    viewport: { width: view.width || 1280, height: 860 },
+    viewport: { width: view.width || 1280, height: view.height || 860 },
     colorScheme: view.dark ? "dark" : "light",
     javaScriptEnabled: view.script !== false,
   });
@@ -31,7 +33,8 @@ for (const view of views) {
       [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.tagName + "." + e.className).slice(-8).join(" ") || "unknown",
     background: getComputedStyle(document.body).backgroundColor,
   }));
-  if (view.shot) await page.screenshot({ path: view.shot, fullPage: !!view.full });
+  if (view.shot?.endsWith(".svg")) await writeFile(view.shot, await draw(page));
+  else if (view.shot) await page.screenshot({ path: view.shot, fullPage: !!view.full });
   const focus = [];
   if (view.keyboard) {
     await page.keyboard.press("Tab");
