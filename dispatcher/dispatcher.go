@@ -153,7 +153,11 @@ func New(o Options) (*Dispatcher, error) {
 		}
 	}
 	share := cmp.Or(o.Share, &Share{Stores: 1})
-	plan := memory.PlanFor(o.Memory).Share(share.Stores)
+	plan, err := memory.PlanFor(o.Memory).FitFiles(memory.OpenFiles())
+	if err != nil && o.Share == nil {
+		d.log.Warn("too few open files", "error", err)
+	}
+	plan = plan.Share(share.Stores)
 	if err := d.open(plan); err != nil {
 		d.listeners.Close()
 		return nil, err

@@ -353,11 +353,11 @@ type Delivery struct {
 	// +optional
 	Retry Retry `json:"retry,omitempty"`
 
-	// The maximum number of requests in flight per Source, endpoint and dispatcher
-	// pod. 1 to 1,024, default 64.
+	// The maximum number of requests in flight to each endpoint, from each dispatcher
+	// pod. 1 to 10,000, default 1,000.
 	// +kubebuilder:validation:Minimum=1
-	// +kubebuilder:validation:Maximum=1024
-	// +kubebuilder:default=64
+	// +kubebuilder:validation:Maximum=10000
+	// +kubebuilder:default=1000
 	// +optional
 	MaxInFlight int32 `json:"maxInFlight,omitempty"`
 

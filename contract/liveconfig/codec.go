@@ -47,6 +47,8 @@ const (
 	MaxTimeout = time.Minute
 	// MaxRetryWindow bounds the retry window of a destination in the same way.
 	MaxRetryWindow = 30 * 24 * time.Hour
+	// MaxInFlight is the largest MaxInFlight of a destination.
+	MaxInFlight = 10_000
 )
 
 const secretPrefix = "posthorn-live-"
@@ -326,8 +328,8 @@ func (d Destination) validate() error {
 	if slices.ContainsFunc(p.RetryStatusCodes, func(code int) bool { return code < 300 || code > 499 }) {
 		return errors.New("delivery.retryStatusCodes must be from 300 to 499")
 	}
-	if p.MaxInFlight < 1 || p.MaxInFlight > 1024 {
-		return errors.New("delivery.maxInFlight must be between 1 and 1024")
+	if p.MaxInFlight < 1 || p.MaxInFlight > MaxInFlight {
+		return fmt.Errorf("delivery.maxInFlight must be between 1 and %d", MaxInFlight)
 	}
 	for _, e := range d.Endpoints {
 		u, err := url.Parse(e.URL.Reveal())

@@ -470,7 +470,7 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 			DefaultMaxRetryWindow, time.Second, liveconfig.MaxRetryWindow),
 		MinBackoffMS: b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
 		MaxBackoffMS: b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
-		MaxInFlight:  64,
+		MaxInFlight:  1000,
 
 		RetryStatusCodes: b.statusCodes(d.Retry.StatusCodes),
 	}
@@ -479,9 +479,9 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 		c.MaxBackoffMS = c.MinBackoffMS
 	}
 	if d.MaxInFlight != 0 {
-		c.MaxInFlight = int(min(max(d.MaxInFlight, 1), 1024))
+		c.MaxInFlight = int(min(max(d.MaxInFlight, 1), liveconfig.MaxInFlight))
 		if c.MaxInFlight != int(d.MaxInFlight) {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.maxInFlight", "must be between 1 and 1024")
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.maxInFlight", "must be between 1 and %d", liveconfig.MaxInFlight)
 		}
 	}
 	if d.RateLimit != nil {

@@ -71,7 +71,7 @@ status: {observedGeneration: 99}
 		t.Fatalf("%v", p.problems)
 	}
 	d := p.objects[0].resource.(*v1alpha1.WebhookDestination)
-	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 ||
+	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 1000 ||
 		d.Spec.Delivery.Retry.Window.Duration != 4*time.Hour ||
 		d.Spec.SuccessPolicy != v1alpha1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1alpha1.HMACSHA1 || !*d.Spec.Enabled ||
 		d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {

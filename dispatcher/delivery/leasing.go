@@ -30,7 +30,7 @@ func (e *Engine) lease(l *lane) {
 	l.judgeLease(got)
 	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.
 	l.scratch = got
-	l.more = len(got) >= n || l.notified
+	l.more = len(got) >= n || bodies(got) >= queue.MaxLeaseBytes || l.notified
 	e.scheduler.fill(l, got)
 	if err != nil {
 		e.breakLane(l, err)
@@ -88,7 +88,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			e.breakLane(l, err)
 		}
 		if ok {
-			e.scheduler.addLeased(l, 1)
+			e.scheduler.addLeased(l, 1, len(d.Body))
 			stale := l.set != set || l.parked() || e.lifetime.stopped
 			if !stale && e.unsendable(l, &d, now) {
 				continue
@@ -97,7 +97,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 				e.start(l, d, to, p, now)
 				return true
 			}
-			e.scheduler.addLeased(l, -1)
+			e.scheduler.addLeased(l, -1, -len(d.Body))
 			e.mu.Unlock()
 			e.o.Store.Release(d)
 			e.mu.Lock()
@@ -144,7 +144,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	default:
 		return false
 	}
-	e.scheduler.addLeased(l, -1)
+	e.scheduler.addLeased(l, -1, -len(d.Body))
 	e.mu.Unlock()
 	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.
 	buried := e.settler.bury(*d, f, now)

@@ -161,7 +161,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e := c.e
 	namespaces := map[string]namespace{}
 	e.mu.Lock()
-	inFlight, workers, idle := e.scheduler.inFlight, e.workers.count, len(e.workers.idle)
+	inFlight, limit, workers, idle := e.scheduler.inFlight, e.scheduler.limit(), e.workers.count, len(e.workers.idle)
 	duration, latency := e.recorder.duration.clone(), e.recorder.latency.clone()
 	for _, d := range e.registry.destinations {
 		if _, ok := namespaces[d.namespace]; d.set != nil && !ok {
@@ -170,7 +170,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	e.mu.Unlock()
 	add(descInFlight, prometheus.GaugeValue, float64(inFlight))
-	add(descLimit, prometheus.GaugeValue, float64(e.o.MaxInFlight))
+	add(descLimit, prometheus.GaugeValue, float64(limit))
 	add(descWaiting, prometheus.GaugeValue, c.firstAttemptAge(time.Now()).Seconds())
 	add(descWorkers, prometheus.GaugeValue, float64(workers-idle), "busy")
 	add(descWorkers, prometheus.GaugeValue, float64(idle), "idle")

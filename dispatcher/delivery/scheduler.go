@@ -4,6 +4,7 @@ import (
 	"runtime"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -17,7 +18,7 @@ const (
 // scheduler decides which lane gets the next request, and how many it may have: it has the queues of lanes, and the
 // counts of which they and their namespaces have shares. The engine's lock guards it.
 type scheduler struct {
-	// maxInFlight is the limit of inFlight.
+	// maxInFlight is the limit of inFlight while the leased messages are small beside memory.RequestBytes.
 	maxInFlight int
 	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
 	// share of maxInFlight.
@@ -28,6 +29,13 @@ type scheduler struct {
 	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
 	// granted the lanes with a grant, leased the messages that are leased and not settled.
 	inFlight, unproven, granted, leased int
+	// leasedBytes are the bodies of the leased messages, bufferedBytes the part of those without a request.
+	leasedBytes, bufferedBytes int
+}
+
+// limit is the present limit of the requests in flight: leased messages use the same memory.
+func (s *scheduler) limit() int {
+	return max(1, s.maxInFlight-s.leasedBytes/memory.RequestBytes)
 }
 
 // enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
@@ -85,7 +93,7 @@ func (s *scheduler) endLease(l *lane) {
 // for the next lane, and a namespace gets its part however many lanes another one has. Lanes whose endpoints fail, are
 // slow, or are not proven yet share one half at most, so that failing endpoints cannot use up the capacity.
 func (s *scheduler) share(l *lane, proven bool) int {
-	free := max(s.maxInFlight-s.inFlight, s.maxInFlight/max(1, s.active)-l.owner.inFlight)
+	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight)
 	if proven {
 		return free
 	}
@@ -97,7 +105,7 @@ func (s *scheduler) share(l *lane, proven bool) int {
 }
 
 // freeForUnproven is the number of requests that lanes without a grant may start in the half of the unproven ones.
-func (s *scheduler) freeForUnproven() int { return s.maxInFlight/2 - s.unproven - s.granted }
+func (s *scheduler) freeForUnproven() int { return s.limit()/2 - s.unproven - s.granted }
 
 // grant reserves one request in the half of the unproven lanes for a lane that waited. Without it
 // the lanes of namespaces with fewer requests in flight, which are earlier in the ready queue, could
@@ -218,8 +226,12 @@ func (s *scheduler) load(owner *namespace, n int) {
 }
 
 // quantum is the number of messages that a lane leases at once: at most its endpoints' windows or minLease, and fewer
-// the more lanes there are, so that the leased messages of all lanes are bounded.
+// the more lanes there are, so that the leased messages of all lanes are bounded. It is 1 while the messages without a
+// request use a sixteenth of the memory.
 func (s *scheduler) quantum(l *lane) int {
+	if s.bufferedBytes >= s.maxInFlight*memory.RequestBytes/16 {
+		return 1
+	}
 	window := minLease
 	for _, t := range l.targets {
 		window = max(window, t.machine.Window())
@@ -255,10 +267,26 @@ func (s *scheduler) wakeNextLane(ep *liveEndpoint, now time.Time) (at time.Time)
 	return time.Time{}
 }
 
-// addLeased adds n to the messages of a lane that are leased and not settled.
-func (s *scheduler) addLeased(l *lane, n int) {
+// addLeased adds n messages with bodies of a size to those of a lane that are leased and not settled.
+func (s *scheduler) addLeased(l *lane, n, size int) {
 	l.leased += n
 	s.leased += n
+	s.leasedBytes += size
+}
+
+// take removes the first message of a lane's buffer.
+func (s *scheduler) take(l *lane) queue.Delivery {
+	d := l.take()
+	s.bufferedBytes -= len(d.Body)
+	return d
+}
+
+// bodies is the size of the bodies of messages.
+func bodies(messages []queue.Delivery) (size int) {
+	for i := range messages {
+		size += len(messages[i].Body)
+	}
+	return size
 }
 
 // fill puts leased messages into the lane's buffer.
@@ -266,7 +294,9 @@ func (s *scheduler) fill(l *lane, got []queue.Delivery) {
 	rest := copy(l.buffer, l.buffer[l.head:])
 	clear(l.buffer[rest:])
 	l.buffer, l.head = append(l.buffer[:rest], got...), 0
-	s.addLeased(l, len(got))
+	size := bodies(got)
+	s.addLeased(l, len(got), size)
+	s.bufferedBytes += size
 	clear(got)
 }
 
@@ -275,7 +305,9 @@ func (s *scheduler) takeBuffer(l *lane) []queue.Delivery {
 	back := append([]queue.Delivery(nil), l.buffer[l.head:]...)
 	clear(l.buffer)
 	l.buffer, l.head = l.buffer[:0], 0
-	s.addLeased(l, -len(back))
+	size := bodies(back)
+	s.addLeased(l, -len(back), -size)
+	s.bufferedBytes -= size
 	l.more = l.more || len(back) > 0
 	return back
 }

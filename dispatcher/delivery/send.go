@@ -209,7 +209,7 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 	e.scheduler.addInFlight(l.owner, -1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
-	e.scheduler.addLeased(l, -1)
+	e.scheduler.addLeased(l, -1, -len(p.message.Body))
 	e.recorder.countOutcome(l.destination, s, now.Sub(p.message.AcceptedAt))
 	if p.probe || s == released {
 		// A probe leases the oldest message, so the store's last answer about the lane may be outdated.

@@ -138,7 +138,7 @@ func (e *Engine) next(p *post) bool {
 		case l.more && !l.leasing && e.scheduler.mayLease(l) && l.buffered() < e.scheduler.quantum(l)/4+1:
 			e.lease(l)
 		case l.buffered() > 0:
-			d := l.take()
+			d := e.scheduler.take(l)
 			if e.unsendable(l, &d, now) {
 				if !e.scheduler.enqueue(l) {
 					e.yield(l, now)

@@ -6,8 +6,6 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
-
-	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // Limits of the resident memory of a process, in bytes.
@@ -26,7 +24,7 @@ type Plan struct {
 	Cache      int64 // block cache of the store
 	Duplicates int64 // filters of stored messageIds
 	Requests   int64 // requests in progress
-	InFlight   int   // deliveries in flight; four messages are leased for each
+	InFlight   int   // deliveries in flight, with messages that are small beside RequestBytes
 }
 
 // PlanFor returns the plan for a limit of at least Min; 0 is Default.
@@ -38,7 +36,7 @@ func PlanFor(limit int64) Plan {
 		Cache:      min(heap/16, 256<<20),
 		Duplicates: min(heap/20, 256<<20),
 		Requests:   heap / 10 * 3,
-		InFlight:   int(min(heap/10*4/leasedBytes, maxInFlight)),
+		InFlight:   int(heap / 10 * 4 / RequestBytes),
 	}
 }
 
@@ -50,11 +48,11 @@ func (p Plan) Share(n int) Plan {
 	return p
 }
 
-const (
-	minMemTable = 1 << 20
-	maxInFlight = 1024
-	leasedBytes = 4 * event.MaxCallBytes
-)
+const minMemTable = 1 << 20
+
+// RequestBytes is the memory of a delivery in flight beside its message: the connection with TLS, whose floor is about
+// 15 KB with the goroutine that waits for the response, and the rest of the messages that share memory with this one.
+const RequestBytes = 20_000
 
 // quietGrowth is the growth of an idle process's heap, in percent, at which the garbage collector
 // runs: small, because it runs rarely in an idle process.

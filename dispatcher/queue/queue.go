@@ -349,6 +349,9 @@ type Appender interface {
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 }
 
+// MaxLeaseBytes bounds the bodies of a lease: no message follows the one with which they reach it.
+const MaxLeaseBytes = 256 << 10
+
 // Lanes delivers messages: it opens and ends lanes, leases their messages and settles them.
 type Lanes interface {
 	// OpenLane opens a lane and returns when it is durable. A new lane starts after the last
@@ -370,8 +373,8 @@ type Lanes interface {
 	// Lanes lists all lanes of the store, also lanes of an earlier run that are not open.
 	Lanes() []LaneID
 
-	// Lease leases up to max messages of a lane and never blocks. It appends them to buf and
-	// returns it. First attempts are leased before due retries, but when both wait, retries are
+	// Lease leases up to max messages of a lane, none after their bodies have reached MaxLeaseBytes, and
+	// never blocks. It appends them to buf and returns it. First attempts are leased before due retries, but when both wait, retries are
 	// at least one in eight. Messages whose Skip or Only exclude the lane are counted and not
 	// returned. Damaged messages become dead letters with ReasonDamaged while their number is
 	// small; otherwise an error names the damage. A lane whose endpoint was removed leases only
@@ -381,7 +384,7 @@ type Lanes interface {
 	// not due. A circuit uses it for its probe. ok is false when no message waits.
 	LeaseOldest(lane LaneID) (d Delivery, ok bool, err error)
 	// SetNotify sets a function that is called when a lane whose last Lease returned fewer
-	// messages than requested may have more: a message was appended or a retry became due. It
+	// messages than requested, of fewer bytes than MaxLeaseBytes, may have more: a message was appended or a retry became due. It
 	// is called without locks held, at most once per change, and must not block. SetNotify must
 	// be called once, before the first OpenLane.
 	SetNotify(func(LaneID))

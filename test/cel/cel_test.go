@@ -417,7 +417,7 @@ successPolicy: AnyEndpoint
 sourceRefs: [{name: web}]
 endpoints: [{name: primary, url: "https://hooks.example/in"}]
 signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
-delivery: {timeout: 5s, retry: {window: 4h, minBackoff: 1s, maxBackoff: 5m}, maxInFlight: 64}
+delivery: {timeout: 5s, retry: {window: 4h, minBackoff: 1s, maxBackoff: 5m}, maxInFlight: 1000}
 deadLetters: {retention: 168h, maxBytes: 1Gi}`,
 	}
 	checked := 0

@@ -42,8 +42,8 @@ type conn struct {
 	moved            bool      // its name resolves to other addresses
 }
 
-// cancelCheck is the interval at which a read checks for a cancelled context. Most responses arrive
-// earlier, so watching the context costs nothing.
+// cancelCheck is how long a read waits before it watches its context. Most responses arrive earlier, so watching costs
+// nothing, and a slow one wakes its reader once.
 const cancelCheck = 250 * time.Millisecond
 
 // begin starts an exchange on the connection. Existing deadlines are kept if they are early enough;
@@ -75,17 +75,15 @@ func (cn *conn) setWriteDeadline() {
 
 // Read reads until the exchange's deadline or the cancellation of its context.
 func (cn *conn) Read(b []byte) (int, error) {
-	for {
-		n, err := cn.Conn.Read(b)
-		if n > 0 || err == nil || !errors.Is(err, os.ErrDeadlineExceeded) || cn.ctx.Err() != nil {
-			return n, err
-		}
-		now := time.Now()
-		if !now.Before(cn.deadline) {
-			return n, err
-		}
-		cn.setReadDeadline(now)
+	n, err := cn.Conn.Read(b)
+	for n == 0 && errors.Is(err, os.ErrDeadlineExceeded) && cn.ctx.Err() == nil && time.Now().Before(cn.deadline) {
+		_ = cn.SetReadDeadline(cn.deadline)
+		unwatch := context.AfterFunc(cn.ctx, func() { _ = cn.SetReadDeadline(past) })
+		n, err = cn.Conn.Read(b)
+		unwatch()
+		cn.setReadDeadline(time.Now())
 	}
+	return n, err
 }
 
 // Write writes until the exchange's deadline.

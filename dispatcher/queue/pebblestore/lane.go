@@ -490,6 +490,7 @@ func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Del
 	}
 	r := newReader(s, l)
 	defer r.close()
+	r.want = n
 	for {
 		again, err := s.lease(l, r, n)
 		if again && err == nil {
@@ -527,7 +528,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	firstAttempts := r.takeReleased(want - share - len(r.got))
 	l.mu.Unlock()
 
-	if err := r.readTaken(); err != nil {
+	if err := r.readTaken(want - share); err != nil {
 		return false, err
 	}
 	n, err := r.readFirstAttempts(want - share)
@@ -537,7 +538,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	firstAttempts += n
 
 	retries := 0
-	if rest := want - len(r.got); rest > 0 {
+	if rest := want - len(r.got); !r.full(want) {
 		l.mu.Lock()
 		if l.nextDue <= now {
 			retries, err = r.takeDue(now, rest)
@@ -545,7 +546,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 		// There may be fewer due retries than their share.
 		firstAttempts += r.takeReleased(rest - retries)
 		l.mu.Unlock()
-		if err := errors.Join(err, r.readTaken()); err != nil {
+		if err := errors.Join(err, r.readTaken(want)); err != nil {
 			return false, err
 		}
 		n, err := r.readFirstAttempts(want)
@@ -562,7 +563,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	} else {
 		l.firstAttempts = min(max(0, l.firstAttempts+firstAttempts-7*retries), 8)
 	}
-	if len(r.got) >= want {
+	if r.full(want) {
 		return false, nil
 	}
 	if r.dropped && r.scanned < maxScan {
@@ -605,7 +606,7 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 	defer l.leasing.Unlock()
 	r := newReader(s, l)
 	defer r.close()
-	for err == nil && len(r.got) == 0 {
+	for r.want = 1; err == nil && len(r.got) == 0; {
 		l.mu.Lock()
 		if !l.opened {
 			l.mu.Unlock()
@@ -615,7 +616,7 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 		hasTaken := len(r.taken) > 0
 		l.mu.Unlock()
 		if err == nil {
-			err = r.readTaken()
+			err = r.readTaken(1)
 		}
 		if !hasTaken {
 			break // No message was taken; a taken one may be damaged or unneeded, and the loop continues.

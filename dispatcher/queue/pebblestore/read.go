@@ -1,6 +1,7 @@
 package pebblestore
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"slices"
@@ -25,6 +26,8 @@ type reader struct {
 	end     uint64 // The last position that the iterator can see.
 	scanned int
 	dropped bool // A message that was taken is not needed.
+	want    int  // The messages of the lease.
+	bodies  int  // The bytes of the bodies that were read.
 }
 
 // readBuffer is reused by later readers.
@@ -47,6 +50,9 @@ type piece struct {
 	id, typ, event, trace, body int // Lengths.
 	attempt                     int
 }
+
+// end is the end of the message in bytes.
+func (p *piece) end() int { return p.start + p.id + p.typ + p.event + p.trace + p.body }
 
 var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
 
@@ -195,19 +201,39 @@ func (r *reader) keep(seq uint64, rec *codec.Record, attempt int) {
 	r.bytes = append(r.bytes, rec.Event...)
 	r.bytes = append(r.bytes, rec.Trace...)
 	r.bytes = append(r.bytes, rec.Body...)
+	r.bodies += len(rec.Body)
 	r.got = append(r.got, p)
 }
 
-// deliveries appends the messages to buf. They share one piece of memory that is never changed.
+// full reports whether the reader has max of the wanted messages, or their part of queue.MaxLeaseBytes.
+func (r *reader) full(max int) bool {
+	return len(r.got) >= max || r.bodies >= queue.MaxLeaseBytes*max/r.want
+}
+
+// sharedBytes bounds the memory that messages share. A message that is in flight for long holds all of it.
+const sharedBytes = 4 << 10
+
+// shared returns the bytes of the messages from the i-th on that share memory: at least one.
+func (r *reader) shared(i int) []byte {
+	start, end := r.got[i].start, r.got[i].end()
+	for i++; i < len(r.got) && r.got[i].end()-start <= sharedBytes; i++ {
+		end = r.got[i].end()
+	}
+	return bytes.Clone(r.bytes[start:end])
+}
+
+// deliveries appends the messages to buf. Their memory, which some share, is never changed.
 func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 	if len(r.got) == 0 {
 		return buf
 	}
-	all := append(make([]byte, 0, len(r.bytes)), r.bytes...)
+	var b []byte
 	buf = slices.Grow(buf, len(r.got))
 	for i := range r.got {
 		p := &r.got[i]
-		b := all[p.start:]
+		if len(b) == 0 {
+			b = r.shared(i)
+		}
 		str := func(n int) string {
 			if n == 0 {
 				return ""
@@ -222,7 +248,7 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 			d.Type = str(p.typ)
 		}
 		d.Event, d.TraceParent = str(p.event), str(p.trace)
-		d.Body = b[:p.body:p.body]
+		d.Body, b = b[:p.body:p.body], b[p.body:]
 		buf = append(buf, d)
 	}
 	return buf
@@ -305,9 +331,13 @@ func (r *reader) takeOldest() error {
 	return nil
 }
 
-// readTaken reads the taken messages. It releases those that cannot be read.
-func (r *reader) readTaken() error {
+// readTaken reads the taken messages until the reader has max. It releases the others and those that cannot be read.
+func (r *reader) readTaken(max int) error {
 	for i, seq := range r.taken {
+		if r.full(max) {
+			r.releaseTaken(i)
+			break
+		}
 		rec, err := r.read(seq)
 		if err == nil && rec.Lost {
 			r.l.mu.Lock()
@@ -324,13 +354,7 @@ func (r *reader) readTaken() error {
 			}
 		}
 		if err != nil {
-			r.l.mu.Lock()
-			for _, seq := range r.taken[i:] {
-				if t, ok := r.l.settle(seq); ok {
-					r.l.release(seq, t)
-				}
-			}
-			r.l.mu.Unlock()
+			r.releaseTaken(i)
 			r.taken = r.taken[:0]
 			return err
 		}
@@ -341,6 +365,17 @@ func (r *reader) readTaken() error {
 	}
 	r.taken = r.taken[:0]
 	return nil
+}
+
+// releaseTaken releases the taken messages from the i-th on.
+func (r *reader) releaseTaken(i int) {
+	r.l.mu.Lock()
+	defer r.l.mu.Unlock()
+	for _, seq := range r.taken[i:] {
+		if t, ok := r.l.settle(seq); ok {
+			r.l.release(seq, t)
+		}
+	}
 }
 
 // dropUnneeded ends a message in a lane whose endpoint was removed, if the group does not need
@@ -385,7 +420,7 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 	var why []string
 	var grouped []excluded // Messages that the group counts, too.
 	var err error
-	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
+	for !r.full(max) && r.scanned < maxScan && next <= l.limit() {
 		if to := gaps.After(next); to != next {
 			passedOver += to - next
 			next = to

@@ -69,6 +69,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		run  func(*suite)
 	}{
 		{"AppendLeaseAck", (*suite).appendLeaseAck},
+		{"LeaseBytes", (*suite).leaseBytes},
 		{"FieldsSurvive", (*suite).fieldsSurvive},
 		{"NewLaneStartsBehind", (*suite).newLaneStartsBehind},
 		{"LaneBeforeAnyMessage", (*suite).laneBeforeAnyMessage},

@@ -161,7 +161,10 @@ func newHost(o Options, s Slots) *host {
 	if s.Watch == nil {
 		h.namespaces.Synced() // Control has the live configs.
 	}
-	h.memory = memory.PlanFor(o.Memory)
+	var err error
+	if h.memory, err = memory.PlanFor(o.Memory).FitFiles(memory.OpenFiles()); err != nil {
+		h.log.Warn("too few open files", "error", err)
+	}
 	h.connections.Memory, h.connections.Dial = &limits.Pool{Max: h.memory.Requests}, o.Dial
 	h.shared, h.uploads = pebblestore.NewShared(cmp.Or(o.Queue.CacheBytes, h.memory.Cache)), slots.NewUploadLimiter()
 	returnMemory := func(bool) {}
