@@ -1380,15 +1380,16 @@ func TestShutdown(t *testing.T) {
 // Lanes that were parked while they waited for their share do not delay the lanes behind them.
 func TestParkedLanesGiveWay(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		w := newWorld(t, always(answer{status: 200, after: 4 * time.Second}), func(o *Options) { o.MaxInFlight = 4 })
+		w := newWorld(t, always(answer{status: 500, after: 4 * time.Second}), func(o *Options) { o.MaxInFlight = 4 })
 		var all []liveconfig.Destination
 		for i := range 100 {
 			all = append(all, dest(fmt.Sprintf("d%03d", i), fmt.Sprintf("http://x%d.test", i)))
 		}
 		w.apply(all...)
 		w.send("web", 1)
-		w.sleep(time.Second)
-		last := look(w, func(e *Engine) string { return e.scheduler.blockedUnproven.tail.lanes.tail.destination.name })
+		w.sleep(5 * time.Minute) // All fail, and wait for the half of those that do.
+		last := look(w, func(e *Engine) string { return e.scheduler.blockedFailing.tail.lanes.tail.destination.name })
+		w.client.set(always(answer{status: 200, after: 4 * time.Second}))
 		for i := range all {
 			if all[i].Name != last {
 				all[i].State = liveconfig.Disabled

@@ -11,7 +11,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -333,8 +332,8 @@ func crowdedView() *liveconfig.View {
 	return liveconfig.NewView(append(configs, liveconfig.Revisioned{Config: mixed, Revision: "1"}))
 }
 
-// A new destination of a namespace with many healthy requests in flight gets its turn in the half of
-// the unproven ones, although namespaces with fewer requests in flight always have lanes that wait.
+// A new destination of a namespace with many healthy requests in flight gets its turn, although namespaces with fewer
+// requests in flight always have failing lanes that wait.
 func TestNewcomerOfABusyNamespace(t *testing.T) {
 	const limit = 64
 	bubble(t, func(t *testing.T) {
@@ -358,72 +357,22 @@ func TestNewcomerOfABusyNamespace(t *testing.T) {
 			w.sendTo(fmt.Sprintf("slow%d/web", i), 200)
 		}
 		w.sleep(20 * time.Second)
-		type state struct{ Unproven, MostOfASlowNamespace, Mixed int }
+		type state struct{ Failing, MostOfASlowNamespace, Mixed int }
 		before := look(w, func(e *Engine) (s state) {
 			for i := range 8 {
 				s.MostOfASlowNamespace = max(s.MostOfASlowNamespace, e.registry.perNamespace[fmt.Sprintf("slow%d", i)].inFlight)
 			}
-			s.Unproven, s.Mixed = e.scheduler.unproven, e.registry.perNamespace["mixed"].inFlight
+			s.Failing, s.Mixed = e.scheduler.failing, e.registry.perNamespace["mixed"].inFlight
 			return s
 		})
-		if before.Unproven != limit/2 || before.Mixed <= before.MostOfASlowNamespace {
-			t.Fatalf("requests in flight: %+v, want all %d of the unproven half, and most in the namespace mixed", before, limit/2)
+		if before.Failing != limit/2 || before.Mixed <= before.MostOfASlowNamespace {
+			t.Fatalf("requests in flight: %+v, want all %d of the failing half, and most in the namespace mixed", before, limit/2)
 		}
 		w.sendTo("mixed/ios", 20)
 		w.sleep(time.Minute)
 		if got := w.store.DestinationStats("mixed/new").Ledger.Delivered; got != 20 {
 			t.Errorf("deliveries of the new destination in a minute: got %d, want 20", got)
 		}
-		if got := look(w, func(e *Engine) int { return e.scheduler.granted }); got != 0 {
-			t.Errorf("grants that no lane uses: got %d, want 0", got)
-		}
 		w.stop()
 	})
-}
-
-// A lane that cannot use its grant releases it.
-func TestGrantEnds(t *testing.T) {
-	for _, test := range []struct {
-		name   string
-		change func(*lane)
-	}{
-		{"the destination is removed", func(l *lane) { l.targets = nil }},
-		{"the store fails", func(l *lane) { l.broken = true }},
-		{"no messages", func(l *lane) { l.more = false }},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			e := New(Options{Store: emptyStore{}, MaxInFlight: 2})
-			l := namedLane(&namespace{}, "a")
-			l.more, l.targets = true, []target{{liveEndpoint: &liveEndpoint{machine: endpoint.New(1, time.Now())}}}
-			e.scheduler.block(l)
-			e.scheduler.unblock()
-			if got := e.scheduler.granted; got != 1 {
-				t.Fatalf("grants after the lane's turn: got %d, want 1", got)
-			}
-			test.change(l)
-			if e.next(&post{}) {
-				t.Fatal("a request was started")
-			}
-			if got := e.scheduler.granted; got != 0 {
-				t.Errorf("grants: got %d, want 0", got)
-			}
-		})
-	}
-}
-
-// While the half of the unproven lanes is used up, no namespace loses its turn.
-func TestUnblockKeepsTurns(t *testing.T) {
-	e := New(Options{Store: emptyStore{}, MaxInFlight: 4})
-	first := namedLane(&namespace{}, "a")
-	for _, l := range []*lane{first, namedLane(&namespace{}, "b"), namedLane(&namespace{}, "c")} {
-		l.more, l.targets = true, []target{{liveEndpoint: &liveEndpoint{machine: endpoint.New(1, time.Now())}}}
-		e.scheduler.block(l)
-	}
-	e.scheduler.unproven = 2
-	e.scheduler.unblock()
-	e.scheduler.unproven = 1
-	e.scheduler.unblock()
-	if !first.granted {
-		t.Error("the lane that waited first has no grant")
-	}
 }

@@ -40,9 +40,6 @@ type lane struct {
 	queued bool
 	// waited is true from the time when the lane was blocked until its next request.
 	waited bool
-	// granted is true if a request of the unproven half is reserved for the lane (see scheduler.grant).
-	// Such a lane is in the ready queue, or a worker has it.
-	granted bool
 	// probes counts the requested probes of the lane.
 	probes int
 	// buffer[head:] holds leased messages that are not started. Another lease may be in progress.
@@ -98,13 +95,14 @@ func (l *lane) parked() bool  { return len(l.targets) == 0 || l.broken }
 func (l *lane) buffered() int { return len(l.buffer) - l.head }
 func (l *lane) hasWork() bool { return l.more || l.buffered() > 0 }
 
-func (l *lane) proven() bool {
+// failing reports whether all endpoints of the lane fail most of the time.
+func (l *lane) failing() bool {
 	for _, t := range l.targets {
-		if t.machine.Proven() {
-			return true
+		if !t.machine.Failing() {
+			return false
 		}
 	}
-	return false
+	return len(l.targets) > 0
 }
 
 // sendable reports whether an endpoint with a closed circuit can accept a request, or, if all

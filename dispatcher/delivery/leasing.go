@@ -75,14 +75,13 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	next := l.probes%2 == 0
 	for {
 		l.notified = false
-		unproven := !l.proven()
-		e.scheduler.endGrant(l)
-		e.scheduler.addInFlight(l.owner, 1, unproven) // Reserve, so that no other request takes the place meanwhile.
-		e.wakeWorker()                                // This worker cannot take the lanes that are ready.
+		failing := l.failing()
+		e.scheduler.addInFlight(l.owner, 1, failing) // Reserve, so that no other request takes the place meanwhile.
+		e.wakeWorker()                               // This worker cannot take the lanes that are ready.
 		e.mu.Unlock()
 		d, ok, err := leaseProbe(e.o.Store, l.id, next)
 		e.mu.Lock()
-		e.scheduler.addInFlight(l.owner, -1, unproven)
+		e.scheduler.addInFlight(l.owner, -1, failing)
 		l.destination.changed.Numbers()
 		if err != nil {
 			e.breakLane(l, err)

@@ -32,8 +32,8 @@ type namespace struct {
 	ready      fifo
 	readyIndex int
 	readyTurn  uint64
-	// blocked and blockedUnproven are the lanes in the queues of the same names.
-	blocked, blockedUnproven waitingLanes
+	// blocked and blockedFailing are the lanes in the queues of the same names.
+	blocked, blockedFailing waitingLanes
 	// leases counts the leases in progress; toLease are the lanes that wait for the end of one.
 	leases  int
 	toLease fifo

@@ -22,13 +22,13 @@ type scheduler struct {
 	maxInFlight int
 	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
 	// share of maxInFlight.
-	ready                    readyQueue
-	blocked, blockedUnproven blockedQueue
+	ready                   readyQueue
+	blocked, blockedFailing blockedQueue
 	// active counts the namespaces with waiting lanes, leases in progress or requests in flight.
 	active int
-	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
-	// granted the lanes with a grant, leased the messages that are leased and not settled.
-	inFlight, unproven, granted, leased int
+	// inFlight counts requests, failing the requests of lanes that were failing at their start, leased the messages that
+	// are leased and not settled.
+	inFlight, failing, leased int
 	// leasedBytes are the bodies of the leased messages, bufferedBytes the part of those without a request.
 	leasedBytes, bufferedBytes int
 }
@@ -90,63 +90,39 @@ func (s *scheduler) endLease(l *lane) {
 
 // share is the present limit of the requests in flight of a lane: no more than are still free, for all or of its
 // namespace's part. So a few lanes may use most of the total, many lanes get equal shares, some capacity is always free
-// for the next lane, and a namespace gets its part however many lanes another one has. Lanes whose endpoints fail, are
-// slow, or are not proven yet share one half at most, so that failing endpoints cannot use up the capacity.
-func (s *scheduler) share(l *lane, proven bool) int {
+// for the next lane, and a namespace gets its part however many lanes another one has. Lanes whose endpoints fail share
+// one half at most: more of them than requests in flight, each with a timeout, would use up the capacity until their
+// circuits open.
+func (s *scheduler) share(l *lane, failing bool) int {
 	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight)
-	if proven {
-		return free
+	if failing {
+		return min(free, s.limit()/2-s.failing)
 	}
-	half := s.freeForUnproven()
-	if l.granted {
-		half++
-	}
-	return min(free, half)
-}
-
-// freeForUnproven is the number of requests that lanes without a grant may start in the half of the unproven ones.
-func (s *scheduler) freeForUnproven() int { return s.limit()/2 - s.unproven - s.granted }
-
-// grant reserves one request in the half of the unproven lanes for a lane that waited. Without it
-// the lanes of namespaces with fewer requests in flight, which are earlier in the ready queue, could
-// take every free request before the lane has its turn.
-func (s *scheduler) grant(l *lane) {
-	l.granted = true
-	s.granted++
-}
-
-// endGrant ends the grant of a lane, if it has one: the lane starts its request, or cannot.
-func (s *scheduler) endGrant(l *lane) {
-	if l.granted {
-		l.granted = false
-		s.granted--
-	}
+	return free
 }
 
 // blockedLike returns the queue in which a lane waits for its share, and the place of its namespace.
-func (s *scheduler) blockedLike(l *lane, proven bool) (*blockedQueue, *waitingLanes) {
-	if proven {
-		return &s.blocked, &l.owner.blocked
+func (s *scheduler) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
+	if l.failing() {
+		return &s.blockedFailing, &l.owner.blockedFailing
 	}
-	return &s.blockedUnproven, &l.owner.blockedUnproven
+	return &s.blocked, &l.owner.blocked
 }
 
 // mustWait reports whether a lane has used its share, or another lane of its namespace is already
 // waiting that has no more requests in flight than this one.
 func (s *scheduler) mustWait(l *lane) bool {
-	proven := l.proven()
-	if l.inFlight >= s.share(l, proven) {
+	if l.inFlight >= s.share(l, l.failing()) {
 		return true
 	}
-	_, waiting := s.blockedLike(l, proven)
+	_, waiting := s.blockedLike(l)
 	first := waiting.lanes.head
 	return first != nil && !l.waited && first.inFlight <= l.inFlight
 }
 
 // block makes a lane wait for its share. A lane that had its turn and found the share used up again keeps its place.
 func (s *scheduler) block(l *lane) {
-	s.endGrant(l)
-	q, waiting := s.blockedLike(l, l.proven())
+	q, waiting := s.blockedLike(l)
 	if l.waited {
 		q.pushFront(waiting, l)
 	} else {
@@ -159,35 +135,34 @@ func (s *scheduler) block(l *lane) {
 // unblock gives the turn to a waiting lane whose share is free now. It is called whenever a request
 // ends, and when a lane did not use its turn.
 func (s *scheduler) unblock() {
-	for _, q := range []*blockedQueue{&s.blocked, &s.blockedUnproven} {
-		proven := q == &s.blocked
-		for tries := 8; tries > 0 && q.len > 0; {
-			if !proven && s.freeForUnproven() <= 0 {
-				break // The limit is the same for all namespaces, so none loses its turn.
-			}
-			share := s.share(q.head.lanes.head, proven)
-			if share <= 0 {
-				q.skip()
-				tries--
-				continue
-			}
-			l := q.pop()
-			s.load(l.owner, -1)
-			if l.parked() || !l.hasWork() {
-				continue // This lane does not use up a try, because the lanes behind it may get no other turn.
-			}
+	s.unblockOne(&s.blocked, false)
+	if s.failing < s.limit()/2 { // The half is the same for all namespaces, so none loses its turn.
+		s.unblockOne(&s.blockedFailing, true)
+	}
+}
+
+// unblockOne gives the turn to a lane of a queue.
+func (s *scheduler) unblockOne(q *blockedQueue, failing bool) {
+	for tries := 8; tries > 0 && q.len > 0; {
+		share := s.share(q.head.lanes.head, failing)
+		if share <= 0 {
+			q.skip()
 			tries--
-			if l.inFlight < share {
-				if !proven {
-					s.grant(l)
-				}
-				s.pushReady(l)
-				break
-			}
-			s.load(l.owner, 1)
-			_, waiting := s.blockedLike(l, proven)
-			q.push(waiting, l)
+			continue
 		}
+		l := q.pop()
+		s.load(l.owner, -1)
+		if l.parked() || !l.hasWork() {
+			continue // This lane does not use up a try, because the lanes behind it may get no other turn.
+		}
+		tries--
+		if l.inFlight < share {
+			s.pushReady(l)
+			return
+		}
+		s.load(l.owner, 1)
+		q, waiting := s.blockedLike(l)
+		q.push(waiting, l)
 	}
 }
 
@@ -317,22 +292,21 @@ func (s *scheduler) account(p *post, now time.Time) {
 	p.lane.waited = false
 	p.lane.inFlight++
 	p.target.inFlight++
-	p.unproven = !p.lane.proven()
 	p.waitsRequested = p.target.waitsRequested
-	s.endGrant(p.lane)
-	s.addInFlight(p.lane.owner, 1, p.unproven)
+	p.failing = p.lane.failing()
+	s.addInFlight(p.lane.owner, 1, p.failing)
 	if p.target.rate != nil {
 		p.target.rate.ReserveN(now, 1)
 	}
 }
 
 // addInFlight adds n to the requests in flight of a namespace; a negative n subtracts.
-func (s *scheduler) addInFlight(owner *namespace, n int, unproven bool) {
+func (s *scheduler) addInFlight(owner *namespace, n int, failing bool) {
 	owner.inFlight += n
 	s.load(owner, n)
 	s.ready.changed(owner)
 	s.inFlight += n
-	if unproven {
-		s.unproven += n
+	if failing {
+		s.failing += n
 	}
 }

@@ -25,8 +25,8 @@ type post struct {
 	message queue.Delivery
 	// flight ends the request early.
 	flight context.Context
-	// probe is true for an open circuit's probe; unproven is true if the lane was not proven.
-	probe, unproven bool
+	// probe is true for an open circuit's probe; failing is true if the lane was failing.
+	probe, failing bool
 	// others is true if the lane may also send the message to other endpoints.
 	others bool
 	// waitsRequested is the endpoint's count at the start of the request, or at its response if that requested a wait.
@@ -206,7 +206,7 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 // finish accounts for a request's end and offers the free capacity to other lanes. The lock is held.
 func (e *Engine) finish(p *post, r *ended, s outcome) {
 	l, ep, now := p.lane, p.target.liveEndpoint, r.at
-	e.scheduler.addInFlight(l.owner, -1, p.unproven)
+	e.scheduler.addInFlight(l.owner, -1, p.failing)
 	l.inFlight--
 	ep.inFlight--
 	e.scheduler.addLeased(l, -1, -len(p.message.Body))

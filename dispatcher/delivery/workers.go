@@ -177,7 +177,6 @@ func (e *Engine) wakeNextLane(ep *liveEndpoint, now time.Time) {
 
 // yield is called for a lane that cannot use its turn; it offers the turn to other lanes.
 func (e *Engine) yield(l *lane, now time.Time) {
-	e.scheduler.endGrant(l)
 	for _, t := range l.targets {
 		e.wakeNextLane(t.liveEndpoint, now)
 	}

@@ -34,7 +34,7 @@ const (
 	// minRound is the smallest number of attempts that are judged together for the window.
 	minRound = 64
 	// provenAttempts is the number of recent attempts of which half must have succeeded for the
-	// endpoint to be proven.
+	// endpoint to be proven, and not failing.
 	provenAttempts = 8
 
 	minProbeInterval = time.Second
@@ -202,11 +202,15 @@ func (m *Machine) StartProbe() { m.probing = true }
 // CancelProbe ends a probe that was not sent; the next one is due at once.
 func (m *Machine) CancelProbe() { m.probing = false }
 
-// Proven reports whether the endpoint works most of the time and responds fast, so that it may use
-// more than half of the requests in flight that all endpoints share.
+// Proven reports whether the endpoint works most of the time and responds fast.
 func (m *Machine) Proven() bool {
+	return m.attempts > 0 && !m.lastSuccess.IsZero() && !m.Failing() && m.latency < time.Second
+}
+
+// Failing reports whether more than half of the last attempts failed. An endpoint without an attempt does not fail.
+func (m *Machine) Failing() bool {
 	n := min(m.attempts, provenAttempts)
-	return n > 0 && !m.lastSuccess.IsZero() && 2*recent(m.failed, n) <= n && m.latency < time.Second
+	return 2*recent(m.failed, n) > n
 }
 
 // Latency returns a moving average of the duration of attempts.
