@@ -98,6 +98,7 @@ type sample struct {
 	p50, p99      time.Duration
 	rss           int64
 	delivered     int64 // since the start of the process
+	most          int64 // requests at once at the sink's Workers
 }
 
 func (s sample) mean(t sample) sample {
@@ -107,12 +108,13 @@ func (s sample) mean(t sample) sample {
 // load describes the calls of a benchmark.
 type load struct {
 	batch, clients int
-	perSecond      float64 // 0: as fast as they are accepted
-	longNumbers    bool    // true if each message has a long number
-	log            string  // "URL NAME" of a replicated log; empty for the store's own
-	forwarded      bool    // true if the calls go to the standby
-	standby        bool    // true if a second process follows the log
-	ahead          int64   // calls of each Source that may be pending; default 8,000
+	perSecond      float64       // 0: as fast as they are accepted
+	longNumbers    bool          // true if each message has a long number
+	log            string        // "URL NAME" of a replicated log; empty for the store's own
+	forwarded      bool          // true if the calls go to the standby
+	standby        bool          // true if a second process follows the log
+	ahead          int64         // calls of each Source that may be pending; default 8,000
+	warm           time.Duration // before the measurement; default a quarter of it
 }
 
 // throughput runs a dispatcher under a load. Senders pause while too many messages are
@@ -194,12 +196,13 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			delivered.Add(s.Count)
 			all.Count += s.Count
 			all.Connections += s.Connections
+			all.Most = max(all.Most, s.Most)
 			all.Samples = append(all.Samples, s.Samples...)
 		}
 		return all, time.Since(begin), nil
 	}
 	// Warm up, then measure.
-	if _, _, err := drain(b.window() / 4); err != nil {
+	if _, _, err := drain(cmp.Or(l.warm, b.window()/4)); err != nil {
 		return sample{}, err
 	}
 	before, err := p.counters()
@@ -242,7 +245,8 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
 		rate: n / took.Seconds(), cpu: each(used), standby: each(behind), senders: each(own), sink: each(sink),
 		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
-		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss, delivered: delivered.Load(),
+		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss, most: stats.Most,
+		delivered: delivered.Load(),
 	}, nil
 }
 

@@ -141,6 +141,8 @@ var measurements = []struct {
 	{"isolation", measureIsolation},
 	{"calm", measureCalm},
 	{"urls", measureURLs},
+	{"slow", measureSlow},
+	{"adaptive", measureAdaptive},
 	{"attack", measureAttack},
 	{"shares", measureShares},
 	{"reach", measureReach},

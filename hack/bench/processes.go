@@ -49,6 +49,8 @@ var roles = map[string]func([]string) error{"sink": sinkRole, "tlssink": tlsSink
 type bench struct {
 	root string
 	sink *sinkProcess
+	// memory is the limit of the memory of dispatchers, in bytes; 0 sets none.
+	memory int64
 }
 
 func newBench(ctx context.Context) (*bench, error) {
@@ -347,7 +349,7 @@ func config(list []destination) liveconfig.Config {
 			Signing:   liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}},
 			Success:   liveconfig.AnyEndpoint,
 			Delivery: liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000,
-				MaxBackoffMS: 300_000, MaxInFlight: 64},
+				MaxBackoffMS: 300_000, MaxInFlight: 1000},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: time.Hour.Milliseconds(), MaxBytes: 1 << 30},
 		})
 		if d.change != nil {
@@ -397,7 +399,7 @@ func (b *bench) startPattern(ctx context.Context, list []destination, dir, patte
 
 // startFiles does the same with configs that exist, and an egress proxy, or empty.
 func (b *bench) startFiles(ctx context.Context, dir, pattern, proxy, log string) (*dispatcherProcess, error) {
-	p, err := spawn(ctx, "dispatcher", dir, dir+pattern, *profile, proxy, log, "")
+	p, err := spawn(ctx, "dispatcher", dir, dir+pattern, *profile, proxy, log, "", strconv.FormatInt(b.memory, 10))
 	if err != nil {
 		return nil, err
 	}
@@ -406,7 +408,8 @@ func (b *bench) startFiles(ctx context.Context, dir, pattern, proxy, log string)
 }
 
 // dispatcherRole runs a dispatcher. Its arguments are the data directory, a pattern of the files of the configs, the
-// directory of profiles, the address of a proxy, "URL NAME" of the log, and "standby" for a process that follows it.
+// directory of profiles, the address of a proxy, "URL NAME" of the log, "standby" for a process that follows it, and the limit of
+// the memory, which may be missing.
 func dispatcherRole(args []string) error {
 	configs, err := readConfigs(args[1])
 	if err != nil {
@@ -433,6 +436,11 @@ func dispatcherRole(args []string) error {
 		o.Queue.FS = stallingFS{vfs.Default}
 	}
 	defer writeLocks()
+	if len(args) > 6 {
+		if o.Memory, err = strconv.ParseInt(args[6], 10, 64); err != nil {
+			return err
+		}
+	}
 	if args[4] != "" { // The servers of the log fill the same disk.
 		o.Queue.MaxBytesPerSource = pebblestore.NoQuota
 	}

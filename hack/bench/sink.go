@@ -21,6 +21,8 @@ import (
 
 type sinkAddrs struct {
 	Addr, BlackHole, Failing, Slow, Delayed, Control string
+	// Second responds after a second; Workers has a number of workers that need a time each (sinkWorkers, sinkWork).
+	Second, Workers string
 	// Ports are further receivers like Addr, each with its own port.
 	Ports []string
 }
@@ -35,6 +37,7 @@ type sinkProcess struct {
 type sinkStats struct {
 	Count       int64
 	Connections int64 // accepted
+	Most        int64 // the most requests at once of Workers
 	Samples     []time.Duration
 }
 
@@ -43,9 +46,14 @@ func (s *sinkProcess) failing() []struct{ name, addr string } {
 	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
 }
 
+const (
+	sinkWorkers = 20
+	sinkWork    = 50 * time.Millisecond
+)
+
 // counts reports whether the sink counts the messages to an address.
 func (s *sinkProcess) counts(addr string) bool {
-	return addr == s.Addr || slices.Contains(s.Ports, addr)
+	return addr == s.Addr || addr == s.Second || addr == s.Workers || slices.Contains(s.Ports, addr)
 }
 
 // portsOfASink bounds the ports of a process, so that its ports and connections do not need more than 10,000 files.
@@ -104,7 +112,8 @@ func (s *sinkProcess) take() (stats sinkStats, err error) {
 
 // sinkRole runs the sink; its argument is the number of Ports.
 func sinkRole(args []string) error {
-	var count, connections atomic.Int64
+	var count, connections, waiting, most atomic.Int64
+	free := make(chan struct{}, sinkWorkers)
 	var mu sync.Mutex
 	var samples []time.Duration
 	listen := func(handle func(net.Conn)) string {
@@ -124,7 +133,7 @@ func sinkRole(args []string) error {
 		}()
 		return l.Addr().String()
 	}
-	answer := func(response string, counted bool, delay time.Duration) func(net.Conn) {
+	answer := func(response string, counted bool, work func()) func(net.Conn) {
 		return func(c net.Conn) {
 			defer c.Close()
 			r := bufio.NewReaderSize(c, 4<<10)
@@ -157,20 +166,34 @@ func sinkRole(args []string) error {
 						}
 					}
 				}
-				time.Sleep(delay)
+				work()
 				if _, err := io.WriteString(c, response); err != nil {
 					return
 				}
 			}
 		}
 	}
+	const ok = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+	none := func() {}
+	after := func(d time.Duration) func() { return func() { time.Sleep(d) } }
+	worker := func() {
+		if n := waiting.Add(1); n > most.Load() {
+			most.Store(n)
+		}
+		free <- struct{}{}
+		time.Sleep(sinkWork)
+		<-free
+		waiting.Add(-1)
+	}
 	addrs := sinkAddrs{
-		Addr:    listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true, 0)),
-		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false, 0)),
-		Delayed: listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", false, 200*time.Millisecond)),
+		Addr:    listen(answer(ok, true, none)),
+		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false, none)),
+		Delayed: listen(answer(ok, false, after(200*time.Millisecond))),
+		Second:  listen(answer(ok, true, after(time.Second))),
+		Workers: listen(answer(ok, true, worker)),
 		Slow: listen(func(c net.Conn) {
 			time.Sleep(4900 * time.Millisecond)
-			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false, 0)(c)
+			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false, none)(c)
 		}),
 		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
 	}
@@ -179,7 +202,7 @@ func sinkRole(args []string) error {
 		return err
 	}
 	for range ports {
-		addrs.Ports = append(addrs.Ports, listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true, 0)))
+		addrs.Ports = append(addrs.Ports, listen(answer(ok, true, none)))
 	}
 	control, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -191,7 +214,7 @@ func sinkRole(args []string) error {
 	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
 		mu.Lock()
 		defer mu.Unlock()
-		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Connections: connections.Swap(0), Samples: samples})
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Connections: connections.Swap(0), Most: most.Swap(0), Samples: samples})
 		samples = nil
 	}))
 }
