@@ -111,6 +111,8 @@ func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egr
 		switch {
 		case late:
 			result.StatusCode, result.Reason = 0, egress.TimedOut
+		case a.status >= 200 && a.status < 300:
+			result.Timing.FirstByte = a.after
 		case a.status >= 500:
 			result.Reason = egress.ServerError
 		case a.status == 429 || a.status == 408:

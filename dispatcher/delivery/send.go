@@ -173,10 +173,10 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 	ep := p.target.liveEndpoint
 	a := endpoint.Attempt{
 		Started: started, Ended: r.at, Result: r.result(&p.set.policy), RetryAfter: r.RetryAfter,
-		InFlight: ep.inFlight, Probe: p.probe,
+		InFlight: ep.inFlight, Probe: p.probe, FirstByte: r.Timing.FirstByte, Jitter: rand.Float64(),
 	}
 	if a.Result != endpoint.Succeeded {
-		a.Failure, a.Jitter = r.failure(), rand.Float64()
+		a.Failure = r.failure()
 	}
 	if a.RetryAfter > 0 {
 		ep.waitsRequested++

@@ -7,8 +7,8 @@
 //
 // The circuit is closed, open (only probes are sent) or half-open (closed a moment ago; a few
 // failures open it again). The window limits the requests in flight while the circuit is not open.
-// It starts at 1, also after a restart, doubles per round trip during slow start, and then grows by
-// one per round trip (AIMD, as in TCP). So the load on a recovered endpoint rises gradually.
+// It starts at 1, also after a restart, doubles in slow start, and then grows by its square root, as long as
+// more requests do not make the responses slower (type window). So the load on a recovered endpoint rises gradually.
 //
 // An endpoint that fails now and then is neither down nor overloaded: fewer requests would not make
 // it fail less often. So a failed attempt reduces the window only if the endpoint is overloaded
@@ -31,8 +31,6 @@ const (
 	// The circuit is half-open until halfOpenFor successes. Until then, reopenStrain opens it again.
 	halfOpenFor  = 10
 	reopenStrain = openStrain * 3 / 10
-	// minRound is the smallest number of attempts that are judged together for the window.
-	minRound = 64
 	// provenAttempts is the number of recent attempts of which half must have succeeded for the
 	// endpoint to be proven, and not failing.
 	provenAttempts = 8
@@ -79,7 +77,9 @@ type Attempt struct {
 	InFlight int
 	// Probe is true for the probe of an open circuit.
 	Probe bool
-	// Jitter in [0, 1) spreads the probes of many endpoints.
+	// FirstByte is the time from the request to the first byte of a response, without the time for a connection or token.
+	FirstByte time.Duration
+	// Jitter in [0, 1) spreads the probes of many endpoints, and the rounds at half the window.
 	Jitter float64
 }
 
@@ -106,15 +106,7 @@ type Change struct {
 
 // Machine is the state machine of one endpoint. Make it with New.
 type Machine struct {
-	limit          int
-	window         float64
-	slowStartUntil float64
-	// cutAt is the time of the last window reduction. Failures of requests that started before it
-	// have the same cause and do not reduce the window again.
-	cutAt time.Time
-	// round counts attempts, and roundDown the failed ones among them, since the last reduction or
-	// full round.
-	round, roundDown int
+	window window
 
 	// failed and down have one bit per recent attempt, the latest in bit 0. failed includes
 	// rejected messages, down does not. attempts counts them, and sinceClosed those since the circuit
@@ -149,15 +141,13 @@ type Machine struct {
 
 // New returns the Machine of an endpoint without traffic. limit is the largest window, at least 1.
 func New(limit int, now time.Time) Machine {
-	return Machine{limit: limit, window: 1, slowStartUntil: float64(limit), state: Idle, since: now}
+	return Machine{window: newWindow(limit), state: Idle, since: now}
 }
 
 // Reconfigure applies a change of the endpoint. The change may have fixed the endpoint: the next
 // probe is due, and earlier failures count no longer unless the circuit is open.
 func (m *Machine) Reconfigure(limit int, now time.Time) {
-	m.limit = limit
-	m.window = min(m.window, float64(limit))
-	m.slowStartUntil = float64(limit)
+	m.window.reconfigure(limit)
 	m.interval, m.probeAt = 0, now
 	if m.failures > 0 && !m.open {
 		m.failures, m.failed, m.strain = 0, 0, 0
@@ -171,7 +161,7 @@ func (m *Machine) Room(inFlight int) int {
 	if m.open {
 		return 0
 	}
-	return int(m.window) - inFlight
+	return int(m.window.size) - inFlight
 }
 
 // Window returns the limit of requests in flight; 1 while the circuit is open, for the probe.
@@ -179,7 +169,7 @@ func (m *Machine) Window() int {
 	if m.open {
 		return 1
 	}
-	return int(m.window)
+	return int(m.window.size)
 }
 
 // Open reports whether only probes may be sent.
@@ -239,7 +229,7 @@ func (m *Machine) Observe(a Attempt) Change {
 		m.close(a.Ended)
 	case m.open: // The request started before the circuit opened; only the probe decides.
 	default:
-		m.resize(&a)
+		m.window.resize(&a)
 		m.openIfStrained(&a)
 	}
 	return Change{
@@ -251,14 +241,14 @@ func (m *Machine) Observe(a Attempt) Change {
 // strain returns how much an attempt is evidence that the endpoint accepts no message at all: the
 // circuit opens after 10 failures in a row, or 10 answers that are about the URL or its
 // credentials, or 100 answers that are about the message. Other permanent answers are no evidence.
-// With many requests in flight, half as many failures in a row are needed, because requests that end
-// at the same time are in no order.
+// With many requests in flight, half as many failures in a row are needed, at most recentAttempts, because requests that
+// end at the same time are in no order.
 func (a *Attempt) strain() int {
 	switch {
 	case a.Result == Succeeded:
 		return 0
 	case a.down():
-		return openStrain / max(10, a.InFlight/2)
+		return openStrain / max(10, min(a.InFlight/2, recentAttempts))
 	}
 	return rejectionStrain(a.Failure.StatusCode)
 }
@@ -287,7 +277,7 @@ func (m *Machine) remember(a *Attempt) {
 	m.attempts = min(m.attempts+1, recentAttempts)
 	m.sinceClosed = min(m.sinceClosed+1, recentAttempts)
 	m.latency += (a.Ended.Sub(a.Started) - m.latency) / 8
-	m.countRound(a)
+	m.window.count(a)
 	if a.down() {
 		m.down |= 1
 	}
@@ -307,58 +297,8 @@ func (m *Machine) remember(a *Attempt) {
 	}
 }
 
-// countRound counts an attempt of the current round; a new round begins after a full one.
-func (m *Machine) countRound(a *Attempt) {
-	if a.Started.Before(m.cutAt) {
-		return
-	}
-	if m.round >= m.roundSize() {
-		m.round, m.roundDown = 0, 0
-	}
-	m.round++
-	if a.down() {
-		m.roundDown++
-	}
-}
-
-func (m *Machine) roundSize() int { return max(minRound, int(m.window)) }
-
 // recent returns the number of set bits of the last n attempts, at most recentAttempts.
 func recent(history uint64, n int) int { return bits.OnesCount64(history & (1<<n - 1)) }
-
-// resize adapts the window to an attempt.
-func (m *Machine) resize(a *Attempt) {
-	if a.down() {
-		m.shrink(a)
-	} else {
-		m.grow(a.InFlight)
-	}
-}
-
-// grow enlarges the window after an answer that needs no slower pace.
-func (m *Machine) grow(inFlight int) {
-	// A half-empty window is no evidence that a larger one works.
-	if 2*inFlight < int(m.window) {
-		return
-	}
-	if m.window < m.slowStartUntil {
-		m.window++
-	} else {
-		m.window += 1 / m.window
-	}
-	m.window = min(m.window, float64(m.limit))
-}
-
-// shrink halves the window of an overloaded endpoint, and of one that failed in half of a round, at
-// most once per round trip.
-func (m *Machine) shrink(a *Attempt) {
-	if a.Started.Before(m.cutAt) || a.Result != Overloaded && 2*m.roundDown < m.roundSize() {
-		return
-	}
-	m.window = max(1, m.window/2)
-	m.slowStartUntil = m.window
-	m.cutAt, m.round, m.roundDown = a.Ended, 0, 0
-}
 
 // openIfStrained opens the circuit if too many attempts failed. Otherwise a success brings a
 // half-open circuit nearer to its recovery.
@@ -411,11 +351,9 @@ func (a *Attempt) probeDelay() time.Duration {
 	return min(a.RetryAfter, maxFirstDelay)
 }
 
-// close closes the circuit, with the smallest window. Slow start continues up to the window that the
-// endpoint is known to carry, so that a recovered endpoint is at full speed after a few round trips.
+// close closes the circuit, with the smallest window.
 func (m *Machine) close(now time.Time) {
 	m.open, m.gone, m.probing, m.probeAt = false, false, false, time.Time{}
-	m.window, m.slowStartUntil = 1, max(2, m.slowStartUntil)
-	m.round, m.roundDown, m.strain = 0, 0, 0
-	m.sinceClosed, m.halfOpen, m.closedAt = 0, halfOpenFor, now
+	m.window.restart()
+	m.strain, m.sinceClosed, m.halfOpen, m.closedAt = 0, 0, halfOpenFor, now
 }
