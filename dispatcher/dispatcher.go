@@ -245,7 +245,7 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 	if o.Drain {
 		windowsSince = time.Now()
 	}
-	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
+	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, MaxOpen: inFlight, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: cmp.Or[delivery.Poster](o.Client, d.client), Logger: o.Logger, Registerer: d.registerer, Tracer: o.Tracer,
