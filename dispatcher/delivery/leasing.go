@@ -4,6 +4,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -21,11 +22,14 @@ func (e *Engine) release(back []queue.Delivery) {
 // store is called.
 func (e *Engine) lease(l *lane) {
 	n, set := e.scheduler.quantum(l), l.set
+	size := min(n*event.MaxCallBytes, queue.MaxLeaseBytes)
+	e.scheduler.leasingBytes += size
 	e.scheduler.beginLease(l)
 	e.wakeWorker() // This worker cannot take the lanes that are ready.
 	e.mu.Unlock()
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
+	e.scheduler.leasingBytes -= size
 	e.scheduler.endLease(l)
 	l.judgeLease(got)
 	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.

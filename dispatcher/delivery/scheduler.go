@@ -29,14 +29,20 @@ type scheduler struct {
 	// inFlight counts requests, failing the requests of lanes that were failing at their start, leased the messages that
 	// are leased and not settled.
 	inFlight, failing, leased int
-	// leasedBytes are the bodies of the leased messages, bufferedBytes the part of those without a request.
-	leasedBytes, bufferedBytes int
+	// leasedBytes are the bodies of the leased messages, bufferedBytes the part of those without a request, leasingBytes
+	// the most that leases in progress can add.
+	leasedBytes, bufferedBytes, leasingBytes int
 }
 
-// limit is the present limit of the requests in flight: leased messages use the same memory.
+// limit is the present limit of the requests in flight: leased messages use the same memory. Those without a request count
+// for no more than their part.
 func (s *scheduler) limit() int {
-	return max(1, s.maxInFlight-s.leasedBytes/memory.RequestBytes)
+	held := s.leasedBytes - max(0, s.bufferedBytes-s.bufferLimit())
+	return max(1, s.maxInFlight-held/memory.RequestBytes)
 }
+
+// bufferLimit bounds the bodies of messages without a request, except for one of each lane.
+func (s *scheduler) bufferLimit() int { return s.maxInFlight * memory.RequestBytes / 16 }
 
 // enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
 // in progress queues itself afterwards.
@@ -201,10 +207,9 @@ func (s *scheduler) load(owner *namespace, n int) {
 }
 
 // quantum is the number of messages that a lane leases at once: at most its endpoints' windows or minLease, and fewer
-// the more lanes there are, so that the leased messages of all lanes are bounded. It is 1 while the messages without a
-// request use a sixteenth of the memory.
+// the more lanes there are, so that the leased messages of all lanes are bounded. It is 1 above bufferLimit.
 func (s *scheduler) quantum(l *lane) int {
-	if s.bufferedBytes >= s.maxInFlight*memory.RequestBytes/16 {
+	if s.bufferedBytes+s.leasingBytes >= s.bufferLimit() {
 		return 1
 	}
 	window := minLease

@@ -307,7 +307,7 @@ func (d *driver) fill(rounds int) (windows []int) {
 		windows = append(windows, n)
 		d.now = d.now.Add(time.Millisecond)
 		for range n {
-			d.attempt(Attempt{InFlight: n})
+			d.attempt(Attempt{InFlight: n, FirstByte: time.Second})
 		}
 	}
 	return windows
