@@ -1443,7 +1443,7 @@ func TestRemovedEndpoint(t *testing.T) {
 		w.send("web", 20) // For the endpoint's new name only.
 		w.sleep(15 * time.Minute)
 		dead := w.dead("crm")
-		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
+		if len(dead) != 10 || dead[0].Failure.Reason != ReasonEndpointRemoved || dead[0].Lane.Source != "ns/web" {
 			t.Fatalf("%d dead letters, want the 10 of web: %+v", len(dead), dead)
 		}
 		if r := w.report("crm"); r.Ledger != (adminapi.Ledger{Accepted: 55, Delivered: 20, DeadLettered: 10, Discarded: 25}) {

@@ -230,9 +230,9 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	return next
 }
 
-// EndpointRemoved is the reason of dead letters whose endpoint was removed or renamed while the
+// ReasonEndpointRemoved is the reason of dead letters whose endpoint was removed or renamed while the
 // destination still receives the calls of their Source.
-const EndpointRemoved = "EndpointRemoved"
+const ReasonEndpointRemoved = "EndpointRemoved"
 
 // buryRemoved makes dead letters of the messages that were pending in the lane of a removed endpoint at its removal.
 // Later messages were for the other endpoints. If a Source was disconnected or a destination deleted, dead letters
@@ -252,12 +252,12 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
 	defer cancel()
 	n, err := e.o.Store.BuryExpired(ctx, l.id, removedAt, queue.Failure{
-		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message was pending",
+		Time: now, Reason: ReasonEndpointRemoved, Message: "the endpoint was removed from the destination while the message was pending",
 	})
 	if n > 0 {
 		e.mu.Lock()
 		d.changed.Numbers()
-		d.countDead(EndpointRemoved, int64(n))
+		d.countDead(ReasonEndpointRemoved, int64(n))
 		e.mu.Unlock()
 		e.o.Logger.With(l.id.LogArgs()...).Warn("endpoint removed; its messages are now dead letters", "count", n)
 	}

@@ -102,31 +102,36 @@ func TestReasonsIndex(t *testing.T) {
 	}
 }
 
-// The API has every reason of an attempt or a dead letter in the dispatcher.
+// The API has every reason of an attempt or a dead letter.
 func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 	inAPI := map[string]bool{}
 	for _, r := range reasons(t) {
 		inAPI[r.name] = true
 	}
 	found := 0
-	constant := regexp.MustCompile(`(?m)^(?:const |\t)(?:Reason\w+ |EndpointRemoved |\w+ (?:egress\.)?Reason )= "([A-Z]\w+)"$`)
-	err := fs.WalkDir(os.DirFS(filepath.Join(root, "dispatcher")), ".", func(file string, _ fs.DirEntry, err error) error {
+	constant := regexp.MustCompile(`(?m)^(?:const |\t)(?:Reason\w+ |\w+ (?:egress\.)?Reason )= "([A-Z]\w+)"$`)
+	check := func(file string, _ fs.DirEntry, err error) error {
 		if err != nil || filepath.Ext(file) != ".go" {
 			return err
 		}
-		for _, m := range constant.FindAllStringSubmatch(read(t, "dispatcher", filepath.FromSlash(file)), -1) {
+		for _, m := range constant.FindAllStringSubmatch(read(t, filepath.FromSlash(file)), -1) {
 			found++
 			if !inAPI[m[1]] {
-				t.Errorf("dispatcher/%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
+				t.Errorf("%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
 			}
 			if !slices.Contains(v1alpha1.DeadLetterReasons, m[1]) {
-				t.Errorf("dispatcher/%s has the reason %s, which v1alpha1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
+				t.Errorf("%s has the reason %s, which v1alpha1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
 			}
 		}
 		return nil
-	})
-	if err != nil || found < 18 {
-		t.Errorf("reasons in the dispatcher: got %d and error %v, want at least 18", found, err)
+	}
+	for _, folder := range []string{"contract", "dispatcher"} {
+		if err := fs.WalkDir(os.DirFS(root), folder, check); err != nil {
+			t.Error(err)
+		}
+	}
+	if found < 19 {
+		t.Errorf("reasons in contract and dispatcher: got %d, want at least 19", found)
 	}
 	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "FilterFailed"} {
 		if row := regexp.MustCompile("(?m)^.*`posthorn_messages_dead_lettered_total`.*$").FindString(read(t, "docs", "metrics.md")); !strings.Contains(row, "`"+reason+"`") {

@@ -43,7 +43,7 @@ const (
 // standby answers requests while this process does not own the slot.
 type standby struct {
 	*replica
-	// reason is why the process does not own the slot.
+	// reason is why the copy has not caught up.
 	reason atomic.Pointer[string]
 	// following is true while the process keeps a copy.
 	following atomic.Bool
@@ -84,7 +84,7 @@ func (s *standby) canReplaceOwner() error {
 // connecting is the reason of a standby that has no answer of the log yet.
 const connecting = "connecting to the log"
 
-// setReason sets why the process does not own the slot.
+// setReason sets why the copy has not caught up.
 func (s *standby) setReason(reason string) { s.reason.Store(&reason) }
 
 // own follows the slot until this process owns it, and makes the Dispatcher; nil when ctx is done.
@@ -174,7 +174,7 @@ func (s *standby) claim(ctx context.Context, damaged *pebblestore.CorruptError) 
 	go t.clock.Watch(watching, s.slot, t.remote.Clocks)
 	s.following.Store(true)
 	defer s.following.Store(false)
-	s.setReason("standby: another process owns the slot, or did a moment ago")
+	s.setReason("standby: the copy has not reached the end of the log yet")
 	q := s.o.Queue
 	q.Logger = s.log
 	s.log.Info("following the log as a standby", "dir", t.dir)

@@ -59,7 +59,8 @@ type OwnedSlot struct {
 	Assignments uint64 `json:"assignments,omitempty"`
 }
 
-// SlotCopied is a slot that the process follows.
+// SlotCopied is a slot that the process follows. It is compared as a whole, and a change is announced at once: it has no
+// counters.
 type SlotCopied struct {
 	Slot  int  `json:"slot"`
 	Ready bool `json:"ready,omitempty"`
