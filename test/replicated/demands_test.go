@@ -114,20 +114,19 @@ func (w *world) maybeLose(run func()) {
 		run()
 		return
 	}
-	delay := time.Duration(w.rand.IntN(2000)) * time.Millisecond
-	w.fault("kill -9 of the owner during a change, and loss of its disk", witness.Unrecorded, func() {
-		lost := make(chan struct{})
-		go func() {
-			defer close(lost)
-			time.Sleep(delay)
-			_ = p.Stop(syscall.SIGKILL)
-		}()
-		run()
-		<-lost
-		p.lose()
-		w.progress(25 * time.Second)
-		p.start()
-	})
+	delay, lost := time.Duration(w.rand.IntN(2000))*time.Millisecond, make(chan func())
+	go func() {
+		time.Sleep(delay)
+		end := w.begin(witness.Fault{Name: "kill -9 of the owner during a change, and loss of its disk", Repeats: witness.Unrecorded})
+		_ = p.Stop(syscall.SIGKILL)
+		lost <- end
+	}()
+	run()
+	end := <-lost
+	p.lose()
+	w.progress(25 * time.Second)
+	p.start()
+	end()
 }
 
 // redeliver rejects the messages of a destination for a while, and then redelivers its dead letters.

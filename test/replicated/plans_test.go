@@ -407,6 +407,9 @@ var planSteps = []step{
 			if p := w.owner(10 * time.Second); p != nil {
 				p.lose()
 				w.progress(25 * time.Second)
+				if w.rand.IntN(2) == 0 {
+					time.Sleep(planGrace + deliveryTimeout)
+				}
 				p.start()
 			}
 		})
@@ -669,7 +672,7 @@ func (w *world) join() {
 			p.lose()
 		}
 		until(2*takeover, func() bool { return foreign.isOwner() == nil })
-		time.Sleep(5 * folderGrace)
+		time.Sleep(planGrace + deliveryTimeout)
 		foreign.end(syscall.SIGKILL)
 		for _, p := range w.pods {
 			p.start()
