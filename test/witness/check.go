@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -90,8 +91,8 @@ var Clauses = []Clause{
 		needs: []Role{Receiver}, present: true, untimed: true, judge: judgeIDs},
 	{ID: "ledger", Sentence: "For each Source and each destination, accepted is the sum of the outcomes.",
 		needs: []Role{Sender, Receiver, Objects, Ledgers}, untimed: true, judge: judgeLedger},
-	{ID: "fall", Sentence: "The numbers of a ledger fall only after the loss of a process, at most by the messages that were in flight or whose results were not yet recorded.",
-		needs: []Role{Receiver, Objects, Faults, Ledgers}, judge: judgeFall},
+	{ID: "fall", Sentence: "The numbers of a ledger fall only after the loss of a process, at most by the messages that were in flight or whose results were not yet recorded; accepted also counts what is redelivered to another destination of the Source, until it is read.",
+		needs: []Role{Sender, Receiver, Objects, Faults, Ledgers}, judge: judgeFall},
 	{ID: "once", Sentence: "Each change of an audience, each deletion and each redelivery is done once.",
 		needs: []Role{Sender, Receiver, Objects, Ledgers}, untimed: true, judge: judgeOnce},
 	{ID: "status", Sentence: "The status of a destination reports what its receivers got, within its delay.",
@@ -357,14 +358,10 @@ func (d *destination) pending() bool {
 }
 
 // sorted returns the messages in the order of their first requests.
-func (h *History) sorted() (all []*message) {
-	for _, m := range h.sent {
-		all = append(all, m)
-	}
-	slices.SortFunc(all, func(a, b *message) int {
+func (h *History) sorted() []*message {
+	return slices.SortedFunc(maps.Values(h.sent), func(a, b *message) int {
 		return cmp.Or(cmp.Compare(a.first.At, b.first.At), cmp.Compare(a.ID, b.ID))
 	})
-	return all
 }
 
 // lines returns the lines of receipts behind others.
@@ -376,10 +373,6 @@ func lines(of []*receipt, more ...*Line) []*Line {
 }
 
 // sortedDestinations returns the destinations by name.
-func (h *History) sortedDestinations() (all []*destination) {
-	for _, d := range h.destinations {
-		all = append(all, d)
-	}
-	slices.SortFunc(all, func(a, b *destination) int { return strings.Compare(a.name, b.name) })
-	return all
+func (h *History) sortedDestinations() []*destination {
+	return slices.SortedFunc(maps.Values(h.destinations), func(a, b *destination) int { return strings.Compare(a.name, b.name) })
 }

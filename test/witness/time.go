@@ -122,7 +122,9 @@ func judgeFall(h *History, f *finding) {
 		}
 		f.judged++
 		was := last.Ledger
-		fell := max(was.Delivered-g.Delivered, was.Filtered-g.Filtered, was.DeadLettered-g.DeadLettered, was.Accepted-g.Accepted)
+		d := h.destination(g.Name)
+		fell := max(was.Delivered-g.Delivered, was.Filtered-g.Filtered, was.DeadLettered-g.DeadLettered,
+			was.Accepted-g.Accepted-h.redeliveredElsewhere(d, last.At))
 		if fell <= 0 {
 			continue
 		}
@@ -132,14 +134,10 @@ func judgeFall(h *History, f *finding) {
 				continue
 			}
 			since := h.lastBefore(s.begin) - h.plan.Unrecorded
-			for _, d := range h.destinations {
-				if d.name == g.Name || len(d.revisions) > 0 && h.destinations[g.Name] == nil {
-					inFlight, _, _ := d.largest()
-					most += inFlight
-				}
-			}
+			inFlight, _, _ := d.largest()
+			most += inFlight
 			for _, r := range h.got {
-				if r.At >= since && r.Begin <= s.end && (r.to == h.destinations[g.Name] || h.destinations[g.Name] == nil) {
+				if r.At >= since && r.Begin <= s.end && r.to == d {
 					most++
 				}
 			}
@@ -148,6 +146,21 @@ func judgeFall(h *History, f *finding) {
 			f.violated([]*Line{last, l}, "%s: a number of the ledger fell by %d, at most %d were in flight or not recorded", g.Name, fell, most)
 		}
 	}
+}
+
+// redeliveredElsewhere is the number of messages that were redelivered to the other destinations of a namespace until a
+// time. A destination counts them as accepted until it has read past them.
+func (h *History) redeliveredElsewhere(d *destination, until time.Duration) (n int) {
+	for _, other := range h.destinations {
+		for _, calls := range other.redeliver {
+			for _, l := range calls {
+				if other != d && other.namespace == d.namespace && l.Begin <= until {
+					n++
+				}
+			}
+		}
+	}
+	return n
 }
 
 func judgeStatus(h *History, f *finding) {

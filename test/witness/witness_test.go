@@ -157,6 +157,8 @@ func good() *story {
 	object(15_010, "lab/web", Confirmed, 2, nil)
 	s.call(15_100, Calls, "lab/web", track("again", long))
 	s.track(15_110, longURL, "again")
+	s.call(15_200, Redelivery, "", Message{ID: long, May: []string{long}})
+	s.ledger(15_300, Ledger{Name: short, Accepted: 2, Delivered: 1, Pending: 1})
 	s.ledger(16_000, Ledger{Name: short, Accepted: 1, Delivered: 1, Final: true})
 	s.ledger(16_000, Ledger{Name: long, Accepted: 2, Delivered: 1, Discarded: 1, Final: true})
 	return s
@@ -294,6 +296,9 @@ var violations = map[string]func(*story){
 	"fall: more than was in flight": func(s *story) {
 		s.ledger(2040, Ledger{Name: crm, Accepted: 50, Delivered: 50})
 		s.ledger(2700, Ledger{Name: crm, Accepted: 2, Delivered: 2})
+	},
+	"fall: more than was redelivered elsewhere": func(s *story) {
+		s.ledger(15_400, Ledger{Name: short, Accepted: 3, Delivered: 1, Pending: 2})
 	},
 	"once: a deletion twice": func(s *story) {
 		l := s.receipt(7650, crmA, "delete-2", `{"type":"delete","userId":"u9"}`)
