@@ -70,7 +70,7 @@ func measureLocks(ctx context.Context, b *bench) ([]row, error) {
 	var rows []row
 	for _, use := range uses[:min(busiestLocks, len(uses))] {
 		each := 1e6 * use.Held / float64(got.delivered)
-		rows = append(rows, below("lock held for a message: "+use.Unlocked, each, 1,
+		rows = append(rows, atMost("lock held for a message: "+use.Unlocked, each, 1,
 			fmt.Sprintf("%.2f us, %.1f times", each, float64(use.Times)/float64(got.delivered)), "<= 1 us"))
 	}
 	return rows, nil

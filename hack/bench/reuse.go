@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 )
 
 const (
@@ -31,6 +32,7 @@ const (
 // measureReuse sends Zipf-distributed messages to many hosts over TLS, from one dispatcher and from three that
 // share the calls.
 func measureReuse(ctx context.Context, b *bench) ([]row, error) {
+	b = &bench{root: b.root, sink: b.sink, memory: memory.Default}
 	var rows []row
 	for _, dispatchers := range []int{1, 3} {
 		got, err := b.reuse(ctx, dispatchers)
@@ -100,7 +102,7 @@ func reuseRows(counts hostCounts, processes []*dispatcherProcess, used, took tim
 	}
 	from := fmt.Sprintf("%d dispatchers: ", len(processes))
 	return []row{
-		below(from+"handshakes of a message, hosts with one in 10 s", each, 0.02,
+		atMost(from+"handshakes of a message, hosts with one in 10 s", each, 0.02,
 			fmt.Sprintf("%.4f (%d of %d)", each, top.Handshakes, top.Messages), "<= 0.02"),
 		atLeast(from+"resumed handshakes of the other hosts", resumed, 0.95,
 			fmt.Sprintf("%.3f (%d of %d)", resumed, rest.Resumed, rest.Handshakes)),

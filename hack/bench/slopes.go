@@ -22,10 +22,13 @@ const (
 	slopeNamespace = 200
 	// slopeRest is how long a process is idle before its memory is read: it returns memory after 10 s.
 	slopeRest = 20 * time.Second
+	// slopeMemory is the limit of the memory: the default is too small for the most destinations.
+	slopeMemory = 2 * memory.Default
 )
 
 // measureSlopes measures the memory of a further destination.
 func measureSlopes(ctx context.Context, b *bench) ([]row, error) {
+	b = &bench{root: b.root, sink: b.sink, memory: slopeMemory}
 	var rows []row
 	for _, kind := range []struct {
 		name   string
@@ -146,7 +149,7 @@ func idleRun(_ context.Context, b *bench, n int) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	p := process.Run(bin, manifests, data, "--memory", fmt.Sprint(2*memory.Default)) // 50,000 do not fit into the default.
+	p := process.Run(bin, manifests, data, "--memory", fmt.Sprint(slopeMemory))
 	log := &process.Log{}
 	p.Log = log
 	if err := p.Start(); err != nil {
