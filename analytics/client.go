@@ -151,7 +151,7 @@ func (c *Client) Enqueue(ctx context.Context, m Call) error {
 	return c.enqueue(ctx, &call, err)
 }
 
-// scratch holds buffers in which calls are serialised before they are added to a batch, so that the
+// scratch holds buffers in which calls are serialized before they are added to a batch, so that the
 // lock is held only for a copy.
 var scratch = sync.Pool{New: func() any { b := make([]byte, 0, 2<<10); return &b }}
 

@@ -10,7 +10,7 @@
 //		Properties: map[string]interface{}{"total": 99.5},
 //	})
 //
-// A call checks the message, serialises it and returns; it sends no request
+// A call checks the message, serializes it and returns; it sends no request
 // and does not wait. The client sends calls in batches in the background: a flush
 // starts with the 20th queued call ([FlushAt]) or 5 seconds after the last flush
 // ([FlushAfter]). The arguments of a call may be changed or reused as soon as it

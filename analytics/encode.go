@@ -23,7 +23,7 @@ type item struct {
 // timeLayout is ISO 8601 in UTC, to the millisecond.
 const timeLayout = "2006-01-02T15:04:05.000Z"
 
-// append serialises the call. It copies everything and keeps no reference to the caller's data. The
+// append serializes the call. It copies everything and keeps no reference to the caller's data. The
 // item's positions count from the start of b.
 func (m *call) append(b []byte, now time.Time) ([]byte, item, error) {
 	it := item{kind: m.kind, start: uint32(len(b))}

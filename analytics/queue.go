@@ -86,7 +86,7 @@ func (q *queue) refuses() error {
 	return nil
 }
 
-// add copies a serialised call into the open batch.
+// add copies a serialized call into the open batch.
 func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -1,7 +1,7 @@
 // Package event is Posthorn's wire contract: the format of a tracking call, the
 // rules for its acceptance, and the exact bytes of its delivered message.
 //
-// A body is decoded, validated, normalised and made canonical in one pass over
+// A body is decoded, validated, normalized and made canonical in one pass over
 // its bytes. The result is a fixed point of JavaScript:
 //
 //	JSON.stringify(JSON.parse(body)) === body

@@ -268,7 +268,7 @@ func TestDefects(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := b.Calls[1].Defects; got != want || b.Calls[0].Defects|b.Calls[2].Defects != 0 {
-			t.Errorf("defects of %s: got %05b, and %05b and %05b of its neighbours, want %05b and none", call, got, b.Calls[0].Defects, b.Calls[2].Defects, want)
+			t.Errorf("defects of %s: got %05b, and %05b and %05b of its neighbors, want %05b and none", call, got, b.Calls[0].Defects, b.Calls[2].Defects, want)
 		}
 	}
 	b, err := request("").Parse([]byte(`{"batch":[{"type":"page","userId":"v","timestamp":1777895940}],"context":{"a":"` + "\xff" + `"},"sentAt":"x"}`))

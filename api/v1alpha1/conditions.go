@@ -13,7 +13,7 @@ const (
 	ConditionResolvedRefs = "ResolvedRefs"
 	// ConditionProgrammed reports whether every ready dispatcher pod has confirmed
 	// that it runs this revision of the object. A pod that starts, stops or does not
-	// answer the operator does not change it.
+	// respond to the operator does not change it.
 	ConditionProgrammed = "Programmed"
 	// ConditionReady is True when Accepted, ResolvedRefs and Programmed are True;
 	// otherwise it has the reason and message of the first of them that is not. It is
@@ -119,7 +119,7 @@ const (
 	// was. Action: check the logs of the dispatchers.
 	ReasonNoDispatcher = "NoDispatcher"
 	// ReasonUnowned: no dispatcher has owned the namespace's part of the replicated log for a minute: its
-	// calls are answered 503, and nothing is sent. Action: run kubectl posthorn slots, which shows the
+	// calls get 503, and nothing is sent. Action: run kubectl posthorn slots, which shows the
 	// reason of each dispatcher.
 	ReasonUnowned = "Unowned"
 	// ReasonConfigRefused: a dispatcher rejected the config and keeps the previous one.
@@ -163,14 +163,14 @@ const (
 	// ReasonEndpointFailing: deliveries to an endpoint fail, for more than one reason.
 	// Action: see status.endpoints, or run posthorn why.
 	ReasonEndpointFailing = "EndpointFailing"
-	// ReasonEndpointGone: an endpoint answered 410 (Gone), so it gets one probe an hour.
+	// ReasonEndpointGone: an endpoint returned 410 (Gone), so it gets one probe an hour.
 	// Action: correct the URL, or remove the endpoint; a change of the destination triggers a
 	// probe.
 	ReasonEndpointGone = "EndpointGone"
 	// ReasonCircuitOpen: an endpoint failed so often that only probes are sent to it.
 	// Action: repair the receiver; the next probe that succeeds closes the circuit.
 	ReasonCircuitOpen = "CircuitOpen"
-	// ReasonTimedOut: the endpoint did not answer within the timeout. Action: let the
+	// ReasonTimedOut: the endpoint did not respond within the timeout. Action: let the
 	// receiver store the message first and process it later; see spec.delivery.timeout.
 	ReasonTimedOut = "TimedOut"
 	// ReasonConnectionRefused: nothing listens at the endpoint's address. Action: start the
@@ -199,23 +199,23 @@ const (
 	// endpoint.
 	ReasonTokenFailed = "TokenFailed"
 	// ReasonProxyFailed: the release's egress proxy failed, or has no connection to the endpoint; the
-	// message has the proxy's answer. Messages are retried. Action: an administrator checks the proxy,
+	// message has the proxy's response. Messages are retried. Action: an administrator checks the proxy,
 	// its rules and its credentials; if it has no connection to one host only, check the receiver.
 	ReasonProxyFailed = "ProxyFailed"
-	// ReasonServerError: the endpoint answered with a 5xx status. Action: see the receiver's
+	// ReasonServerError: the endpoint returned a 5xx status. Action: see the receiver's
 	// log.
 	ReasonServerError = "ServerError"
-	// ReasonThrottled: the endpoint answered 429 or 408. Action: set spec.delivery.rateLimit
+	// ReasonThrottled: the endpoint returned 429 or 408. Action: set spec.delivery.rateLimit
 	// to what the receiver accepts.
 	ReasonThrottled = "Throttled"
-	// ReasonRejected: the endpoint answered with a 4xx status that is not retried. Action:
+	// ReasonRejected: the endpoint returned a 4xx status that is not retried. Action:
 	// correct the receiver, the URL, or the headers and secrets that it requires; then
 	// redeliver the dead letters. See spec.delivery.retry.statusCodes.
 	ReasonRejected = "Rejected"
-	// ReasonRedirected: the endpoint answered with a redirect; redirects are not followed.
+	// ReasonRedirected: the endpoint returned a redirect; redirects are not followed.
 	// Action: set the final URL.
 	ReasonRedirected = "Redirected"
-	// ReasonInvalidResponse: the endpoint's answer is not valid HTTP. Action: check the port
+	// ReasonInvalidResponse: the endpoint's response is not valid HTTP. Action: check the port
 	// and the scheme of the URL.
 	ReasonInvalidResponse = "InvalidResponse"
 	// ReasonExpired: the message was not delivered within the retry window. Action: repair
@@ -253,7 +253,7 @@ const (
 	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all
 	// rejected. Action: correct the sender; the message has the error code.
 	ReasonRejectingCalls = "RejectingCalls"
-	// ReasonStoragePressure: calls are answered 503, because a dispatcher's storage, the
+	// ReasonStoragePressure: calls get 503, because a dispatcher's storage, the
 	// namespace's share of it, or this Source's quota is full; the message has the numbers.
 	// Action: repair the receivers with pending messages, or ask the administrator for more
 	// storage.

@@ -182,7 +182,7 @@ func nearest(typed, known []string) (found string) {
 	return found
 }
 
-// editDistance is the number of inserted, removed, replaced and exchanged neighbouring letters
+// editDistance is the number of inserted, removed, replaced and exchanged neighboring letters
 // between two words (optimal string alignment).
 func editDistance(a, b string) int {
 	rows := make([][]int, len(a)+1)

@@ -189,9 +189,9 @@ func (r *release) chart() error {
 	return r.archive("posthorn-chart-"+r.version+".tgz", files)
 }
 
-// sbom writes the modules of the program, with their licences, as SPDX 2.3.
+// sbom writes the modules of the program, with their licenses, as SPDX 2.3.
 func (r *release) sbom() error {
-	licences, err := r.moduleLicences()
+	licenses, err := r.moduleLicenses()
 	if err != nil {
 		return err
 	}
@@ -201,11 +201,11 @@ func (r *release) sbom() error {
 		CreationInfo: &spdx.CreationInfo{Created: r.time.Format("2006-01-02T15:04:05Z"),
 			Creators: []common.Creator{{CreatorType: "Tool", Creator: "posthorn-hack-release"}}},
 	}
-	add := func(path, version, licence string) {
+	add := func(path, version, license string) {
 		id := common.ElementID("Package-" + regexp.MustCompile(`[^A-Za-z0-9.-]`).ReplaceAllString(path, "-"))
 		p := &v2_3.Package{
 			PackageName: path, PackageSPDXIdentifier: id, PackageVersion: version, PackageDownloadLocation: "NOASSERTION",
-			PackageLicenseConcluded: licence, PackageLicenseDeclared: licence, PackageCopyrightText: "NOASSERTION",
+			PackageLicenseConcluded: license, PackageLicenseDeclared: license, PackageCopyrightText: "NOASSERTION",
 			PackageExternalReferences: []*v2_3.PackageExternalReference{{Category: common.CategoryPackageManager,
 				RefType: common.TypePackageManagerPURL, Locator: "pkg:golang/" + path + "@" + version}},
 		}
@@ -224,14 +224,14 @@ func (r *release) sbom() error {
 	}
 	add("stdlib", strings.TrimPrefix(info.GoVersion, "go"), "BSD-3-Clause")
 	for _, m := range info.Deps {
-		licence := licences[m.Path]
-		if licence == "" && strings.HasPrefix(m.Path, "github.com/posthorn/") {
-			licence = "Apache-2.0"
+		license := licenses[m.Path]
+		if license == "" && strings.HasPrefix(m.Path, "github.com/posthorn/") {
+			license = "Apache-2.0"
 		}
-		if licence == "" {
-			return fmt.Errorf("THIRD_PARTY_LICENSES.md has no licence of %s; run make generate", m.Path)
+		if license == "" {
+			return fmt.Errorf("THIRD_PARTY_LICENSES.md has no license of %s; run make generate", m.Path)
 		}
-		add(m.Path, m.Version, licence)
+		add(m.Path, m.Version, license)
 	}
 	if err := spdxlib.ValidateDocument(doc); err != nil {
 		return err
@@ -267,15 +267,15 @@ func (r *release) builtModules() (*buildinfo.BuildInfo, error) {
 
 var licenceRow = regexp.MustCompile(`(?m)^\| (\S+) \| \S+ \| ([^|]+) \|$`)
 
-// moduleLicences reads the table of THIRD_PARTY_LICENSES.md.
-func (r *release) moduleLicences() (map[string]string, error) {
+// moduleLicenses reads the table of THIRD_PARTY_LICENSES.md.
+func (r *release) moduleLicenses() (map[string]string, error) {
 	text, err := os.ReadFile(filepath.Join(r.root, "THIRD_PARTY_LICENSES.md"))
 	if err != nil {
 		return nil, err
 	}
-	licences := map[string]string{}
+	licenses := map[string]string{}
 	for _, row := range licenceRow.FindAllStringSubmatch(string(text), -1) {
-		licences[row[1]] = strings.ReplaceAll(row[2], ", ", " AND ")
+		licenses[row[1]] = strings.ReplaceAll(row[2], ", ", " AND ")
 	}
-	return licences, nil
+	return licenses, nil
 }

@@ -1,5 +1,5 @@
 // Command release makes the files of a release in an empty folder: archives of the binaries, an
-// image for several architectures, the chart, an SBOM, the licences, and their checksums. Two runs
+// image for several architectures, the chart, an SBOM, the licenses, and their checksums. Two runs
 // on one commit give equal files. It signs the checksums with the key whose fingerprint is in SECURITY.md;
 // the signature is the one of `cosign sign-blob`. `make release` runs it:
 //
@@ -46,7 +46,7 @@ var (
 	platforms       = []string{"linux/amd64", "linux/arm64", "darwin/amd64", "darwin/arm64"}
 	pluginPlatforms = append(slices.Clone(platforms), "windows/amd64", "windows/arm64")
 	architectures   = []string{"amd64", "arm64"}
-	licenceFiles    = []string{"LICENSE", "THIRD_PARTY_LICENSES.md"}
+	licenseFiles    = []string{"LICENSE", "THIRD_PARTY_LICENSES.md"}
 )
 
 // release has the settings of a run.
@@ -124,7 +124,7 @@ func (r *release) make(key string) error {
 			return err
 		}
 	}
-	for _, step := range []func() error{func() error { return r.image(work) }, r.chart, r.sbom, r.licences, r.sums} {
+	for _, step := range []func() error{func() error { return r.image(work) }, r.chart, r.sbom, r.licenses, r.sums} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -185,7 +185,7 @@ func commitTime(root string) (time.Time, error) {
 	return time.Unix(seconds, 0).UTC(), err
 }
 
-// program builds a program for a platform into the work folder, and archives it with the licences.
+// program builds a program for a platform into the work folder, and archives it with the licenses.
 func (r *release) program(work, name, platform string) error {
 	system, arch, _ := strings.Cut(platform, "/")
 	binary := name
@@ -205,19 +205,19 @@ func (r *release) program(work, name, platform string) error {
 		return err
 	}
 	files := []file{{binary, 0o755, content}}
-	for _, licence := range licenceFiles {
-		content, err := os.ReadFile(filepath.Join(r.root, licence))
+	for _, license := range licenseFiles {
+		content, err := os.ReadFile(filepath.Join(r.root, license))
 		if err != nil {
 			return err
 		}
-		files = append(files, file{licence, 0o644, content})
+		files = append(files, file{license, 0o644, content})
 	}
 	return r.archive(fmt.Sprintf("%s_%s_%s_%s.tar.gz", name, r.version, system, arch), files)
 }
 
-// licences copies the licences.
-func (r *release) licences() error {
-	for _, name := range licenceFiles {
+// licenses copies the licenses.
+func (r *release) licenses() error {
+	for _, name := range licenseFiles {
 		content, err := os.ReadFile(filepath.Join(r.root, name))
 		if err != nil {
 			return err

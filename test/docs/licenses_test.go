@@ -16,7 +16,7 @@ func TestLinkedModulesHaveLicences(t *testing.T) {
 	inBinary, listed := map[string]bool{}, map[string]bool{}
 	for _, m := range info.Deps {
 		if m.Path == "github.com/posthorn/posthorn/analytics" {
-			continue // It has Posthorn's licence.
+			continue // It has Posthorn's license.
 		}
 		if m.Replace != nil {
 			m = m.Replace

@@ -127,7 +127,7 @@ func TestImage(t *testing.T) {
 				}
 			}
 			if !strings.Contains(string(dockerfile), "\nCOPY LICENSE THIRD_PARTY_LICENSES.md /licenses/\n") {
-				t.Error("the Dockerfile does not copy the licences into the image")
+				t.Error("the Dockerfile does not copy the licenses into the image")
 			}
 			binary := layer["posthorn"]
 			if binary.Header == nil || binary.Mode != 0o755 {

@@ -31,7 +31,7 @@ func NewRedactor(secrets ...string) *Redactor {
 	return &Redactor{sync.OnceValue(func() [][]byte { return formsOf(secrets) })}
 }
 
-// formsOf lists the normalised forms of secrets, longest first.
+// formsOf lists the normalized forms of secrets, longest first.
 func formsOf(secrets []string) (forms [][]byte) {
 	for _, s := range secrets {
 		if s == "" {
@@ -172,7 +172,7 @@ func (f *finder) findParts(form, view []byte, least int, found []span, at func(i
 	}
 }
 
-// normalise returns a copy of b in lower case, with the standard base64 alphabet and with plus
+// normalize returns a copy of b in lower case, with the standard base64 alphabet and with plus
 // signs for spaces, so that one comparison covers all these forms.
 func normalise(b []byte) []byte {
 	out := make([]byte, len(b))

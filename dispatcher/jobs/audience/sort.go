@@ -139,7 +139,7 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 		return nil, nil, err
 	}
 	s.arena, s.spans = nil, nil
-	// Neighbours are merged, so that runs keep their order.
+	// Neighbors are merged, so that runs keep their order.
 	for len(s.runs) > s.maxRuns {
 		var merged []string
 		for group := range slices.Chunk(s.runs, s.maxRuns) {

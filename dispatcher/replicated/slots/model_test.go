@@ -31,7 +31,7 @@ import (
 //   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
 //   - the log has no gap, and after a claim no record of an older session,
 //   - the log can be restored from each of the last two snapshots and the records behind it,
-//   - every surviving copy is a prefix of the log, or is recognised as a foreign one,
+//   - every surviving copy is a prefix of the log, or is recognized as a foreign one,
 //   - with leases, no session had a lease that had not ended while another one was allowed to send,
 //     and after a claim an older session sent at most the requests that were in flight.
 //
