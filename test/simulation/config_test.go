@@ -135,17 +135,16 @@ func (d *target) tombstone() liveconfig.Tombstone {
 		Sources: l.Sources, Filter: l.Filter}
 }
 
-// stored returns an older config than the store certainly knows, if there is one, and the newest.
-func (c *config) stored() (all []liveconfig.Stored) {
+// stored returns a config that is older than one that the store certainly knows, if there is one, or the newest.
+func (c *config) stored() (stored liveconfig.Stored, isOld bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for number, stored := range c.old {
 		if number < c.known {
-			all = append(all, stored)
-			break
+			return stored, true
 		}
 	}
-	return append(all, c.old[c.number])
+	return c.old[c.number], false
 }
 
 func (c *config) newest() liveconfig.Stored {

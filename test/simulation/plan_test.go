@@ -158,18 +158,23 @@ func (w *world) calm() {
 	time.Sleep(time.Second)
 }
 
-// configure gives a process the live configs, maybe late: first an old one, as a watch does that hangs, and then the newest.
+// configure gives a process the live configs, maybe late. The first one can be old, as from a watch that hangs for a time.
 func (w *world) configure(l *life, to liveconfig.Sink) {
 	if w.one(4) {
 		time.Sleep(w.upTo(5 * time.Second))
 	}
-	for _, namespace := range namespaces {
-		c := w.configs[namespace]
-		for _, stored := range c.stored() {
-			to.Set(namespace, stored)
+	hangs := false
+	for _, c := range w.configs {
+		stored, isOld := c.stored()
+		hangs = hangs || isOld
+		to.Set(c.namespace, stored)
+	}
+	if to.Synced(); hangs {
+		time.Sleep(w.upTo(3 * time.Second))
+		for _, c := range w.configs {
+			to.Set(c.namespace, c.newest())
 		}
 	}
-	to.Synced()
 	w.mu.Lock()
 	l.configs = to
 	w.mu.Unlock()
