@@ -72,7 +72,7 @@ const (
 	ReasonKeyConflict = "KeyConflict"
 	// ReasonExpressionBudget: the filter expressions of the namespace, or of all namespaces, would need too much memory
 	// of the dispatchers with this one. Accepted expressions are not taken back. Action: remove or shorten expressions;
-	// the message has the numbers.
+	// the message contains the numbers.
 	ReasonExpressionBudget = "ExpressionBudget"
 	// ReasonConfigTooLarge: the namespace's live config would not fit into its Secrets with
 	// this object. Messages of a destination are kept and not sent. Action: remove
@@ -123,7 +123,7 @@ const (
 	// reason of each dispatcher.
 	ReasonUnowned = "Unowned"
 	// ReasonConfigRefused: a dispatcher rejected the config and keeps the previous one.
-	// Action: update operator and dispatchers to one version; the message has the cause.
+	// Action: update operator and dispatchers to one version; the message contains the cause.
 	ReasonConfigRefused = "ConfigRefused"
 	// ReasonNotAccepted: Accepted is False, so the object has no effect. Action: see the
 	// reason of Accepted.
@@ -138,7 +138,7 @@ const (
 	// ReasonReady: Accepted, ResolvedRefs and Programmed are True.
 	ReasonReady = "Ready"
 	// ReasonDiscardAhead: as Ready, but pending messages of the object will be discarded, because what
-	// they belong to was deleted. The message has the time. Action: to keep them, create what was deleted
+	// they belong to was deleted. The message contains the time. Action: to keep them, create what was deleted
 	// again before that time.
 	ReasonDiscardAhead = "DiscardAhead"
 	// ReasonManifestRejected: posthorn run rejected the manifest of the object, and an earlier
@@ -251,10 +251,10 @@ const (
 	// ReasonReceiving: calls have been accepted for this Source.
 	ReasonReceiving = "Receiving"
 	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all
-	// rejected. Action: correct the sender; the message has the error code.
+	// rejected. Action: correct the sender; the message contains the error code.
 	ReasonRejectingCalls = "RejectingCalls"
 	// ReasonStoragePressure: calls get 503, because a dispatcher's storage, the
-	// namespace's share of it, or this Source's quota is full; the message has the numbers.
+	// namespace's share of it, or this Source's quota is full; the message contains the numbers.
 	// Action: repair the receivers with pending messages, or ask the administrator for more
 	// storage.
 	ReasonStoragePressure = "StoragePressure"
