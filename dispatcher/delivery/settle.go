@@ -114,3 +114,29 @@ func (s *settler) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried
 	}
 	return buried
 }
+
+// unsendable makes a dead letter of a leased message whose filter failed, or that is older than its window. The lock
+// is held, but released while the store is called.
+func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
+	var f queue.Failure
+	switch {
+	case d.FilterError != "":
+		f = queue.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: d.FilterError}
+		e.o.Logger.With(l.id.LogArgs()...).Warn("filter failed; the message becomes a dead letter", "messageId", d.ID, "error", d.FilterError)
+		l.destination.failFilter(d, now)
+	case e.settler.expires(d.AcceptedAt, l.set.policy.Window, now):
+		f = l.expiry(now)
+	default:
+		return false
+	}
+	e.scheduler.addLeased(l, -1, -len(d.Body))
+	e.mu.Unlock()
+	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.
+	buried := e.settler.bury(*d, f, now)
+	e.mu.Lock()
+	l.destination.changed.Numbers()
+	if buried {
+		l.destination.countDead(f.Reason, 1)
+	}
+	return true
+}
