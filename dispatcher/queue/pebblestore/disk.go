@@ -273,12 +273,24 @@ func (s *Store) trim(all bool) error {
 	if err := s.flushLanes(false); err != nil {
 		return err
 	}
+	return s.freeAll(plans...)
+}
+
+// freeAll deletes the messages before the needs of plans. All reads come before all deletions: after each deletion of a
+// range, the next read sorts all deleted ranges of the memtable again.
+func (s *Store) freeAll(plans ...trimPlan) (err error) {
+	for i := range plans {
+		if err = s.measure(&plans[i]); err != nil {
+			plans = plans[:i] // A damaged message does not prevent the deletion in the logs before it.
+			break
+		}
+	}
 	for _, c := range plans {
 		if err := s.free(c); err != nil {
 			return err
 		}
 	}
-	return nil
+	return err
 }
 
 // trimPlan is what a trim deletes of a log: all messages before need.
@@ -287,6 +299,7 @@ type trimPlan struct {
 	need         uint64
 	durable      uint64
 	bytesAtLeast uint64
+	bytesBefore  uint64 // of the log, before the message need; set by measure
 }
 
 // planTrim returns the messages of a log that no lane needs. The plan's log is nil when they
@@ -316,39 +329,45 @@ func (s *Store) planTrim(l *sourceLog, all bool) (trimPlan, error) {
 		s.o.Now().Sub(l.trimTime) < trimAge {
 		return trimPlan{}, nil
 	}
-	return trimPlan{l, need, durable, bytes}, nil
+	return trimPlan{log: l, need: need, durable: durable, bytesAtLeast: bytes}, nil
+}
+
+// measure reads how many bytes of the log are before a plan's need.
+func (s *Store) measure(c *trimPlan) error {
+	v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, c.log.number, c.need))
+	switch {
+	case err == nil:
+		var r codec.Record
+		err = r.Decode(v)
+		_ = closer.Close()
+		if err != nil {
+			return s.corruptf("message %d of %s: %w", c.need, c.log.source, err)
+		}
+		c.bytesBefore = r.BytesBefore
+	case errors.Is(err, pebble.ErrNotFound) && c.need > c.durable:
+		// The log has no further message. Bytes appended since the plan are counted by the next
+		// trim.
+		c.bytesBefore = c.bytesAtLeast
+	default:
+		return fmt.Errorf("message %d of %s: %w", c.need, c.log.source, err)
+	}
+	return nil
 }
 
 // free deletes a log's messages before a plan's need.
 func (s *Store) free(c trimPlan) error {
 	l, trimmed := c.log, c.log.trimmed.Load()
-	var r codec.Record
-	v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, l.number, c.need))
-	switch {
-	case err == nil:
-		err = r.Decode(v)
-		_ = closer.Close()
-		if err != nil {
-			return s.corruptf("message %d of %s: %w", c.need, l.source, err)
-		}
-	case errors.Is(err, pebble.ErrNotFound) && c.need > c.durable:
-		// The log has no further message. Bytes appended since the plan are counted by the next
-		// trim.
-		r.BytesBefore = c.bytesAtLeast
-	default:
-		return fmt.Errorf("message %d of %s: %w", c.need, l.source, err)
-	}
 	b := s.db.NewBatch()
 	_ = b.DeleteRange(codec.Key(codec.PrefixMessage, l.number, trimmed+1), codec.Key(codec.PrefixMessage, l.number, c.need), nil)
 	_ = b.Set(codec.Key(codec.PrefixFreed, l.number), binary.BigEndian.AppendUint64(nil, c.need-1), nil)
 	if err := s.apply(b); err != nil {
 		return err
 	}
-	freed := int64(r.BytesBefore - l.trimmedBytes.Load())
+	freed := int64(c.bytesBefore - l.trimmedBytes.Load())
 	s.disk.addFreed(freed)
 	l.share.used.Add(-freed)
 	l.trimmed.Store(c.need - 1)
-	l.trimmedBytes.Store(r.BytesBefore)
+	l.trimmedBytes.Store(c.bytesBefore)
 	l.trimTime = s.o.Now()
 	return nil
 }

@@ -64,7 +64,7 @@ func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 	if err := s.flushLanes(false); err != nil {
 		return err
 	}
-	return s.free(c)
+	return s.freeAll(c)
 }
 
 // needed returns the first message of a log that a lane needs.
