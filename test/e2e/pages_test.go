@@ -33,8 +33,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 		kubectl("create", "namespace", namespace)
 		DeferCleanup(func() {
 			kubectl("delete", "namespace", namespace, "--timeout=3m") // Other specs use it, too.
-			kubectl("delete", "-n", "default", "--ignore-not-found", "-f", filepath.Join(root, "config", "samples", "simple.yaml"))
-			install() // Restore the suite's settings.
+			install()                                                 // Restore the suite's settings.
 		})
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
 		run := func(commands string) (string, error) {
