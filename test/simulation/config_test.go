@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -25,7 +26,7 @@ type config struct {
 	destinations []*target
 	deletions    []string // of users
 	// redelivered is true after a redelivery: its messages count as pending at other destinations until they are read.
-	redelivered bool
+	redelivered atomic.Bool
 	// number is that of the newest config, and known the last one that a store certainly has.
 	number, known int64
 	// old are the encoded configs by their numbers.

@@ -56,9 +56,9 @@ var mutants = []mutant{
 		"	return m.open && !m.probing && !now.Before(m.probeAt.Add(2*time.Minute))", plans},
 	{"skip the fence", "dispatcher/replicated/slots/publisher.go",
 		`		p.end(fmt.Errorf("record %d is a %v of session %x, epoch %d", e.Sequence, h.kind, h.session, h.epoch))`, "		p.expected = e.Sequence", model},
-	{"two owners for a second", "dispatcher/replicated/slots/publisher.go",
+	{"a lease of a slot five seconds too long", "dispatcher/replicated/slots/publisher.go",
 		"	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime",
-		"	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime+1300*time.Millisecond", model},
+		"	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime+5*time.Second", model},
 	{"forget the lease of a slot", "dispatcher/replicated/slots/publisher.go", "	return p.hasLease(now) && now.Sub(p.oldest(now)) < refuseAfter",
 		"	return p.ended == nil && !p.releasing", model},
 }

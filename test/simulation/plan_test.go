@@ -387,7 +387,7 @@ func (w *world) redeliver() {
 	if len(call.Messages) == 0 {
 		return
 	}
-	w.configs[d.namespace].redelivered = true
+	w.configs[d.namespace].redelivered.Store(true)
 	begin := w.clock.Now()
 	ctx, cancel := context.WithTimeout(w.Context(), 5*time.Second)
 	defer cancel()

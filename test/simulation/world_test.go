@@ -192,7 +192,7 @@ func (w *world) writeLedgers(final bool) (pending int) {
 	seen := 0
 	for _, n := range report.Namespaces {
 		for _, d := range n.Destinations {
-			if seen++; !final && d.Pending > 0 && w.configs[n.Namespace].redelivered {
+			if seen++; !final && d.Pending > 0 && w.configs[n.Namespace].redelivered.Load() {
 				pending += int(d.Pending)
 				continue
 			}
