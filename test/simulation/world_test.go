@@ -280,7 +280,8 @@ func (w *world) load(sending <-chan struct{}, namespace string, random *rand.Ran
 		case <-time.After(time.Duration(1+random.IntN(800)) * time.Millisecond):
 		}
 		messages, body := w.batch(namespace, n, random)
-		w.senders.Go(func() { w.send(namespace, body, messages, rand.New(rand.NewPCG(random.Uint64(), 0))) })
+		own := rand.New(rand.NewPCG(random.Uint64(), 0))
+		w.senders.Go(func() { w.send(namespace, body, messages, own) })
 	}
 }
 
