@@ -164,8 +164,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 		l.lowStale = true // The index was read before its entry was deleted.
 	}
 	if g.dueChanged {
-		_, scanErr := s.scanDue(l, 0, 0, nil)
-		err = errors.Join(err, scanErr)
+		err = errors.Join(err, s.scanDue(l, 0, 0, nil))
 	}
 	return g.n, more, err
 }

@@ -128,7 +128,7 @@ func (s *Store) loadLane(l *lane) error {
 		if err := s.correctDue(l); err != nil {
 			return err
 		}
-		if _, err := s.scanDue(l, 0, 0, nil); err != nil {
+		if err := s.scanDue(l, 0, 0, nil); err != nil {
 			return err
 		}
 		l.lowStale = true
@@ -525,35 +525,20 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	if l.nextDue <= now {
 		share = min((l.firstAttempts+want-len(r.got))/8, want-len(r.got))
 	}
-	firstAttempts := r.takeReleased(want - share - len(r.got))
 	l.mu.Unlock()
 
-	if err := r.readTaken(want - share); err != nil {
+	before, retries := len(r.got), 0
+	if err := r.readFirst(want - share); err != nil {
 		return false, err
 	}
-	n, err := r.readFirstAttempts(want - share)
-	if err != nil {
-		return false, err
-	}
-	firstAttempts += n
-
-	retries := 0
-	if rest := want - len(r.got); !r.full(want) {
-		l.mu.Lock()
-		if l.nextDue <= now {
-			retries, err = r.takeDue(now, rest)
+	if !r.full(want) {
+		if retries, err = r.readDue(now, want); err != nil {
+			return false, err
 		}
 		// There may be fewer due retries than their share.
-		firstAttempts += r.takeReleased(rest - retries)
-		l.mu.Unlock()
-		if err := errors.Join(err, r.readTaken(want)); err != nil {
+		if err := r.readFirst(want); err != nil {
 			return false, err
 		}
-		n, err := r.readFirstAttempts(want)
-		if err != nil {
-			return false, err
-		}
-		firstAttempts += n
 	}
 
 	l.mu.Lock()
@@ -561,7 +546,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	if l.nextDue > now {
 		l.firstAttempts = 0
 	} else {
-		l.firstAttempts = min(max(0, l.firstAttempts+firstAttempts-7*retries), 8)
+		l.firstAttempts = min(max(0, l.firstAttempts+len(r.got)-before-8*retries), 8)
 	}
 	if r.full(want) {
 		return false, nil
@@ -616,7 +601,7 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 		hasTaken := len(r.taken) > 0
 		l.mu.Unlock()
 		if err == nil {
-			err = r.readTaken(1)
+			err = r.readTaken(1, l.release)
 		}
 		if !hasTaken {
 			break // No message was taken; a taken one may be damaged or unneeded, and the loop continues.
@@ -624,7 +609,7 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 	}
 	for err == nil && len(r.got) == 0 && r.more() {
 		r.scanned = 0
-		_, err = r.readFirstAttempts(1)
+		err = r.readFirstAttempts(1)
 	}
 	if got := r.deliveries(nil); len(got) > 0 {
 		return got[0], true, nil
@@ -731,6 +716,9 @@ func (l *lane) release(seq uint64, t openMessage) {
 	i, _ := slices.BinarySearch(l.released, seq)
 	l.released = slices.Insert(l.released, i, seq)
 }
+
+// returnDue puts a message that is no longer open back to the retry index, which still has its entry.
+func (l *lane) returnDue(_ uint64, t openMessage) { l.nextDue = min(l.nextDue, t.due) }
 
 // dropReleased removes a message from the released ones.
 func (l *lane) dropReleased(seq uint64) {
@@ -872,8 +860,8 @@ func (s *Store) needNoRetry(l *lane, seq uint64, t openMessage) error {
 }
 
 // scanDue calls take for entries of the retry index that are due and not open, in the order of
-// their due times, and returns their number. It sets nextDue and lowDue. The caller holds mu.
-func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t openMessage)) (n int, err error) {
+// their due times, at most max. It sets nextDue and lowDue. The caller holds mu.
+func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t openMessage)) (err error) {
 	defer func(before int64) {
 		if err != nil {
 			l.nextDue = before
@@ -881,42 +869,42 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t ope
 	}(l.nextDue)
 	l.nextDue = codec.Never
 	if l.Retries == 0 {
-		return 0, nil
+		return nil
 	}
 	it, err := s.db.NewIter(&pebble.IterOptions{
 		LowerBound: codec.Key(codec.PrefixDue, l.number, uint64(l.lowDue.due), l.lowDue.seq),
 		UpperBound: codec.After(codec.PrefixDue, l.number),
 	})
 	if err != nil {
-		return 0, err
+		return err
 	}
 	defer func() { _ = it.Close() }()
 	ok := it.First()
 	if ok {
 		l.lowDue = retryKey{int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)}
 	}
-	for ; ok; ok = it.Next() {
+	for n := 0; ok; ok = it.Next() {
 		due, seq := int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)
 		if _, isOpen := l.open[seq]; isOpen {
 			continue
 		}
 		if due > now || n == max {
 			l.nextDue = due
-			return n, nil
+			return nil
 		}
 		v, err := it.ValueAndErr()
 		if err != nil {
-			return n, err
+			return err
 		}
 		d := codec.Decoder{Rest: v}
 		t := openMessage{due: due, attempt: int(d.Uvarint()), leased: true}
 		if d.Bad {
-			return n, s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
+			return s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
 		}
 		take(seq, t)
 		n++
 	}
-	return n, it.Error()
+	return it.Error()
 }
 
 // firstRetry returns the lowest position in the retry index; ok is false when the index is

@@ -255,11 +255,8 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 }
 
 // takeReleased takes released messages. The caller holds mu.
-func (r *reader) takeReleased(max int) int {
+func (r *reader) takeReleased(max int) {
 	n := min(max, len(r.l.released))
-	if n <= 0 {
-		return 0
-	}
 	for _, seq := range r.l.released[:n] {
 		t := r.l.open[seq]
 		t.leased = true
@@ -267,12 +264,6 @@ func (r *reader) takeReleased(max int) int {
 		r.taken = append(r.taken, seq)
 	}
 	r.l.released = slices.Delete(r.l.released, 0, n)
-	return n
-}
-
-// takeDue takes due retries. The caller holds mu.
-func (r *reader) takeDue(now int64, max int) (int, error) {
-	return r.s.scanDue(r.l, now, max, r.takeRetry)
 }
 
 func (r *reader) takeRetry(seq uint64, t openMessage) {
@@ -317,7 +308,7 @@ func (r *reader) takeOldest() error {
 			}
 			r.takeRetry(seq, openMessage{due: due, attempt: attempt, leased: true})
 			if due <= l.nextDue {
-				_, err = r.s.scanDue(l, 0, 0, nil) // It sets nextDue.
+				err = r.s.scanDue(l, 0, 0, nil) // It sets nextDue.
 			}
 			return err
 		}
@@ -331,11 +322,38 @@ func (r *reader) takeOldest() error {
 	return nil
 }
 
-// readTaken reads the taken messages until the reader has max. It releases the others and those that cannot be read.
-func (r *reader) readTaken(max int) error {
+// readFirst reads released messages, and then first attempts, until the reader has max messages.
+func (r *reader) readFirst(max int) error {
+	if r.full(max) {
+		return nil
+	}
+	r.l.mu.Lock()
+	r.takeReleased(max - len(r.got))
+	r.l.mu.Unlock()
+	if err := r.readTaken(max, r.l.release); err != nil {
+		return err
+	}
+	return r.readFirstAttempts(max)
+}
+
+// readDue reads due retries until the reader has max messages. It returns the number of retries.
+func (r *reader) readDue(now int64, max int) (n int, err error) {
+	before := len(r.got)
+	r.l.mu.Lock()
+	if r.l.nextDue <= now {
+		err = r.s.scanDue(r.l, now, max-before, r.takeRetry)
+	}
+	r.l.mu.Unlock()
+	err = errors.Join(err, r.readTaken(max, r.l.returnDue))
+	return len(r.got) - before, err
+}
+
+// readTaken reads the taken messages until the reader has max, and calls putBack for the others. It releases those
+// that cannot be read.
+func (r *reader) readTaken(max int, putBack func(uint64, openMessage)) error {
 	for i, seq := range r.taken {
 		if r.full(max) {
-			r.releaseTaken(i)
+			r.settleTaken(i, putBack)
 			break
 		}
 		rec, err := r.read(seq)
@@ -354,7 +372,7 @@ func (r *reader) readTaken(max int) error {
 			}
 		}
 		if err != nil {
-			r.releaseTaken(i)
+			r.settleTaken(i, r.l.release)
 			r.taken = r.taken[:0]
 			return err
 		}
@@ -367,13 +385,13 @@ func (r *reader) readTaken(max int) error {
 	return nil
 }
 
-// releaseTaken releases the taken messages from the i-th on.
-func (r *reader) releaseTaken(i int) {
+// settleTaken ends the leases of the taken messages from the i-th on, and calls putBack for each with mu held.
+func (r *reader) settleTaken(i int, putBack func(uint64, openMessage)) {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
 	for _, seq := range r.taken[i:] {
 		if t, ok := r.l.settle(seq); ok {
-			r.l.release(seq, t)
+			putBack(seq, t)
 		}
 	}
 }
@@ -404,9 +422,8 @@ func (r *reader) more() bool {
 	return r.l.Next <= r.l.limit()
 }
 
-// readFirstAttempts reads messages from the log until the reader has max. It returns the number of
-// messages that it added.
-func (r *reader) readFirstAttempts(max int) (int, error) {
+// readFirstAttempts reads messages from the log until the reader has max.
+func (r *reader) readFirstAttempts(max int) error {
 	l := r.l
 	l.mu.Lock()
 	next := l.Next
@@ -467,7 +484,7 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if next == l.Next {
-		return 0, err
+		return err
 	}
 	l.Next = next
 	l.Filtered += filteredOut
@@ -478,7 +495,7 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 		err = errors.Join(err, r.s.countRead(l, codec.Types[p.code], p.seq))
 	}
 	r.s.changed(l)
-	return len(r.got) - before, errors.Join(err, r.countExcluded(grouped), r.buryDamaged(lost, why))
+	return errors.Join(err, r.countExcluded(grouped), r.buryDamaged(lost, why))
 }
 
 // excluded is a message that its lane does not deliver.

@@ -54,3 +54,31 @@ func (x *suite) leaseBytes() {
 	}
 	x.ledger(lane, counts{Accepted: 40, Delivered: 39, Pending: 1, InFlight: 1})
 }
+
+// retriesGetAnEighthOfBytes checks that leases that end at queue.MaxLeaseBytes have an eighth of retries, not more, and
+// that released messages remain the next ones.
+func (x *suite) retriesGetAnEighthOfBytes() {
+	x.open(lane)
+	x.addLarge(40)
+	for range 5 {
+		for _, d := range x.lease(lane, 64) {
+			x.store.Retry(d, x.Clock.Now().Add(time.Minute), x.failure("TimedOut"))
+		}
+	}
+	x.Clock.Advance(2 * time.Minute)
+	x.addLarge(90)
+	var retries []queue.Delivery
+	next, due := uint64(41), uint64(1)
+	for ; due <= 10; next, due = next+7, due+1 {
+		got := x.lease(lane, 64)
+		x.equal("first attempts and a retry", seqs(got), []uint64{next, next + 1, next + 2, next + 3, next + 4, next + 5, next + 6, due})
+		retries = append(retries, got[7])
+	}
+	for _, d := range retries {
+		x.store.Release(d)
+	}
+	x.equal("released retries and a due one", seqs(x.lease(lane, 64)), []uint64{1, 2, 3, 4, 5, 6, 7, due})
+	x.equal("released retries, first attempts and a due one", seqs(x.lease(lane, 64)),
+		[]uint64{8, 9, 10, next, next + 1, next + 2, next + 3, due + 1})
+	x.ledger(lane, counts{Accepted: 130, Pending: 130, Retrying: 28, InFlight: 86})
+}

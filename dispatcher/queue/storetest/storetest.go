@@ -70,6 +70,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 	}{
 		{"AppendLeaseAck", (*suite).appendLeaseAck},
 		{"LeaseBytes", (*suite).leaseBytes},
+		{"RetriesGetAnEighthOfBytes", (*suite).retriesGetAnEighthOfBytes},
 		{"FieldsSurvive", (*suite).fieldsSurvive},
 		{"NewLaneStartsBehind", (*suite).newLaneStartsBehind},
 		{"LaneBeforeAnyMessage", (*suite).laneBeforeAnyMessage},
