@@ -105,7 +105,8 @@ func TestOtherURLTakesOver(t *testing.T) {
 		w.sleep(time.Minute)
 		w.client.forget()
 		w.sleep(10 * time.Second)
-		if n := len(w.client.requests(urlB)); n < 190 || w.report("crm").Pending == 0 {
+		if n := len(w.client.requests(urlB)); n < 170 || // A round at half the window may be among them.
+			w.report("crm").Pending == 0 {
 			t.Errorf("in ten seconds %d requests went to the URL that works, of 20 a second: %+v", n, w.report("crm"))
 		}
 		w.end()

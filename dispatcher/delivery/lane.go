@@ -50,6 +50,8 @@ type lane struct {
 	// dense is true if the last lease returned every message after lastSeq, the end of the one before.
 	dense   bool
 	lastSeq uint64
+	// free is true if the lease in progress is one of scheduler.freeLeases.
+	free bool
 	// waits is true if the store may have messages that wait as their receiver requested. waitsEnded is
 	// the time of an edit that ends the waits of earlier responses; zero if the store has ended them.
 	waits      bool

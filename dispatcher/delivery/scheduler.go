@@ -29,17 +29,29 @@ type scheduler struct {
 	// inFlight counts requests, failing the requests of lanes that were failing at their start, leased the messages that
 	// are leased and not settled.
 	inFlight, failing, leased int
+	// slow counts the requests to endpoints that were slow at their start.
+	slow int
+	// freeLeases counts the leases in progress of dense lanes that do not count for their namespaces.
+	freeLeases int
 	// leasedBytes are the bodies of the leased messages, bufferedBytes the part of those without a request, leasingBytes
 	// the most that leases in progress can add.
 	leasedBytes, bufferedBytes, leasingBytes int
 }
 
 // limit is the present limit of the requests in flight: leased messages use the same memory. Those without a request count
-// for no more than their part.
+// for no more than their part. Endpoints that are not slow have maxFast at most: with more, their requests would wait for a
+// processor of this process, on connections that others could use again.
 func (s *scheduler) limit() int {
 	held := s.leasedBytes - max(0, s.bufferedBytes-s.bufferLimit())
-	return max(1, s.maxInFlight-held/memory.RequestBytes)
+	return max(1, min(s.maxInFlight-held/memory.RequestBytes, maxFast+s.slow))
 }
+
+const (
+	// maxFast is enough for 10,000 requests a second to endpoints that are not slow.
+	maxFast = 1024
+	// slowFrom is the mean duration of attempts from which an endpoint is slow.
+	slowFrom = 100 * time.Millisecond
+)
 
 // bufferLimit bounds the bodies of messages without a request, except for one of each lane.
 func (s *scheduler) bufferLimit() int { return s.maxInFlight * memory.RequestBytes / 16 }
@@ -58,8 +70,13 @@ func (s *scheduler) enqueue(l *lane) bool {
 // processors. They read the messages that filters exclude, so the lanes of one namespace could keep all of them busy.
 var maxLeases = max(1, runtime.GOMAXPROCS(0)/2)
 
+// maxFreeLeases bounds the leases that maxLeases does not: each may need a thread while the disk does not respond.
+const maxFreeLeases = 512
+
 // mayLease reports whether a lane may lease now.
-func (s *scheduler) mayLease(l *lane) bool { return l.dense || l.owner.leases < maxLeases }
+func (s *scheduler) mayLease(l *lane) bool { return s.leasesFreely(l) || l.owner.leases < maxLeases }
+
+func (s *scheduler) leasesFreely(l *lane) bool { return l.dense && s.freeLeases < maxFreeLeases }
 
 // resumeLease puts a lane that waits for a lease into the ready queue if its namespace may have one more.
 func (s *scheduler) resumeLease(n *namespace) {
@@ -77,7 +94,9 @@ func (s *scheduler) awaitLease(l *lane) {
 // beginLease counts a lease in progress of a lane, whose buffered messages can be sent meanwhile.
 func (s *scheduler) beginLease(l *lane) {
 	l.leasing, l.notified = true, false
-	if !l.dense {
+	if l.free = s.leasesFreely(l); l.free {
+		s.freeLeases++
+	} else {
 		l.owner.leases++
 	}
 	s.load(l.owner, 1)
@@ -87,7 +106,9 @@ func (s *scheduler) beginLease(l *lane) {
 // endLease ends what beginLease began.
 func (s *scheduler) endLease(l *lane) {
 	l.leasing = false
-	if !l.dense {
+	if l.free {
+		s.freeLeases--
+	} else {
 		l.owner.leases--
 		s.resumeLease(l.owner)
 	}
@@ -102,7 +123,7 @@ func (s *scheduler) endLease(l *lane) {
 func (s *scheduler) share(l *lane, failing bool) int {
 	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight)
 	if failing {
-		return min(free, s.limit()/2-s.failing)
+		return min(free, max(1, s.limit()/2)-s.failing)
 	}
 	return free
 }
@@ -142,7 +163,7 @@ func (s *scheduler) block(l *lane) {
 // ends, and when a lane did not use its turn.
 func (s *scheduler) unblock() {
 	s.unblockOne(&s.blocked, false)
-	if s.failing < s.limit()/2 { // The half is the same for all namespaces, so none loses its turn.
+	if s.failing < max(1, s.limit()/2) { // The half is the same for all namespaces, so none loses its turn.
 		s.unblockOne(&s.blockedFailing, true)
 	}
 }
@@ -300,6 +321,10 @@ func (s *scheduler) account(p *post, now time.Time) {
 	p.waitsRequested = p.target.waitsRequested
 	p.failing = p.lane.failing()
 	s.addInFlight(p.lane.owner, 1, p.failing)
+	if p.slow = p.target.machine.Latency() >= slowFrom; p.slow {
+		s.slow++
+	}
+	s.unblock() // The limit may permit more requests than this one.
 	if p.target.rate != nil {
 		p.target.rate.ReserveN(now, 1)
 	}

@@ -25,8 +25,8 @@ type post struct {
 	message queue.Delivery
 	// flight ends the request early.
 	flight context.Context
-	// probe is true for an open circuit's probe; failing is true if the lane was failing.
-	probe, failing bool
+	// probe is true for an open circuit's probe; failing is true if the lane was failing, slow if the endpoint was.
+	probe, failing, slow bool
 	// others is true if the lane may also send the message to other endpoints.
 	others bool
 	// waitsRequested is the endpoint's count at the start of the request, or at its response if that requested a wait.
@@ -207,6 +207,9 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 func (e *Engine) finish(p *post, r *ended, s outcome) {
 	l, ep, now := p.lane, p.target.liveEndpoint, r.at
 	e.scheduler.addInFlight(l.owner, -1, p.failing)
+	if p.slow {
+		e.scheduler.slow--
+	}
 	l.inFlight--
 	ep.inFlight--
 	e.scheduler.addLeased(l, -1, -len(p.message.Body))

@@ -14,6 +14,10 @@ const (
 	tolerance = 1.5
 	// minBase is the smallest base. Shorter times depend on the load of this process more than on the endpoint.
 	minBase = 2 * time.Millisecond
+	// startsPerSecond is a rate of requests to an endpoint that a process does not exceed. A window beyond it only makes
+	// requests wait in this process. minMost is enough for any endpoint with short responses.
+	startsPerSecond = 20_000
+	minMost         = 64
 	// restEvery is the mean time between two rounds at half the window.
 	restEvery = time.Minute
 )
@@ -27,9 +31,9 @@ type window struct {
 	limit          int
 	size           float64
 	slowStartUntil float64
-	// full is the size before a round at half of it, zero in other rounds; restAt is when the next of these is due.
+	// full is the size before a round at half of it, zero in other rounds; restAt is when the next of these begins.
 	full   float64
-	restAt time.Time
+	restAt time.Time // of the present one when full is set
 
 	times times
 	base  float64 // seconds; zero without one
@@ -101,6 +105,11 @@ func (w *window) grow() {
 	}
 }
 
+// most is the largest size that is of use: with it, startsPerSecond requests are in flight.
+func (w *window) most() float64 {
+	return min(float64(w.limit), max(minMost, w.base*startsPerSecond))
+}
+
 // shrink halves the window of an overloaded endpoint, and of one that failed in half of a round, at
 // most once per round trip.
 func (w *window) shrink(a *Attempt) {
@@ -109,7 +118,10 @@ func (w *window) shrink(a *Attempt) {
 	}
 	w.size = max(1, w.size/2)
 	w.slowStartUntil = w.size
-	w.full, w.times = 0, times{since: a.Ended}
+	if w.full > 0 {
+		w.full, w.restAt = 0, time.Time{}
+	}
+	w.times = times{since: a.Ended}
 	w.cutAt, w.attempts, w.down = a.Ended, 0, 0
 }
 
@@ -128,8 +140,9 @@ func (w *window) measure(a *Attempt) {
 	if w.base == 0 || w.full > 0 || mean+margin < w.base {
 		w.base = max(mean+margin, minBase.Seconds())
 	}
+	atHalf := w.full > 0
 	w.adapt(mean, margin)
-	w.rest(a.Ended, a.Jitter)
+	w.rest(atHalf, a.Ended, a.Jitter)
 }
 
 // mean returns the mean of the times, and twice its standard error: responses of different durations must not look like
@@ -155,16 +168,19 @@ func (w *window) adapt(mean, margin float64) {
 	default:
 		w.size += queue
 	}
-	w.size = min(w.size, float64(w.limit))
+	w.size = min(w.size, w.most())
 }
 
-// rest begins a round at half the window if one is due. The random times keep several dispatchers apart.
-func (w *window) rest(now time.Time, jitter float64) {
-	if now.Before(w.restAt) {
-		return
+// rest begins a round at half the window if one is due, and plans the next one at its end (atHalf). The random times keep
+// several dispatchers apart. A slow endpoint with a small window needs long for a round: a ninth of the time is at half.
+func (w *window) rest(atHalf bool, now time.Time, jitter float64) {
+	pause := time.Duration(float64(restEvery) * (0.5 + jitter))
+	switch {
+	case atHalf:
+		w.restAt = now.Add(max(pause, 8*now.Sub(w.restAt)))
+	case w.restAt.IsZero():
+		w.restAt = now.Add(pause)
+	case w.size >= 2 && !now.Before(w.restAt):
+		w.full, w.size, w.restAt = w.size, w.size/2, now
 	}
-	if !w.restAt.IsZero() && w.size >= 2 {
-		w.full, w.size = w.size, w.size/2
-	}
-	w.restAt = now.Add(time.Duration(float64(restEvery) * (0.5 + jitter)))
 }
