@@ -22,7 +22,8 @@ func p99Beside(t *testing.T, slow int, own bool) (p99 time.Duration) {
 			}
 			return answer{status: 200, after: 10 * time.Millisecond}
 		}, func(o *Options) { o.MaxInFlight = limit })
-		large := liveconfig.Config{Version: 1, Namespace: "large", Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "ios", Enabled: true}}}
+		large := liveconfig.Config{Version: 1, Namespace: "large",
+			Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "ios", Enabled: true}}}
 		for i := range slow {
 			d := dest(fmt.Sprintf("slow%02d", i), fmt.Sprintf("http://slow%d.test", i))
 			d.Delivery.MaxInFlight = 1000
@@ -36,7 +37,8 @@ func p99Beside(t *testing.T, slow int, own bool) (p99 time.Duration) {
 		} else {
 			large.Destinations = append(large.Destinations, fast)
 		}
-		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"}, {Config: small, Revision: "1"}})); err != nil {
+		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"},
+			{Config: small, Revision: "1"}})); err != nil {
 			t.Fatal(err)
 		}
 		source := map[bool]string{true: "small/ios", false: "large/ios"}[own]

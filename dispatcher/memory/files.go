@@ -20,7 +20,7 @@ func OpenFiles() int {
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
 		return math.MaxInt
 	}
-	return int(min(uint64(limit.Cur), math.MaxInt))
+	return int(min(limit.Cur, math.MaxInt))
 }
 
 // FitFiles returns the plan with as many deliveries in flight as a limit of open files permits, because each has a

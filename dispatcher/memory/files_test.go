@@ -7,7 +7,8 @@ import (
 
 func TestFitFiles(t *testing.T) {
 	plan := PlanFor(Default)
-	for limit, want := range map[int]int{1 << 20: plan.InFlight, plan.InFlight + otherFiles: plan.InFlight, 4096: 4096 - otherFiles, 256: minInFlight} {
+	for limit, want := range map[int]int{1 << 20: plan.InFlight, plan.InFlight + otherFiles: plan.InFlight, 4096: 4096 - otherFiles,
+		256: minInFlight} {
 		got, err := plan.FitFiles(limit)
 		if got.InFlight != want {
 			t.Errorf("deliveries in flight with %d open files: got %d, want %d", limit, got.InFlight, want)

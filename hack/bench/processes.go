@@ -43,8 +43,9 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "tlssink": tlsSinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole,
-	"attack": attackRole, "gateway": gatewayRole, "slots": slotsRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "tlssink": tlsSinkRole, "direct": directRole, "queue": queueRole,
+	"dispatcher": dispatcherRole,
+	"attack":     attackRole, "gateway": gatewayRole, "slots": slotsRole}
 
 type bench struct {
 	root string

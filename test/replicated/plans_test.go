@@ -131,8 +131,9 @@ var namespaces = []string{"shop", "news"}
 func newWorld(t *testing.T, program string, seed uint64) *world {
 	t.Helper()
 	w := &world{
-		t: t, program: program, older: cmp.Or(os.Getenv("POSTHORN_OLDER"), program), rand: rand.New(rand.NewPCG(seed, 0)), journals: newJournals(t),
-		away: map[string]bool{}, holes: map[*pod]*blackHole{}, audiences: map[string]*audience{}, redelivery: map[string]string{},
+		t: t, program: program, older: cmp.Or(os.Getenv("POSTHORN_OLDER"), program), rand: rand.New(rand.NewPCG(seed, 0)),
+		journals: newJournals(t),
+		away:     map[string]bool{}, holes: map[*pod]*blackHole{}, audiences: map[string]*audience{}, redelivery: map[string]string{},
 	}
 	w.receiver = httptest.NewServer(http.HandlerFunc(w.receive))
 	t.Cleanup(w.receiver.Close)

@@ -47,7 +47,8 @@ var mutants = []mutant{
 	{"a retry past the window", "dispatcher/delivery/destination.go",
 		"		policy: retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(),",
 		"		policy: retry.Policy{Window: 10 * c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(),", plans},
-	{"results are recorded late", "dispatcher/queue/pebblestore/flush.go", "		case <-time.After(s.o.FlushInterval):", "		case <-time.After(40 * s.o.FlushInterval):", plans},
+	{"results are recorded late", "dispatcher/queue/pebblestore/flush.go", "		case <-time.After(s.o.FlushInterval):",
+		"		case <-time.After(40 * s.o.FlushInterval):", plans},
 	{"one key of two messages", "analytics/event/event.go",
 		`func (id ID) Key() string { return strings.ReplaceAll(url.QueryEscape(string(id)), "+", "%20") }`,
 		`func (id ID) Key() string { return strings.NewReplacer("+", "%20", "%2B", "%20").Replace(url.QueryEscape(string(id))) }`, plans},
@@ -109,7 +110,8 @@ func (m mutant) run(t *testing.T, trials int) string {
 	replace, err := json.Marshal(map[string]any{"Replace": map[string]string{file: changed}})
 	check.NoError(t, "encode the overlay", err)
 	check.NoError(t, "write the overlay", os.WriteFile(overlay, replace, 0o600))
-	command := exec.CommandContext(t.Context(), "go", "test", "-overlay", overlay, "-vet=off", "-run", m.find.test+"$", "-v", "-count=1", "-timeout", "5m", "./"+m.find.folder)
+	command := exec.CommandContext(t.Context(), "go", "test", "-overlay", overlay, "-vet=off", "-run", m.find.test+"$", "-v", "-count=1",
+		"-timeout", "5m", "./"+m.find.folder)
 	command.Dir, command.Env = root, append(os.Environ(), fmt.Sprint(m.find.variable, "=", trials), "TMPDIR="+t.TempDir())
 	text, _ = command.CombinedOutput() // It fails if the mutant is found.
 	return string(text)

@@ -282,7 +282,9 @@ func (p *pod) restart() {
 		p.w.ending.Go(func() {
 			l.close()
 			l.stop()
-			<-l.ended
+			if err := <-l.ended; err != nil && !l.dead {
+				p.w.Errorf("the end of a process: %v", err)
+			}
 		})
 		p.start()
 		p.w.progress()

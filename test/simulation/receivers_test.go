@@ -30,7 +30,6 @@ const receiver = "http://receiver.test/"
 // receivers are all receivers, as the client of one process reaches them.
 type receivers struct {
 	w         *world
-	life      *life
 	mu        sync.Mutex
 	endpoints map[*egress.Endpoint]liveconfig.Endpoint
 }
@@ -72,7 +71,8 @@ func (l *life) Post(ctx context.Context, e *egress.Endpoint, headers []egress.He
 		}
 	}
 	w.mu.Unlock()
-	result := egress.Result{StatusCode: fault.status, Reason: reason(fault.status), RetryAfter: fault.retryAfter, Sent: true, RemoteAddr: "192.0.2.1:80"}
+	result := egress.Result{StatusCode: fault.status, Reason: reason(fault.status), RetryAfter: fault.retryAfter, Sent: true,
+		RemoteAddr: "192.0.2.1:80"}
 	deadline, _ := ctx.Deadline()
 	select {
 	case <-time.After(min(fault.after, time.Until(deadline))):

@@ -116,10 +116,11 @@ func (w *world) destinations() (all []*target) {
 
 // apply notes that the newest revision of a destination is about to be applied.
 func (w *world) apply(d *target) {
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision, Destination: &witness.Destination{
-		URLs: d.urls(), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
-		InFlight: inFlight, Timeout: timeout, Window: d.window,
-	}}})
+	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
+		Destination: &witness.Destination{
+			URLs: d.urls(), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
+			InFlight: inFlight, Timeout: timeout, Window: d.window,
+		}}})
 }
 
 func (w *world) note(d *target, action string) {

@@ -386,7 +386,8 @@ func (s *scope) describe(p scopeProcess, name func(pebblestore.Session) int64) [
 		return append(append(k, record(c.proposal)...), record(c.won)...)
 	}
 	own := p.publisher
-	k := keyOf(nil, 2, name(own.session), int64(own.number), int64(own.expected), int64(own.appended), int64(own.acknowledged), int64(own.wanted),
+	k := keyOf(nil, 2, name(own.session), int64(own.number), int64(own.expected), int64(own.appended), int64(own.acknowledged),
+		int64(own.wanted),
 		int64(len(own.reference)), int64(own.snapshot), is(s.now.Before(own.pauseUntil)), is(own.mustRead), is(own.mustCheck), age(own.lastSent),
 		age(own.leaseStart), age(own.usage.readAt), is(own.ended != nil))
 	k = append(k, record(own.inFlight)...)
