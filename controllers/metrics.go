@@ -17,7 +17,7 @@ var (
 	dispatchers = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "posthorn_operator_dispatchers",
 		Help: "Ready dispatcher pods, by whether they answer the operator.",
-	}, []string{"answering"})
+	}, []string{"responding"})
 	reportFailures = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "posthorn_operator_report_failures_total",
 		Help: "Failed requests for the report of a ready dispatcher pod.",

@@ -193,12 +193,12 @@ type situation struct {
 }
 
 var situations = []situation{
-	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 0x60`, true},
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{responding="true"} 0x60`, true},
 	{"PosthornDispatcherDown", `posthorn_ready{pod="d-0"} 1x60`, true}, // No operator.
-	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 1x60`, false},
-	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 1x57 0x3`, false}, // A restart.
-	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{answering="false"} 1x60`, true},
-	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{answering="false"} 0x60`, false},
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{responding="true"} 1x60`, false},
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{responding="true"} 1x57 0x3`, false}, // A restart.
+	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{responding="false"} 1x60`, true},
+	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{responding="false"} 0x60`, false},
 	{"PosthornVolumeWithoutPod", `posthorn_operator_orphaned_pending_messages{pod="operator-1",dispatcher="d-2"} 12x30 _x5 12x25`, true}, // A restart of the operator.
 	{"PosthornVolumeWithoutPod", `posthorn_operator_orphaned_pending_messages{pod="operator-1",dispatcher="d-2"} _x50 12x10`, false},     // The pod is replaced.
 	{"PosthornKindNotServed", `posthorn_operator_kind_served{pod="operator-1",kind="Source"} 0x60`, true},
