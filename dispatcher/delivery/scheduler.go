@@ -123,10 +123,13 @@ func (s *scheduler) endLease(l *lane) {
 func (s *scheduler) share(l *lane, failing bool) int {
 	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight)
 	if failing {
-		return min(free, max(1, s.limit()/2)-s.failing)
+		return min(free, s.freeForFailing())
 	}
 	return free
 }
+
+// freeForFailing is the free part of the half that failing lanes share.
+func (s *scheduler) freeForFailing() int { return max(1, s.limit()/2) - s.failing }
 
 // blockedLike returns the queue in which a lane waits for its share, and the place of its namespace.
 func (s *scheduler) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
@@ -163,7 +166,7 @@ func (s *scheduler) block(l *lane) {
 // ends, and when a lane did not use its turn.
 func (s *scheduler) unblock() {
 	s.unblockOne(&s.blocked, false)
-	if s.failing < max(1, s.limit()/2) { // The half is the same for all namespaces, so none loses its turn.
+	if s.freeForFailing() > 0 { // The half is the same for all namespaces, so none loses its turn.
 		s.unblockOne(&s.blockedFailing, true)
 	}
 }

@@ -41,7 +41,7 @@ func run(ctx context.Context) error {
 	}
 	defer os.RemoveAll(dir)
 
-	step("Building posthorn (one or two minutes on the first run)")
+	step("Building posthorn (about three minutes on the first run)")
 	d := &demo{}
 	if d.bin, err = process.Build(dir); err != nil {
 		return err
