@@ -180,15 +180,31 @@ func attackRole(args []string) error {
 // goodLatencies sends single calls to the first Source, at a fixed rate that is
 // far below the dispatcher's capacity, until ended is closed.
 func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}) ([]time.Duration, error) {
-	const clients, gap = 8, 20 * time.Millisecond
 	var mu sync.Mutex
 	var all []time.Duration
+	err := paced(p, 8, 20*time.Millisecond, ended, func(s *sender) error {
+		begin := time.Now()
+		if err := s.send(0, 1, plainID, id); err != nil {
+			return fmt.Errorf("the well-behaved sender: %w", err)
+		}
+		took := time.Since(begin)
+		mu.Lock()
+		all = append(all, took)
+		mu.Unlock()
+		return nil
+	})
+	sortDurations(all)
+	return all, err
+}
+
+// paced calls send for each of some clients with a gap between, until ended is closed.
+func paced(p *dispatcherProcess, clients int, gap time.Duration, ended <-chan struct{}, send func(*sender) error) error {
 	var group errgroup.Group
 	for n := range clients {
 		group.Go(func() error {
 			s := newSender(p)
 			defer s.close()
-			time.Sleep(gap * time.Duration(n) / clients)
+			time.Sleep(gap * time.Duration(n) / time.Duration(clients))
 			tick := time.NewTicker(gap)
 			defer tick.Stop()
 			for {
@@ -197,20 +213,13 @@ func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}
 					return nil
 				case <-tick.C:
 				}
-				begin := time.Now()
-				if err := s.send(0, 1, plainID, id); err != nil {
-					return fmt.Errorf("the well-behaved sender: %w", err)
+				if err := send(s); err != nil {
+					return err
 				}
-				took := time.Since(begin)
-				mu.Lock()
-				all = append(all, took)
-				mu.Unlock()
 			}
 		})
 	}
-	err := group.Wait()
-	sortDurations(all)
-	return all, err
+	return group.Wait()
 }
 
 // measureAttack compares the latencies of a well-behaved sender during each attack

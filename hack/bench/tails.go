@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
-	"golang.org/x/sync/errgroup"
 )
 
 var backlog = flag.Int("backlog", 1_000_000, "messages of 1 KB of another namespace in the row of tails")
@@ -58,7 +57,7 @@ func (b *bench) stalledTails(ctx context.Context) ([]row, error) {
 		return nil, err
 	}
 	defer p.stop()
-	if err := paced(p, closedAfter(b.window())); err != nil {
+	if err := sendTails(p, closedAfter(b.window())); err != nil {
 		return nil, err
 	}
 	return receiver.rows("a sync of 200 ms each 5 s", []tailGoal{{"p95", 0.95, 25}, {"p99", 0.99, 180}, {"p99.9", 0.999, 250}}), nil
@@ -105,7 +104,7 @@ func (b *bench) tailsBesideBacklog(ctx context.Context) ([]row, error) {
 			left -= stats.Count
 		}
 	}()
-	if err := paced(p, delivered); err != nil {
+	if err := sendTails(p, delivered); err != nil {
 		return nil, err
 	}
 	took := time.Since(begin).Seconds()
@@ -114,31 +113,12 @@ func (b *bench) tailsBesideBacklog(ctx context.Context) ([]row, error) {
 		Value: fmt.Sprintf("%.0f/s", float64(*backlog)/took)}), nil
 }
 
-// paced sends tailsPerSecond single calls a second until ended is closed, and does not wait for slow ones.
-func paced(p *dispatcherProcess, ended <-chan struct{}) error {
-	const gap = tailsClients * time.Second / tailsPerSecond
+// sendTails sends tailsPerSecond single calls a second until ended is closed, and does not wait for slow ones.
+func sendTails(p *dispatcherProcess, ended <-chan struct{}) error {
 	var id atomic.Int64
-	var group errgroup.Group
-	for n := range tailsClients {
-		group.Go(func() error {
-			s := newSender(p)
-			defer s.close()
-			time.Sleep(gap * time.Duration(n) / tailsClients)
-			tick := time.NewTicker(gap)
-			defer tick.Stop()
-			for {
-				select {
-				case <-ended:
-					return nil
-				case <-tick.C:
-				}
-				if err := s.send(0, 1, plainID, &id); err != nil {
-					return err
-				}
-			}
-		})
-	}
-	return group.Wait()
+	return paced(p, tailsClients, tailsClients*time.Second/tailsPerSecond, ended, func(s *sender) error {
+		return s.send(0, 1, plainID, &id)
+	})
 }
 
 // ageSink is a receiver in this process that keeps the age of each message.
