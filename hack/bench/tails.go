@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"os"
@@ -158,7 +159,10 @@ func (s *ageSink) rows(during string, goals []tailGoal) (rows []row) {
 	defer s.mu.Unlock()
 	slices.Sort(s.ages)
 	for _, g := range goals {
-		ms := quantile(s.ages, g.quantile).Seconds() * 1000
+		ms := math.Inf(1) // A backlog that ended before the first message proves nothing.
+		if len(s.ages) > 0 {
+			ms = quantile(s.ages, g.quantile).Seconds() * 1000
+		}
 		rows = append(rows, below(fmt.Sprintf("%s at %d/s during %s", g.name, tailsPerSecond, during), ms, g.goal,
 			fmt.Sprintf("%.1f ms of %d", ms, len(s.ages)), fmt.Sprintf("< %.0f ms", g.goal)))
 	}
