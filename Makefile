@@ -22,7 +22,7 @@ RUN ?=
 # build cache serves them all. Only the race detector compiles everything again.
 export CGO_ENABLED := 0
 export GOFLAGS := $(filter-out -trimpath,$(GOFLAGS)) -trimpath
-VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+VERSION ?= $(shell sed -n 's/^version: //p' charts/posthorn/Chart.yaml)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 
 .PHONY: help
@@ -66,7 +66,7 @@ OUT ?= $(BIN)/release
 KEY ?=
 .PHONY: release
 release: ## Make all files of a release in OUT: make release VERSION=1.0.0 KEY=FILE [OUT=DIR]
-	cd hack/release && $(ALONE) go run . make -root ../.. -out '$(abspath $(OUT))' -version '$(VERSION:v%=%)' $(if $(KEY),-key '$(abspath $(KEY))')
+	cd hack/release && $(ALONE) go run . make -root ../.. -out '$(abspath $(OUT))' -version '$(VERSION:v%=%)' -platforms '$(PLATFORMS)' -plugin-platforms '$(PLUGIN_PLATFORMS)' $(if $(KEY),-key '$(abspath $(KEY))')
 
 .PHONY: run
 run: ## Show the main job on this machine: no cluster needed, nothing left behind.
@@ -131,13 +131,13 @@ verify: lint ## Lint, generate everything, and fail if a generated file was out 
 	@echo "verify: clean"
 
 .PHONY: generate
-generate: ## Generate deep copies, CRDs, RBAC, the chart's copies of them, docs/api.md and THIRD_PARTY_LICENSES.md.
+generate: ## Generate deep copies, CRDs and their record, RBAC, the chart's copies of them, docs/api.md and THIRD_PARTY_LICENSES.md.
 	@$(call tool,controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen)
-	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
+	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd/experimental
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
 	go run ./hack/chart
 	@$(call tool,crd-ref-docs,github.com/elastic/crd-ref-docs)
-	$(BIN)/crd-ref-docs --source-path api/v1alpha1 --config hack/apidocs/config.yaml --renderer markdown --output-path docs/api.md --log-level ERROR
+	$(BIN)/crd-ref-docs --source-path api/v1beta1 --config hack/apidocs/config.yaml --renderer markdown --output-path docs/api.md --log-level ERROR
 	cd hack/licenses && $(ALONE) go run . ../..
 
 .PHONY: lint

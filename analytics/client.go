@@ -17,7 +17,7 @@ import (
 )
 
 // Version of the client. It is part of the User-Agent and of [DefaultContext].
-const Version = "0.2.0"
+const Version = "0.3.0-dev"
 
 // Endpoint is the default server: the dispatcher of a Posthorn in the same cluster, installed with
 // the default names.

@@ -21,6 +21,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/transport"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -62,18 +63,12 @@ func newAdminCertificate(c client.Client, owner secretOwner, now func() time.Tim
 // Start maintains the Secret until ctx is done. It implements manager.Runnable and
 // runs on the leader only.
 func (a *adminCertificate) Start(ctx context.Context) error {
-	tick := time.NewTicker(certificateCheck)
-	defer tick.Stop()
-	for {
+	wait.NonSlidingUntilWithContext(ctx, func(ctx context.Context) {
 		if err := a.ensure(ctx); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "maintaining the admin certificate failed", "secret", adminapi.CertificateSecret)
 		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
-		}
-	}
+	}, certificateCheck)
+	return nil
 }
 
 // ensure pins the certificate in the Secret. It writes a new one if the Secret is

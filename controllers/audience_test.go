@@ -10,21 +10,21 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 var _ = Describe("An Audience", func() {
 	const vip = `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip}
 spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 `
 	// expectCondition waits until a condition of an Audience has a status and reason.
-	expectCondition := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
+	expectCondition := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1beta1.Audience {
 		GinkgoHelper()
-		var a v1alpha1.Audience
+		var a v1beta1.Audience
 		Eventually(func(g Gomega) {
 			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &a)).To(Succeed())
 			c := meta.FindStatusCondition(a.Status.Conditions, condition)
@@ -54,7 +54,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(table).To(MatchRegexp(`NAME +READY +REASON +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +Ready +True +7 +7 +0 +0 +\S+ +\S+\n`))
+		Expect(table).To(MatchRegexp(`NAME +READY +REASON +SYNCED +MEMBERS +PENDING +LAST SYNC +AGE\nvip +True +Ready +True +7 +0 +\S+ +\S+\n`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.syncs[namespace+"/vip"] = func(r *adminapi.AudienceReport) {
@@ -73,7 +73,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		w.apply(namespace, webSource+vip)
 		expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
 		w.apply(namespace, `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: young}
 spec: {sourceRef: {name: web}, displayName: other, key: very_important_people}
@@ -89,17 +89,17 @@ var _ = Describe("A DeletionRequest", func() {
 		w := newWorld()
 		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination+`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: DeletionRequest
 metadata: {name: forget}
-spec: {userId: u1, ttlSecondsAfterFinished: 1}
+spec: {userID: u1, ttlSecondsAfterFinished: 1}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: DeletionRequest
 metadata: {name: suppress}
-spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
+spec: {userID: u1, suppress: true}
 `)
-		get := func(g Gomega, name string) (o v1alpha1.DeletionRequest) {
+		get := func(g Gomega, name string) (o v1beta1.DeletionRequest) {
 			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o)).To(Succeed())
 			return o
 		}
@@ -122,7 +122,7 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 		reports(adminapi.NotificationPending)
 		Eventually(func(g Gomega) {
 			o := get(g, "forget")
-			g.Expect(meta.FindStatusCondition(o.Status.Conditions, "Ready").Reason).To(Equal(v1alpha1.ReasonRunning))
+			g.Expect(meta.FindStatusCondition(o.Status.Conditions, "Ready").Reason).To(Equal(v1beta1.ReasonRunning))
 			g.Expect(o.Status.Notifications).To(HaveLen(1))
 			g.Expect(o.Status.CompletionTime).To(BeNil())
 		}).Should(Succeed())
@@ -130,13 +130,13 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 		Eventually(func(g Gomega) {
 			o := get(g, "suppress")
 			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Complete")).To(BeTrue())
-			g.Expect(o.Status.Notifications[0].State).To(Equal(v1alpha1.NotificationDelivered))
+			g.Expect(o.Status.Notifications[0].State).To(Equal(v1beta1.NotificationDelivered))
 		}).Should(Succeed())
 		table, err := server.Kubectl("", "get", "pdel", "suppress", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`NAME +COMPLETE +FAILED +REASON +TOTAL +DELIVERED +PENDING +AGE\nsuppress +True +False +Delivered +1 +1 +0 +\S+\n`))
 		Eventually(func() bool {
-			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "forget"}, &v1alpha1.DeletionRequest{}))
+			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "forget"}, &v1beta1.DeletionRequest{}))
 		}).Should(BeTrue())
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, namespace)

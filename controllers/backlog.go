@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -59,19 +60,13 @@ type ledgers struct{ stranded, drained *podreport.Index }
 // Start records the backlogs until ctx is done. It implements manager.Runnable.
 func (k *backlogKeeper) Start(ctx context.Context) error {
 	defer orphanedPending.Reset() // Another operator reports them.
-	tick := time.NewTicker(k.interval)
-	defer tick.Stop()
-	for {
+	wait.NonSlidingUntilWithContext(ctx, func(ctx context.Context) {
 		if err := k.pass(ctx); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "recording the backlogs of the dispatcher pods failed; it is retried")
 			k.reports.endWait()
 		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
-		}
-	}
+	}, k.interval)
+	return nil
 }
 
 // pass updates the records, the metric, and the removed pods of the prober.

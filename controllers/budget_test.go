@@ -15,7 +15,7 @@ import (
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -35,7 +35,7 @@ type virtualOperator struct {
 	computed    int
 
 	mu      sync.Mutex
-	sources []v1alpha1.Source
+	sources []v1beta1.Source
 	index   map[string]int
 	// writes are the status writes in order.
 	writes []virtualWrite
@@ -52,10 +52,10 @@ func newVirtualOperator(t *testing.T, sources int) *virtualOperator {
 	verdicts := verdictsByUID{}
 	for i := range sources {
 		name := fmt.Sprintf("source-%05d", i)
-		o.sources = append(o.sources, v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID(name), Generation: 1, ResourceVersion: "1"}})
+		o.sources = append(o.sources, v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID(name), Generation: 1, ResourceVersion: "1"}})
 		o.index[name] = i
 		verdicts[types.UID(name)] = generationVerdict{generation: 1,
-			Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
+			Verdict: compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
 	}
 	kind := kinds.All[1]
 	next := kind.Health.Next
@@ -128,7 +128,7 @@ type virtualAPI struct {
 func (a virtualAPI) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
 	a.o.mu.Lock()
 	defer a.o.mu.Unlock()
-	list.(*v1alpha1.SourceList).Items = slices.Clone(a.o.sources)
+	list.(*v1beta1.SourceList).Items = slices.Clone(a.o.sources)
 	return nil
 }
 
@@ -145,7 +145,7 @@ func (a virtualStatus) Apply(_ context.Context, configuration runtime.ApplyConfi
 	if err != nil {
 		return err
 	}
-	var source v1alpha1.Source
+	var source v1beta1.Source
 	if err := json.Unmarshal(applied, &source); err != nil {
 		return err
 	}
@@ -383,7 +383,7 @@ func TestConfirmationBesideAStartingPod(t *testing.T) {
 			o.pass(t)
 			o.start, o.writes = o.time, nil
 			uid := o.sources[0].UID
-			o.verdicts.set("shop", verdictsByUID{uid: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "new"}}})
+			o.verdicts.set("shop", verdictsByUID{uid: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "new"}}})
 			second := Pod{Name: "dispatcher-1"}
 			newProbe(o.reports, second, true)
 			for pod, revision := range map[Pod]string{o.pod: c.running, second: c.starting} {
@@ -418,7 +418,7 @@ func TestPriorityOfUnconfirmedChanges(t *testing.T) {
 		return *result.Priority
 	}
 	set := func(revision string) {
-		o.verdicts.set("shop", verdictsByUID{o.sources[0].UID: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: revision}}})
+		o.verdicts.set("shop", verdictsByUID{o.sources[0].UID: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: revision}}})
 	}
 	for _, step := range []struct {
 		name string

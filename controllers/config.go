@@ -40,7 +40,7 @@ var markerRequest = reconcile.Request{}
 // dispatcher pod has removed the namespace's data.
 //
 // Its permissions to create, patch and delete Secrets are limited to the release's namespace. It lists and watches only the
-// metadata of Secrets, which RBAC cannot express; it reads the contents only of Secrets that an object refers to.
+// metadata of Secrets and ConfigMaps, which RBAC cannot express; it reads the contents only of those that an object refers to.
 type configReconciler struct {
 	kinds         kinds.Table
 	limit         compile.Limit
@@ -85,6 +85,7 @@ func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuse
 	}
 	return controller.
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.namespacesOfSecret), builder.WithPredicates(r.live.notOwnWrite())).
+		WatchesMetadata(&corev1.ConfigMap{}, enqueue(r.namespacesOfConfigMap)).
 		WatchesRawSource(r.own).
 		WithOptions(controllerOptions(mgr, "config")).
 		Complete(r)
@@ -126,6 +127,14 @@ func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.O
 	return nil
 }
 
+// namespacesOfConfigMap returns the namespace to compile when a ConfigMap changes.
+func (r *configReconciler) namespacesOfConfigMap(_ context.Context, o client.Object) []reconcile.Request {
+	if r.inputs.secrets.referenced(o.GetNamespace(), compile.ConfigMapName(o.GetName())) {
+		return []reconcile.Request{namespaceRequest(o.GetNamespace())}
+	}
+	return nil
+}
+
 // liveNamespaceOf returns the namespace of the name of a live config's root or part.
 func liveNamespaceOf(name string) (namespace string, ok bool) {
 	if namespace, ok = liveconfig.NamespaceOf(name); !ok {
@@ -146,7 +155,7 @@ func inputChanged(k kinds.Kind) predicate.Predicate {
 }
 
 // +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests;redeliveries,verbs=list;watch
-// +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=secrets;configmaps,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
 // +kubebuilder:rbac:groups="",resources=events,namespace=posthorn-system,verbs=create;patch

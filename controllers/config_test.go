@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -17,10 +18,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -63,8 +65,8 @@ var _ = Describe("The live config", func() {
 
 		table, err := server.Kubectl("", "get", "posthorn", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(strings.Fields(table)[:8]).To(Equal([]string{"NAME", "READY", "REASON", "RECEIVING", "ACCEPTED", "LAST", "RECEIVED", "AGE"}))
-		Expect(table).To(MatchRegexp(`webhookdestination.posthorn.dev/crm +True +Ready +Unknown`))
+		Expect(strings.Fields(table)[:8]).To(Equal([]string{"NAME", "READY", "REASON", "RECEIVING", "CALLS", "LAST", "RECEIVED", "AGE"}))
+		Expect(table).To(MatchRegexp(`webhookdestination.posthorn.dev/crm +True +NoTrafficYet +Unknown`))
 	})
 
 	It("has a marker Secret after all namespaces are compiled, even if there are none", func() {
@@ -101,6 +103,62 @@ var _ = Describe("The live config", func() {
 		By("deleting the Secret")
 		w.delete(namespace, "secret", "crm")
 		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
+	})
+
+	It("reads the CAs of a ConfigMap, and reads them again after a change", func() {
+		w := newWorld()
+		namespace := w.newNamespace()
+		authority := func() string {
+			certificate, _, _, err := makeCertificate(time.Now())
+			Expect(err).NotTo(HaveOccurred())
+			return string(certificate)
+		}
+		bundle := func(pem string) string {
+			return "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: bundle}\ndata: {ca.crt: " + strconv.Quote(pem) + "}\n"
+		}
+		trusted := func(g Gomega) string {
+			config, _ := w.live(g, namespace)
+			g.Expect(config.Destinations).To(HaveLen(1))
+			g.Expect(config.Destinations[0].Endpoints[0].TLS).NotTo(BeNil())
+			return config.Destinations[0].Endpoints[0].TLS.CA
+		}
+		w.apply(namespace, webSource+crmSecret+named("crm", `url: "https://hooks.example/in"`, `url: "https://hooks.example/in", tls: {ca: {configMapKeyRef: {name: bundle, key: ca.crt}}}`))
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "ConfigMapNotFound")
+		first, second := authority(), authority()
+		w.apply(namespace, bundle("# first\n"+first+"# second\n"+second))
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		Expect(trusted(Default)).To(Equal(first + second))
+		w.apply(namespace, bundle(second))
+		Eventually(trusted).Should(Equal(second))
+		w.apply(namespace, bundle("none"))
+		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "InvalidConfigMap")
+	})
+
+	It("suspends a Source and a destination, which remain Ready", func() {
+		w := newWorld()
+		namespace := w.newNamespace()
+		suspend := func(suspended string) {
+			for _, object := range []string{webSource, crmSecret, crmDestination} {
+				w.apply(namespace, strings.Replace(object, "\nspec:\n", "\nspec:\n  suspend: "+suspended+"\n", 1))
+			}
+		}
+		suspend("true")
+		for object, traffic := range map[string]string{"whd/crm": "Delivering", "source/web": "Receiving"} {
+			w.expectCondition(namespace, object, "Accepted", isTrue, "Suspended")
+			w.expectCondition(namespace, object, "Ready", isTrue, "Ready")
+			w.expectCondition(namespace, object, traffic, isFalse, "Suspended")
+		}
+		config, _ := w.live(Default, namespace)
+		Expect(config.Destinations[0].State).To(Equal(liveconfig.Suspended))
+		Expect(config.Sources[0].Suspended).To(BeTrue())
+		Expect(w.destination(Default, namespace, "crm").Status.Reason).To(Equal("Suspended"))
+
+		suspend("false")
+		w.expectCondition(namespace, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
+		w.expectCondition(namespace, "source/web", "Receiving", isUnknown, "NoTrafficYet")
+		config, _ = w.live(Default, namespace)
+		Expect(config.Destinations[0].State).To(Equal(liveconfig.Active))
+		Expect(config.Sources[0].Suspended).To(BeFalse())
 	})
 
 	It("is updated when a Secret changes", func() {
@@ -251,16 +309,16 @@ var _ = Describe("The live config", func() {
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
-		large := func(name string) *v1alpha1.WebhookDestination {
-			d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
-			d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
+		large := func(name string) *v1beta1.WebhookDestination {
+			d := &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+			d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "web"}}
 			for i := range 5 {
-				e := v1alpha1.Endpoint{Name: fmt.Sprintf("e%d", i), URL: "https://hooks.example/in"}
+				e := v1beta1.Endpoint{Name: fmt.Sprintf("e%d", i), URL: "https://hooks.example/in"}
 				for j := range 32 {
 					noise := make([]byte, 2800/16) // Two of them fit with room to spare, and three do not.
 					_, _ = rand.Read(noise)
 					value := base64.StdEncoding.EncodeToString(noise)
-					e.Headers = append(e.Headers, v1alpha1.Header{Name: fmt.Sprintf("X-%d", j), Value: &value})
+					e.Headers = append(e.Headers, v1beta1.Header{Name: fmt.Sprintf("X-%d", j), Value: &value})
 				}
 				d.Spec.Endpoints = append(d.Spec.Endpoints, e)
 			}
@@ -321,22 +379,22 @@ func kindOf(name string) kinds.Kind {
 
 // The status of a kind that runs once causes a compilation when the phase of the run changes.
 func TestInputOfJobs(t *testing.T) {
-	running := &v1alpha1.Redelivery{}
+	running := &v1beta1.Redelivery{}
 	running.Status.StartTime = &metav1.Time{Time: time.Unix(1, 0)}
 	progress := running.DeepCopy()
-	progress.Status.Redelivered = 5
-	ended := &v1alpha1.DeletionRequest{}
-	ended.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}
+	progress.Status.Redelivered = ptr.To(int64(5))
+	ended := &v1beta1.DeletionRequest{}
+	ended.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionFailed, Status: metav1.ConditionTrue}}
 	for name, c := range map[string]struct {
 		kind          string
 		before, after client.Object
 		want          bool
 	}{
-		"start of a Redelivery":    {"Redelivery", &v1alpha1.Redelivery{}, running, true},
+		"start of a Redelivery":    {"Redelivery", &v1beta1.Redelivery{}, running, true},
 		"progress of a Redelivery": {"Redelivery", running, progress, false},
-		"end of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{}, ended, true},
-		"start of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{},
-			&v1alpha1.DeletionRequest{Status: v1alpha1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
+		"end of a DeletionRequest": {"DeletionRequest", &v1beta1.DeletionRequest{}, ended, true},
+		"start of a DeletionRequest": {"DeletionRequest", &v1beta1.DeletionRequest{},
+			&v1beta1.DeletionRequest{Status: v1beta1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
 	} {
 		if got := inputChanged(kindOf(c.kind)).Update(event.UpdateEvent{ObjectOld: c.before, ObjectNew: c.after}); got != c.want {
 			t.Errorf("%s: got %v, want %v", name, got, c.want)

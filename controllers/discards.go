@@ -14,7 +14,7 @@ import (
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/observed"
@@ -91,7 +91,7 @@ func (a *discardAnnouncer) announceTogether(ctx context.Context, keys []discardK
 }
 
 func (a *discardAnnouncer) event(object client.Object, note string, args ...any) {
-	a.events.Eventf(object, nil, corev1.EventTypeWarning, v1alpha1.ReasonDiscardAhead, "Discard", note, args...)
+	a.events.Eventf(object, nil, corev1.EventTypeWarning, v1beta1.ReasonDiscardAhead, "Discard", note, args...)
 }
 
 // discardsAhead sums the discards with messages over the pods that are present, each with its earliest
@@ -122,7 +122,7 @@ func discardsAhead(pods []health.Pod) map[discardKey]adminapi.Discard {
 
 // object returns the object of an Event.
 func (a *discardAnnouncer) object(ctx context.Context, key discardKey) client.Object {
-	source, destination := &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}
+	source, destination := &v1beta1.Source{}, &v1beta1.WebhookDestination{}
 	if a.reader.Get(ctx, types.NamespacedName{Namespace: key.namespace, Name: key.source}, source) == nil {
 		return source
 	}

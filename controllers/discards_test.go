@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/health"
@@ -26,7 +26,7 @@ type existingObjects struct {
 
 func (e existingObjects) Get(_ context.Context, key client.ObjectKey, object client.Object, _ ...client.GetOption) error {
 	kind := "WebhookDestination"
-	if _, ok := object.(*v1alpha1.Source); ok {
+	if _, ok := object.(*v1beta1.Source); ok {
 		kind = "Source"
 	}
 	if !e.names[kind+" "+key.String()] {
@@ -68,10 +68,10 @@ func TestDiscardEvents(t *testing.T) {
 		{"nothing", nil, nil},
 		{"few in a namespace, many in others", []adminapi.ConfigReport{ahead("many", "gone", 50, "d"), ahead("few", "web", 3, "d"),
 			ahead("none", "gone", 4, "d")}, []string{
-			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d0" will be discarded at 2026-03-01T12:10:00Z` + because,
-			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d1" will be discarded at 2026-03-01T12:11:00Z` + because,
-			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,
-			`*v1alpha1.WebhookDestination many/d2: 100 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: messages of Source "gone" for WebhookDestination "d0" and of 49 other pairs` + together,
+			`*v1beta1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d0" will be discarded at 2026-03-01T12:10:00Z` + because,
+			`*v1beta1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d1" will be discarded at 2026-03-01T12:11:00Z` + because,
+			`*v1beta1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,
+			`*v1beta1.WebhookDestination many/d2: 100 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: messages of Source "gone" for WebhookDestination "d0" and of 49 other pairs` + together,
 			`*v1.Namespace /none: 8 pending messages will be discarded, the first at 2026-03-01T12:10:00Z: messages of Source "gone" for WebhookDestination "d0" and of 3 other pairs` + together,
 		}},
 		{"the same", []adminapi.ConfigReport{ahead("many", "gone", 50, "d"), ahead("few", "web", 3, "d"), ahead("none", "gone", 4, "d")}, nil},
@@ -79,7 +79,7 @@ func TestDiscardEvents(t *testing.T) {
 			`*v1.Namespace /many: 2 pending messages of Source "gone" for WebhookDestination "d50" will be discarded at 2026-03-01T13:00:00Z` + because,
 		}},
 		{"again after an end", []adminapi.ConfigReport{ahead("few", "web", 3, "d")}, []string{
-			`*v1alpha1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,
+			`*v1beta1.Source few/web: 2 pending messages of Source "web" for WebhookDestination "d2" will be discarded at 2026-03-01T12:12:00Z` + because,
 		}},
 	} {
 		got = nil

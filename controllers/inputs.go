@@ -29,7 +29,7 @@ type configInputs struct {
 	expressions compile.Expressions
 }
 
-// gather reads a namespace's objects and the Secrets that they refer to.
+// gather reads a namespace's objects, and the Secrets and ConfigMaps that they refer to.
 func (i *configInputs) gather(ctx context.Context, namespace string) (objects, compile.Snapshot, error) {
 	// The compiler does not change its input, so the objects of the cache need no copies.
 	all, err := listNamespace(ctx, i.client, i.kinds, namespace, client.UnsafeDisableDeepCopy)

@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
@@ -27,14 +27,14 @@ type Suppression struct {
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	Spec struct {
-		UserID                  string `json:"userId,omitempty"`
+		UserID                  string `json:"userID,omitempty"`
 		TTLSecondsAfterFinished *int32 `json:"ttlSecondsAfterFinished,omitempty"`
 	} `json:"spec,omitempty"`
 	Status SuppressionStatus `json:"status,omitempty"`
 }
 
 type SuppressionStatus struct {
-	v1alpha1.JobStatus `json:",inline"`
+	v1beta1.JobStatus `json:",inline"`
 }
 
 // DeepCopyObject implements runtime.Object.
@@ -75,9 +75,9 @@ var suppressions = kinds.Kind{
 			return func(o *Suppression) (liveconfig.Deletion, bool, compile.Verdict) {
 				entry := liveconfig.Deletion{Name: o.Name, Generation: o.Generation, Revision: "of-" + o.Spec.UserID, UserID: o.Spec.UserID,
 					Ended: true, Suppress: true}
-				v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "the spec is valid", Revision: entry.Revision}
+				v := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "the spec is valid", Revision: entry.Revision}
 				if o.Spec.UserID == "" {
-					v.Accepted, v.Reason, v.Message = false, v1alpha1.ReasonInvalidSpec, "spec.userId: must be set"
+					v.Accepted, v.Reason, v.Message = false, v1beta1.ReasonInvalidSpec, "spec.userID: must be set"
 				}
 				return entry, v.Accepted, v
 			}
@@ -85,9 +85,10 @@ var suppressions = kinds.Kind{
 	}),
 	Health: health.NewKind(health.Definition[Suppression, SuppressionStatus, *Suppression]{
 		Name: "Suppression", Conditions: health.DeletionRequests.Conditions,
-		Status: func(o *Suppression) (*SuppressionStatus, *[]metav1.Condition) { return &o.Status, &o.Status.Conditions },
+		Status:  func(o *Suppression) (*SuppressionStatus, *[]metav1.Condition) { return &o.Status, &o.Status.Conditions },
+		Summary: func(s *SuppressionStatus) *v1beta1.Summary { return &s.Summary },
 		Compute: func(old Suppression, v compile.Verdict, namespace string, pods []health.Pod, now time.Time) SuppressionStatus {
-			o := health.Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for the dispatchers"}
+			o := health.Outcome{Reason: v1beta1.ReasonWaiting, Message: "waiting for the dispatchers"}
 			if !v.OK() {
 				o.Reason, o.Message = v.Cause()
 			}
@@ -97,7 +98,7 @@ var suppressions = kinds.Kind{
 					continue
 				}
 				if r := n.Deletions[old.Name]; r != nil && r.Revision == v.Revision {
-					o = health.Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: "calls are rejected"}
+					o = health.Outcome{Complete: true, Reason: v1beta1.ReasonDelivered, Message: "calls are rejected"}
 				}
 			}
 			s := *old.Status.DeepCopy()
@@ -110,7 +111,7 @@ var suppressions = kinds.Kind{
 			return SuppressionStatus{s}
 		},
 		Expires: func(o *Suppression) (time.Time, bool) {
-			return v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
+			return v1beta1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
 		},
 	}),
 }
@@ -125,7 +126,7 @@ spec:
   names: {kind: Suppression, listKind: SuppressionList, plural: suppressions, singular: suppression}
   scope: Namespaced
   versions:
-  - name: v1alpha1
+  - name: v1beta1
     served: true
     storage: true
     subresources: {status: {}}
@@ -161,11 +162,11 @@ var _ = Describe("A sixth kind", func() {
 		w := newWorld(func(w *world) { w.options.kinds = append(slices.Clone(kinds.All), suppressions) })
 		namespace := w.newNamespace()
 		suppression := func(spec string) string {
-			return "apiVersion: posthorn.dev/v1alpha1\nkind: Suppression\nmetadata: {name: u1}\nspec: {" + spec + "}\n"
+			return "apiVersion: posthorn.dev/v1beta1\nkind: Suppression\nmetadata: {name: u1}\nspec: {" + spec + "}\n"
 		}
 		get := func() (*Suppression, error) {
 			u := &unstructured.Unstructured{}
-			u.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("Suppression"))
+			u.SetGroupVersionKind(v1beta1.GroupVersion.WithKind("Suppression"))
 			if err := cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "u1"}, u); err != nil {
 				return nil, err
 			}
@@ -175,25 +176,25 @@ var _ = Describe("A sixth kind", func() {
 		ready := func(g Gomega) string {
 			o, err := get()
 			g.Expect(err).NotTo(HaveOccurred())
-			c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady)
+			c := meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionReady)
 			g.Expect(c).NotTo(BeNil())
 			return string(c.Status) + " " + c.Reason
 		}
 
 		By("a verdict that is not accepted")
 		w.apply(namespace, suppression(""))
-		Eventually(ready).Should(Equal("False " + v1alpha1.ReasonInvalidSpec))
+		Eventually(ready).Should(Equal("False " + v1beta1.ReasonInvalidSpec))
 
 		By("an entry in the live config, its report and the status")
-		w.apply(namespace, suppression("userId: u1"))
-		Eventually(ready).Should(Equal("True " + v1alpha1.ReasonDelivered))
+		w.apply(namespace, suppression("userID: u1"))
+		Eventually(ready).Should(Equal("True " + v1beta1.ReasonDelivered))
 		config, _ := w.live(Default, namespace)
 		Expect(config.Deletions).To(HaveLen(1))
 		Expect(config.Deletions[0].UserID).To(Equal("u1"))
-		Eventually(func() []string { return w.events(namespace, "u1") }).Should(ContainElement("Normal " + v1alpha1.ReasonDelivered))
+		Eventually(func() []string { return w.events(namespace, "u1") }).Should(ContainElement("Normal " + v1beta1.ReasonDelivered))
 
 		By("its deletion at the end of the TTL")
-		w.apply(namespace, suppression("userId: u1, ttlSecondsAfterFinished: 0"))
+		w.apply(namespace, suppression("userID: u1, ttlSecondsAfterFinished: 0"))
 		Eventually(func() bool { _, err := get(); return apierrors.IsNotFound(err) }).Should(BeTrue())
 	})
 })

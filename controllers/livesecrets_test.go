@@ -8,7 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -18,13 +18,13 @@ var partOfA = "posthorn-part-a-" + strings.Repeat("0", 64)
 // After an interruption, a watch delivers one update even if the object was deleted and
 // created again, and a deletion may have the last known version.
 func TestPredicates(t *testing.T) {
-	source := func(uid string, generation int64, labels map[string]string) *v1alpha1.Source {
-		return &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation,
+	source := func(uid string, generation int64, labels map[string]string) *v1beta1.Source {
+		return &v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation,
 			Labels: labels}}
 	}
 	before := source("1", 1, map[string]string{"team": "shop"})
 	for name, test := range map[string]struct {
-		after *v1alpha1.Source
+		after *v1beta1.Source
 		want  bool
 	}{
 		"status":        {source("1", 1, map[string]string{"team": "shop"}), false},

@@ -40,7 +40,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 )
@@ -183,11 +183,11 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		o.kinds = kinds.All
 	}
 	scheme := runtime.NewScheme()
-	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+	if err := errors.Join(corev1.AddToScheme(scheme), v1beta1.AddToScheme(scheme)); err != nil {
 		return nil, err
 	}
 	for _, k := range o.kinds {
-		scheme.AddKnownTypes(v1alpha1.GroupVersion, k.New(), k.NewList())
+		scheme.AddKnownTypes(v1beta1.GroupVersion, k.New(), k.NewList())
 	}
 	cfg = rest.CopyConfig(cfg)
 	if cfg.QPS == 0 {
@@ -200,8 +200,9 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		Cache: cache.Options{
 			DefaultTransform: cache.TransformStripManagedFields(),
 			ByObject: map[client.Object]cache.ByObject{
-				&corev1.Secret{}: {Transform: stripSecret(o.Namespace)},
-				&corev1.Pod{}:    {Namespaces: map[string]cache.Config{o.Namespace: {LabelSelector: selector}}},
+				&corev1.Secret{}:    {Transform: stripSecret(o.Namespace)},
+				&corev1.ConfigMap{}: {Transform: stripSecret(o.Namespace)},
+				&corev1.Pod{}:       {Namespaces: map[string]cache.Config{o.Namespace: {LabelSelector: selector}}},
 			},
 		},
 		LeaderElection:                o.LeaderElection,
@@ -242,7 +243,7 @@ func newMapper(cfg *rest.Config, client *http.Client) (meta.RESTMapper, error) {
 	discovered, err := apiutil.NewDynamicRESTMapper(cfg, client)
 	core := meta.NewDefaultRESTMapper(nil)
 	for _, kind := range []schema.GroupVersionKind{
-		corev1.SchemeGroupVersion.WithKind("Secret"), corev1.SchemeGroupVersion.WithKind("Pod"),
+		corev1.SchemeGroupVersion.WithKind("Secret"), corev1.SchemeGroupVersion.WithKind("ConfigMap"), corev1.SchemeGroupVersion.WithKind("Pod"),
 		appsv1.SchemeGroupVersion.WithKind("StatefulSet"),
 	} {
 		core.Add(kind, meta.RESTScopeNamespace)
@@ -320,6 +321,10 @@ func setup(mgr manager.Manager, o Options) error {
 		pods: o.Pods, interval: o.backlogInterval, reports: reports, events: mgr.GetEventRecorder(eventSource), ledgers: map[string]*ledgers{},
 		announced: map[string]bool{}}); err != nil {
 		return fmt.Errorf("set up the record of backlogs: %w", err)
+	}
+	if err := mgr.Add(&shareKeeper{client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, owner: o.secretOwner(mgr),
+		pods: o.Pods, interval: o.PollInterval, reports: reports, now: o.Now}); err != nil {
+		return fmt.Errorf("set up the shares of limits: %w", err)
 	}
 	return errors.Join(
 		mgr.AddHealthzCheck("ping", healthz.Ping),

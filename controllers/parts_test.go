@@ -15,7 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
@@ -26,17 +26,17 @@ func withSmallSecrets(w *world) {
 }
 
 // noisy returns a destination with 6 KB that cannot be compressed.
-func noisy(namespace, name string) *v1alpha1.WebhookDestination {
-	d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
-	d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
-	e := v1alpha1.Endpoint{Name: "e", URL: "https://hooks.example/in"}
+func noisy(namespace, name string) *v1beta1.WebhookDestination {
+	d := &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+	d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "web"}}
+	e := v1beta1.Endpoint{Name: "e", URL: "https://hooks.example/in"}
 	for i := range 2 {
 		noise := make([]byte, 3000)
 		_, _ = rand.Read(noise)
 		value := base64.StdEncoding.EncodeToString(noise)
-		e.Headers = append(e.Headers, v1alpha1.Header{Name: fmt.Sprintf("X-%d", i), Value: &value})
+		e.Headers = append(e.Headers, v1beta1.Header{Name: fmt.Sprintf("X-%d", i), Value: &value})
 	}
-	d.Spec.Endpoints = []v1alpha1.Endpoint{e}
+	d.Spec.Endpoints = []v1beta1.Endpoint{e}
 	return d
 }
 
@@ -144,7 +144,7 @@ var _ = Describe("A live config that does not fit into one Secret", func() {
 		w.expectParts(namespace)
 
 		By("removing destinations")
-		Expect(cluster.DeleteAllOf(w.ctx, &v1alpha1.WebhookDestination{}, client.InNamespace(namespace))).To(Succeed())
+		Expect(cluster.DeleteAllOf(w.ctx, &v1beta1.WebhookDestination{}, client.InNamespace(namespace))).To(Succeed())
 		w.apply(namespace, crmDestination)
 		Eventually(func(g Gomega) {
 			config, root := w.live(g, namespace)
@@ -214,7 +214,7 @@ var _ = Describe("A live config that does not fit into one Secret", func() {
 
 	It("has neither parts nor a root after the namespace's objects were deleted", func() {
 		w, namespace := large()
-		Expect(cluster.DeleteAllOf(w.ctx, &v1alpha1.WebhookDestination{}, client.InNamespace(namespace))).To(Succeed())
+		Expect(cluster.DeleteAllOf(w.ctx, &v1beta1.WebhookDestination{}, client.InNamespace(namespace))).To(Succeed())
 		w.delete(namespace, "psrc", "web")
 		Eventually(func(g Gomega) {
 			g.Expect(w.parts(g, namespace)).To(BeEmpty())

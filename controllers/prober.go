@@ -65,6 +65,8 @@ type prober struct {
 	// not known. awaitsRemoved is true until the first look for them: without their ledgers, counters would fall.
 	removed       map[string]*podreport.Index
 	awaitsRemoved bool
+	// expected are the names of the pods that the StatefulSet has or will have.
+	expected []string
 	// listed is true after the first list of pods, and notReady are the names of the pods in
 	// the last list that are not ready.
 	listed   bool
@@ -519,6 +521,13 @@ func (p *prober) setRemoved(removed map[string]*podreport.Index) {
 	if changed {
 		p.changed(reportChange{all: true, pods: true})
 	}
+}
+
+// setExpected sets the names of the pods that the StatefulSet has or will have.
+func (p *prober) setExpected(names []string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.expected = names
 }
 
 // endWait ends the wait for the removed pods after a failed look for them, so that it does not prevent all

@@ -242,7 +242,7 @@ var _ = Describe("The operator", func() {
 		defer seen.mu.Unlock()
 		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
 		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key",
-			release+"/"+liveconfig.SecretName(namespace), release+"/"+backlogSecret))
+			release+"/"+liveconfig.SecretName(namespace), release+"/"+liveconfig.SharesName, release+"/"+backlogSecret))
 	})
 })
 
@@ -258,7 +258,7 @@ func installKinds() {
 	GinkgoHelper()
 	root, err := env.Root()
 	Expect(err).NotTo(HaveOccurred())
-	_, err = server.Kubectl("", "apply", "--server-side", "-k", filepath.Join(root, "config", "crd"))
+	_, err = server.Kubectl("", "apply", "--server-side", "-k", filepath.Join(root, "config", "crd", "experimental"))
 	Expect(err).NotTo(HaveOccurred())
 	_, err = server.Kubectl("", "wait", "--for=condition=Established", "crd", "--all")
 	Expect(err).NotTo(HaveOccurred())

@@ -8,9 +8,10 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
@@ -62,8 +63,8 @@ func (b *letterBox) report(o liveconfig.Redelivery) adminapi.RedeliveryReport {
 }
 
 // ended returns the condition that ended a run, and its reason.
-func ended(s v1alpha1.JobStatus) string {
-	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
+func ended(s v1beta1.JobStatus) string {
+	for _, conditionType := range []string{v1beta1.ConditionComplete, v1beta1.ConditionFailed} {
 		if c := meta.FindStatusCondition(s.Conditions, conditionType); c != nil && c.Status == metav1.ConditionTrue {
 			return conditionType + " " + c.Reason
 		}
@@ -81,28 +82,28 @@ var _ = Describe("A Redelivery", func() {
 	redelivery := func(name, spec string) string {
 		return `
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Redelivery
 metadata: {name: ` + name + `}
 spec: {destinationRef: {name: crm}` + spec + `}
 `
 	}
-	get := func(g Gomega, name string) v1alpha1.Redelivery {
-		var o v1alpha1.Redelivery
+	get := func(g Gomega, name string) v1beta1.Redelivery {
+		var o v1beta1.Redelivery
 		g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o)).To(Succeed())
 		return o
 	}
 	// state returns the end of a Redelivery, or the reason of Ready before its end.
 	state := func(name string) func() string {
 		return func() string {
-			var o v1alpha1.Redelivery
+			var o v1beta1.Redelivery
 			if err := cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o); err != nil {
 				return err.Error()
 			}
 			if end := ended(o.Status.JobStatus); end != "" {
 				return end
 			}
-			return meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady).Reason
+			return meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionReady).Reason
 		}
 	}
 	box := func(change func(*letterBox)) { w.dispatcher.set(func(d *fakeDispatcher) { change(d.box) }) }
@@ -114,13 +115,14 @@ spec: {destinationRef: {name: crm}` + spec + `}
 
 	It("waits for its destination, runs once, and is already done when it is created again", func() {
 		w.apply(namespace, redelivery("again", ""))
-		Eventually(state("again")).Should(Equal(v1alpha1.ReasonDestinationNotFound))
-		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1alpha1.ConditionAccepted)).To(BeTrue())
+		Eventually(state("again")).Should(Equal(v1beta1.ReasonDestinationNotFound))
+		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1beta1.ConditionAccepted)).To(BeTrue())
 		w.apply(namespace, crmSecret+webSource+crmDestination)
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		o := get(Default, "again")
-		Expect([]int64{o.Status.Matched, o.Status.Redelivered, o.Status.NotRedelivered}).To(Equal([]int64{5, 5, 0}))
-		Expect(o.Status.Parts).To(Equal(&v1alpha1.RedeliveryParts{Total: 1, Done: 1}))
+		Expect([]*int64{o.Status.Matched, o.Status.Redelivered, o.Status.NotRedelivered}).To(
+			Equal([]*int64{ptr.To(int64(5)), ptr.To(int64(5)), nil}))
+		Expect(o.Status.Parts).To(Equal(&v1beta1.RedeliveryParts{Total: 1, Done: 1}))
 		Expect(o.Status.ObservedGeneration).To(Equal(o.Generation))
 		Expect(o.Status.StartTime).NotTo(BeNil())
 		Expect(o.Status.CompletionTime).NotTo(BeNil())
@@ -137,13 +139,13 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		w.start()
 		w.apply(namespace, redelivery("another", ", dryRun: true, ttlSecondsAfterFinished: 0"))
 		Eventually(func() bool {
-			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "another"}, &v1alpha1.Redelivery{}))
+			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "another"}, &v1beta1.Redelivery{}))
 		}).Should(BeTrue(), "it is deleted when its TTL ends")
 		Expect(get(Default, "again").Status).To(Equal(o.Status))
 		Expect(letters()).To(BeEquivalentTo(3))
 
 		By("the spec cannot be changed, but the TTL can")
-		_, err = server.Kubectl(redelivery("again", ", rate: 7"), "apply", "--namespace", namespace, "-f", "-")
+		_, err = server.Kubectl(redelivery("again", ", deadLettersPerSecond: 7"), "apply", "--namespace", namespace, "-f", "-")
 		Expect(err).To(MatchError(ContainSubstring("spec is immutable except for ttlSecondsAfterFinished")))
 		w.apply(namespace, redelivery("again", ", ttlSecondsAfterFinished: 31536000"))
 		Eventually(func(g Gomega) {
@@ -159,7 +161,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		Eventually(state("again")).Should(Equal("Complete AlreadyDone"))
 		Expect(letters()).To(BeEquivalentTo(3))
 		w.delete(namespace, "redelivery", "again")
-		w.apply(namespace, redelivery("again", ", requestId: second"))
+		w.apply(namespace, redelivery("again", ", requestID: second"))
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		Expect(letters()).To(BeEquivalentTo(0))
 	})
@@ -167,20 +169,20 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	It("continues when a new operator starts, and stops when it is deleted", func() {
 		box(func(b *letterBox) { b.held, b.allowed = true, 2 })
 		w.apply(namespace, crmSecret+webSource+crmDestination+redelivery("again", ""))
-		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(2)) }).Should(Succeed())
-		Expect(state("again")()).To(Equal(v1alpha1.ReasonRunning))
+		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(HaveValue(BeEquivalentTo(2))) }).Should(Succeed())
+		Expect(state("again")()).To(Equal(v1beta1.ReasonRunning))
 		started := get(Default, "again").Status.StartTime
 
 		By("another Redelivery of the same destination waits")
-		w.apply(namespace, redelivery("later", ", rate: 7"))
-		Eventually(state("later")).Should(Equal(v1alpha1.ReasonWaiting))
+		w.apply(namespace, redelivery("later", ", deadLettersPerSecond: 7"))
+		Eventually(state("later")).Should(Equal(v1beta1.ReasonWaiting))
 
 		w.stop()
 		box(func(b *letterBox) { b.allowed = 1 })
 		w.start()
-		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(3)) }).Should(Succeed())
+		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(HaveValue(BeEquivalentTo(3))) }).Should(Succeed())
 		Expect(get(Default, "again").Status.StartTime).To(Equal(started))
-		Expect(get(Default, "again").Status.Matched).To(BeEquivalentTo(5))
+		Expect(get(Default, "again").Status.Matched).To(HaveValue(BeEquivalentTo(5)))
 
 		By("deleting it")
 		w.delete(namespace, "redelivery", "again")
@@ -191,7 +193,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		}).Should(Succeed())
 		box(func(b *letterBox) { b.held = false })
 		Eventually(state("later")).Should(Equal("Complete Redelivered"))
-		Expect(get(Default, "later").Status.Redelivered).To(BeEquivalentTo(2))
+		Expect(get(Default, "later").Status.Redelivered).To(HaveValue(BeEquivalentTo(2)))
 	})
 
 	It("waits until every ready dispatcher has recorded the run, and for each one's part", func() {
@@ -200,18 +202,18 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		second.set(func(d *fakeDispatcher) { d.stuck, d.box.letters = true, 4 })
 		w.pods.set(w.dispatcher.pod(), second.pod())
 		w.apply(namespace, crmSecret+webSource+crmDestination+redelivery("again", ""))
-		Eventually(state("again")).Should(Equal(v1alpha1.ReasonWaiting))
+		Eventually(state("again")).Should(Equal(v1beta1.ReasonWaiting))
 		w.waitPolls(10)
 		Expect(letters()).To(BeEquivalentTo(5))
 		second.set(func(d *fakeDispatcher) { d.stuck, d.box.held = false, true })
 		Eventually(letters).Should(BeEquivalentTo(0))
 		Eventually(func(g Gomega) {
-			g.Expect(get(g, "again").Status.Parts).To(Equal(&v1alpha1.RedeliveryParts{Total: 2, Done: 1}))
+			g.Expect(get(g, "again").Status.Parts).To(Equal(&v1beta1.RedeliveryParts{Total: 2, Done: 1}))
 		}).Should(Succeed())
-		Expect(state("again")()).To(Equal(v1alpha1.ReasonRunning))
+		Expect(state("again")()).To(Equal(v1beta1.ReasonRunning))
 		second.set(func(d *fakeDispatcher) { d.box.held = false })
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
-		Expect(get(Default, "again").Status.Redelivered).To(BeEquivalentTo(9))
+		Expect(get(Default, "again").Status.Redelivered).To(HaveValue(BeEquivalentTo(9)))
 	})
 
 	It("fails at its deadline, even if no operator runs at that time", func() {
@@ -220,12 +222,12 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		Eventually(state("short")).Should(Equal("Failed DeadlineExceeded"))
 		o := get(Default, "short")
 		Expect(o.Status.CompletionTime).To(BeNil())
-		Expect(meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionStalled)).To(BeTrue())
+		Expect(meta.IsStatusConditionTrue(o.Status.Conditions, v1beta1.ConditionStalled)).To(BeTrue())
 		Eventually(func() []string { return w.events(namespace, "short") }).Should(ContainElement("Warning DeadlineExceeded"))
 		Eventually(inConfig).Should(BeEmpty())
 
 		w.apply(namespace, redelivery("unattended", ", activeDeadlineSeconds: 3600"))
-		Eventually(state("unattended")).Should(Equal(v1alpha1.ReasonRunning))
+		Eventually(state("unattended")).Should(Equal(v1beta1.ReasonRunning))
 		w.stop()
 		w.options.Now = func() time.Time { return time.Now().Add(2 * time.Hour) }
 		w.start()

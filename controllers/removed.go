@@ -43,6 +43,11 @@ func (k *backlogKeeper) followRemoved(ctx context.Context, existing map[string]b
 	if err != nil {
 		return err
 	}
+	expected := make([]string, replicas)
+	for i := range expected {
+		expected[i] = fmt.Sprintf("%s-%d", k.owner.statefulSet, i)
+	}
+	k.reports.setExpected(expected)
 	last := k.reports.lastReports()
 	secrets, err := k.ledgerSecrets(ctx)
 	if err != nil {

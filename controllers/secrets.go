@@ -29,11 +29,14 @@ const maxReadsAtOnce = 16
 // readTimeout bounds the read of a Secret, so that one that hangs does not delay the start.
 const readTimeout = 10 * time.Second
 
-// secretMetadata returns an empty Secret without data, the only form in which the
-// operator watches Secrets.
-func secretMetadata() *metav1.PartialObjectMetadata {
+// secretMetadata is metadataOf a Secret.
+func secretMetadata() *metav1.PartialObjectMetadata { return metadataOf("Secret") }
+
+// metadataOf returns an empty Secret or ConfigMap without data, the only form in which the
+// operator watches them.
+func metadataOf(kind string) *metav1.PartialObjectMetadata {
 	m := &metav1.PartialObjectMetadata{}
-	m.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Secret"))
+	m.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind(kind))
 	return m
 }
 
@@ -45,13 +48,13 @@ func listSecrets(ctx context.Context, cached client.Reader, options ...client.Li
 	return list.Items, err
 }
 
-// stripSecret removes the metadata of watched Secrets that the controllers do not
+// stripSecret removes the metadata of watched Secrets and ConfigMaps that the controllers do not
 // use, in particular annotations: kubectl stores the whole Secret in one of them.
 func stripSecret(release string) toolscache.TransformFunc {
 	return func(object any) (any, error) {
 		m, ok := object.(*metav1.PartialObjectMetadata)
 		if !ok {
-			return nil, fmt.Errorf("cannot cache a %T; only the metadata of Secrets is cached", object)
+			return nil, fmt.Errorf("cannot cache a %T; only metadata is cached", object)
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
 		_, root := liveconfig.NamespaceOf(m.Name)
@@ -64,8 +67,9 @@ func stripSecret(release string) toolscache.TransformFunc {
 	}
 }
 
-// secretReader reads the Secrets that objects refer to, and no others. It keeps a
-// Secret of up to maxKeptBytes while its version is current and an object refers to it.
+// secretReader reads the Secrets and ConfigMaps that objects refer to, and no others; a ConfigMap
+// has the name compile.ConfigMapName. It keeps a Secret or ConfigMap of up to maxKeptBytes while its version is
+// current and an object refers to it.
 type secretReader struct {
 	metadata client.Reader // reads from the cache
 	direct   client.Reader // reads from the API server
@@ -106,24 +110,23 @@ func (r *secretReader) read(ctx context.Context, namespace string, names []strin
 		group.Go(func() error {
 			key := types.NamespacedName{Namespace: namespace, Name: name}
 			m := secretMetadata()
+			if configMap, ok := compile.CutConfigMap(name); ok {
+				m, key.Name = metadataOf("ConfigMap"), configMap
+			}
 			err := r.metadata.Get(groupCtx, key, m)
 			if err != nil && !apierrors.IsNotFound(err) {
-				return fmt.Errorf("look up Secret %s: %w", key, err)
+				return fmt.Errorf("look up %s %s: %w", m.Kind, key, err)
 			}
 			secret, ok := kept[name]
 			if err != nil || !ok || secret.Version != m.ResourceVersion {
 				// The cache may lag behind the object that refers to the Secret, so only
 				// the API server can confirm that the Secret does not exist.
-				readCtx, cancel := context.WithTimeout(groupCtx, readTimeout)
-				defer cancel()
-				var full corev1.Secret
-				switch err := r.direct.Get(readCtx, key, &full); {
+				switch secret, err = r.get(groupCtx, m.Kind, key); {
 				case apierrors.IsNotFound(err):
 					return nil
 				case err != nil:
-					return fmt.Errorf("read Secret %s: %w", key, err)
+					return fmt.Errorf("read %s %s: %w", m.Kind, key, err)
 				}
-				secret = compile.Secret{Version: full.ResourceVersion, Data: full.Data}
 			}
 			mu.Lock()
 			defer mu.Unlock()
@@ -148,6 +151,24 @@ func (r *secretReader) read(ctx context.Context, namespace string, names []strin
 	defer r.mu.Unlock()
 	r.kept[namespace] = keep
 	return found, nil
+}
+
+// get reads a Secret or a ConfigMap from the API server.
+func (r *secretReader) get(ctx context.Context, kind string, key types.NamespacedName) (compile.Secret, error) {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	if kind == "Secret" {
+		var full corev1.Secret
+		err := r.direct.Get(ctx, key, &full)
+		return compile.Secret{Version: full.ResourceVersion, Data: full.Data}, err
+	}
+	var full corev1.ConfigMap
+	err := r.direct.Get(ctx, key, &full)
+	values := compile.Secret{Version: full.ResourceVersion, Data: map[string][]byte{}}
+	for name, text := range full.Data {
+		values.Data[name] = []byte(text)
+	}
+	return values, err
 }
 
 func (r *secretReader) forget(namespace string) {

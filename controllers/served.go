@@ -19,7 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
@@ -126,7 +126,7 @@ func (s *servedKinds) definition(ctx context.Context, k kinds.Kind) (string, err
 
 // definitionName returns the name of a kind's CustomResourceDefinition.
 func definitionName(k kinds.Kind) string {
-	plural, _ := meta.UnsafeGuessKindToResource(v1alpha1.GroupVersion.WithKind(k.Name()))
+	plural, _ := meta.UnsafeGuessKindToResource(v1beta1.GroupVersion.WithKind(k.Name()))
 	return plural.GroupResource().String()
 }
 

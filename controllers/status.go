@@ -24,7 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
@@ -180,7 +180,7 @@ func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status;redeliveries/status,verbs=patch;update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status;redeliveries/status,verbs=patch
 // +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests;redeliveries,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
@@ -342,7 +342,7 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 	*conditions = health.Own(*conditions, k.Conditions)
 	next, latest := k.Next(o, verdict, p.namespace, p.pods, p.now)
 	after, conditionsAfter := k.Status(next)
-	m.settled = p.answering && meta.IsStatusConditionTrue(*conditionsAfter, v1alpha1.ConditionProgrammed)
+	m.settled = p.answering && meta.IsStatusConditionTrue(*conditionsAfter, v1beta1.ConditionProgrammed)
 	if at, ok := k.ChangesAt(next); ok {
 		m.after(max(at.Sub(p.now), recheckInterval))
 	}
@@ -449,7 +449,7 @@ func (p *statusPass) awaitConfirmation(m *memo, o client.Object, verdict compile
 // It returns a conflict if the object has another resource version. Conditions of
 // other field managers are kept. The apply removes the fields that the operator owns
 // and does not apply any more. A field that another client wrote, for example a restore of a
-// backup, has another field manager, so an update removes it.
+// backup, has another field manager, so a merge patch removes it.
 func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind) error {
 	want := o.DeepCopyObject().(client.Object)
 	status, _ := k.Status(want)
@@ -458,7 +458,7 @@ func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind)
 		return err
 	}
 	u := &unstructured.Unstructured{Object: map[string]any{"status": fields}}
-	u.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(k.Name))
+	u.SetGroupVersionKind(v1beta1.GroupVersion.WithKind(k.Name))
 	u.SetNamespace(o.GetNamespace())
 	u.SetName(o.GetName())
 	u.SetResourceVersion(o.GetResourceVersion())
@@ -469,6 +469,7 @@ func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind)
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(u.Object, o); err != nil {
 		return err
 	}
+	found := o.DeepCopyObject().(client.Object)
 	stored, conditions := k.Status(o)
 	foreign := slices.DeleteFunc(slices.Clone(*conditions), func(c metav1.Condition) bool { return slices.Contains(k.Conditions, c.Type) })
 	*conditions = health.Own(*conditions, k.Conditions)
@@ -477,7 +478,7 @@ func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind)
 	}
 	k.CopyStatus(o, want)
 	*conditions = slices.Concat(*conditions, foreign)
-	return c.Status().Update(ctx, o, fieldOwner)
+	return c.Status().Patch(ctx, o, client.MergeFromWithOptions(found, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
 // remaining returns the remainder of a duration that began at start. It is zero if

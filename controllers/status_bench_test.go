@@ -13,7 +13,7 @@ import (
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -26,19 +26,19 @@ import (
 // reports numbers of every destination of one namespace ("numbers").
 func BenchmarkPodChange(b *testing.B) {
 	const namespaces, perNamespace, pods = 50, 200, 50
-	api := benchAPI{byNamespace: map[string][]v1alpha1.WebhookDestination{}}
+	api := benchAPI{byNamespace: map[string][]v1beta1.WebhookDestination{}}
 	cache := newVerdictCache()
 	for n := range namespaces {
 		namespace, verdicts := fmt.Sprintf("team-%02d", n), verdictsByUID{}
 		for i := range perNamespace {
 			name := fmt.Sprintf("destination-%03d", i)
 			uid := types.UID(namespace + name)
-			api.byNamespace[namespace] = append(api.byNamespace[namespace], v1alpha1.WebhookDestination{
+			api.byNamespace[namespace] = append(api.byNamespace[namespace], v1beta1.WebhookDestination{
 				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: uid, Generation: 1, ResourceVersion: "1"},
-				Spec:       v1alpha1.WebhookDestinationSpec{Endpoints: []v1alpha1.Endpoint{{Name: "primary", URL: "https://hooks.example/in"}}},
+				Spec:       v1beta1.WebhookDestinationSpec{Endpoints: []v1beta1.Endpoint{{Name: "primary", URL: "https://hooks.example/in"}}},
 			})
 			verdicts[uid] = generationVerdict{generation: 1,
-				Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
+				Verdict: compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "r"}}
 		}
 		cache.set(namespace, verdicts)
 	}
@@ -98,7 +98,7 @@ func BenchmarkPodChange(b *testing.B) {
 		verdicts, _ := cache.get(namespace)
 		for i := range objects {
 			_, latest := kind.Health.Next(&objects[i], verdicts[objects[i].UID].Verdict, namespace, states, now)
-			objects[i] = *latest.(*v1alpha1.WebhookDestination)
+			objects[i] = *latest.(*v1beta1.WebhookDestination)
 		}
 	}
 	passes()
@@ -132,12 +132,12 @@ func BenchmarkPodChange(b *testing.B) {
 // benchAPI lists destinations and stores no status.
 type benchAPI struct {
 	client.Client
-	byNamespace map[string][]v1alpha1.WebhookDestination
+	byNamespace map[string][]v1beta1.WebhookDestination
 }
 
 func (a benchAPI) List(_ context.Context, list client.ObjectList, options ...client.ListOption) error {
 	var o client.ListOptions
 	o.ApplyOptions(options)
-	list.(*v1alpha1.WebhookDestinationList).Items = append([]v1alpha1.WebhookDestination(nil), a.byNamespace[o.Namespace]...)
+	list.(*v1beta1.WebhookDestinationList).Items = append([]v1beta1.WebhookDestination(nil), a.byNamespace[o.Namespace]...)
 	return nil
 }

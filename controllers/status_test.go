@@ -19,7 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
@@ -58,7 +58,7 @@ var _ = Describe("status", func() {
 		d := w.destination(Default, namespace, "crm")
 		Expect(d.Status.Delivery.Delivered).To(BeEquivalentTo(10))
 		Expect(d.Status.LastSuccessTime.Time).To(BeTemporally("==", began))
-		Expect(d.Status.Endpoints[0].State).To(Equal(v1alpha1.EndpointHealthy))
+		Expect(d.Status.Endpoints[0].State).To(Equal(v1beta1.EndpointHealthy))
 		Expect(w.source(Default, namespace, "web").Status.Calls.Accepted).To(BeEquivalentTo(10))
 
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = failing })
@@ -68,6 +68,7 @@ var _ = Describe("status", func() {
 		Expect(d.Status.Endpoints[0].LastFailure.StatusCode).To(BeEquivalentTo(500))
 		Expect(d.Status.Delivery.Retrying).To(BeEquivalentTo(2))
 		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Warning ServerError"))
+		Expect(server.Kubectl("", "get", "whd", "crm", "--namespace", namespace)).To(MatchRegexp(`crm +True +ServerError +False`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(12) })
 		w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
@@ -254,16 +255,16 @@ var _ = Describe("status", func() {
 			{Type: "Accepted", Status: isTrue, Reason: "Accepted", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
 			{Type: "Stalled", Status: isTrue, Reason: "InvalidURL", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
 		}
-		d.Status = v1alpha1.WebhookDestinationStatus{
+		d.Status = v1beta1.WebhookDestinationStatus{
 			Conditions: old, ObservedGeneration: 1,
-			Endpoints: []v1alpha1.EndpointStatus{{Name: "gone", State: v1alpha1.EndpointHealthy, LastSuccessTime: &yesterday}},
+			Endpoints: []v1beta1.EndpointStatus{{Name: "gone", State: v1beta1.EndpointHealthy, LastSuccessTime: &yesterday}},
 		}
 		Expect(cluster.Status().Update(w.ctx, &d, client.FieldOwner("restore"))).To(Succeed())
 		By("another controller writes a condition")
 		foreign := func(name string) {
-			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
+			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1beta1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
 				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, namespace)
-			o := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+			o := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 			Expect(cluster.Status().Patch(w.ctx, &o, client.RawPatch(types.ApplyPatchType, []byte(patch)),
 				client.FieldOwner("auditor"))).To(Succeed())
 		}

@@ -30,7 +30,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -71,7 +71,7 @@ var _ = BeforeSuite(func() {
 	Expect(err).NotTo(HaveOccurred())
 	scheme := runtime.NewScheme()
 	Expect(clientscheme.AddToScheme(scheme)).To(Succeed())
-	Expect(v1alpha1.AddToScheme(scheme)).To(Succeed())
+	Expect(v1beta1.AddToScheme(scheme)).To(Succeed())
 	cluster, err = client.New(server.Config, client.Options{Scheme: scheme})
 	Expect(err).NotTo(HaveOccurred())
 	Expect(server.Install()).To(Succeed())
@@ -115,8 +115,8 @@ func newWorld(change ...func(*world)) *world {
 		c(w)
 	}
 	DeferCleanup(func() {
-		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Audience{}, &v1alpha1.DeletionRequest{}, &v1alpha1.Source{},
-			&v1alpha1.WebhookDestination{}} {
+		for _, o := range []client.Object{&v1beta1.Redelivery{}, &v1beta1.Audience{}, &v1beta1.DeletionRequest{}, &v1beta1.Source{},
+			&v1beta1.WebhookDestination{}} {
 			var namespaces corev1.NamespaceList
 			Expect(cluster.List(w.ctx, &namespaces)).To(Succeed())
 			for _, ns := range namespaces.Items {
@@ -225,8 +225,8 @@ func (w *world) releaseKeys(namespace, value string) {
 	Expect(err).NotTo(HaveOccurred())
 }
 
-func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDestination {
-	var d v1alpha1.WebhookDestination
+func (w *world) destination(g Gomega, namespace, name string) v1beta1.WebhookDestination {
+	var d v1beta1.WebhookDestination
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &d)).To(Succeed())
 	if d.Status.ObservedGeneration > 0 {
 		g.Expect(invariants.Destination(d)).To(Succeed())
@@ -234,8 +234,8 @@ func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDe
 	return d
 }
 
-func (w *world) source(g Gomega, namespace, name string) v1alpha1.Source {
-	var s v1alpha1.Source
+func (w *world) source(g Gomega, namespace, name string) v1beta1.Source {
+	var s v1beta1.Source
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &s)).To(Succeed())
 	if s.Status.ObservedGeneration > 0 {
 		g.Expect(invariants.Source(s)).To(Succeed())
@@ -285,14 +285,14 @@ func (w *world) events(namespace, name string) []string {
 func (w *world) versions() map[string]string {
 	GinkgoHelper()
 	found := map[string]string{}
-	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &corev1.SecretList{}} {
+	for _, list := range []client.ObjectList{&v1beta1.SourceList{}, &v1beta1.WebhookDestinationList{}, &corev1.SecretList{}} {
 		Expect(cluster.List(w.ctx, list)).To(Succeed())
 		switch l := list.(type) {
-		case *v1alpha1.SourceList:
+		case *v1beta1.SourceList:
 			for _, o := range l.Items {
 				found["source/"+o.Namespace+"/"+o.Name] = o.ResourceVersion
 			}
-		case *v1alpha1.WebhookDestinationList:
+		case *v1beta1.WebhookDestinationList:
 			for _, o := range l.Items {
 				found["whd/"+o.Namespace+"/"+o.Name] = o.ResourceVersion
 			}
@@ -408,6 +408,8 @@ type fakeDispatcher struct {
 	deletions map[string]func(*adminapi.DeletionReport)
 	// box runs Redeliveries.
 	box *letterBox
+	// shares is the number of the shares of limits.
+	shares int64
 }
 
 type decodedConfig struct {
@@ -450,7 +452,7 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "down", http.StatusInternalServerError)
 		return
 	}
-	report := d.report(r.Context())
+	report := d.report(context.WithoutCancel(r.Context())) // A config that could not be read in time would count as invalid.
 	body, err := json.Marshal(report)
 	if err != nil {
 		panic(err)
@@ -464,7 +466,13 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
-	report := adminapi.Report{Pod: d.name, Ready: true}
+	var secret corev1.Secret
+	if !d.stuck && cluster.Get(ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SharesName}, &secret) == nil {
+		if shares, err := liveconfig.DecodeShares(secret.Data); err == nil {
+			d.shares = shares.Number
+		}
+	}
+	report := adminapi.Report{Pod: d.name, Ready: true, Shares: d.shares}
 	var secrets corev1.SecretList
 	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelNamespace}); err != nil {
 		return report
@@ -575,7 +583,7 @@ kind: Secret
 metadata: {name: web-key}
 stringData: {writeKey: hush-web}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, labels: {team: shop}}
 spec:
@@ -590,13 +598,13 @@ stringData: {sharedSecret: hush-crm}
 ---
 `
 	crmDestination = `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/in"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
 ---
 `
 )

@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
@@ -186,7 +186,7 @@ func (k *writeKeys) setLive(namespace string, live map[string]compile.KeyUse) (a
 func holders(s compile.Snapshot) map[string]keyHolder {
 	found := map[string]keyHolder{}
 	for _, o := range s.Objects {
-		source, ok := o.(*v1alpha1.Source)
+		source, ok := o.(*v1beta1.Source)
 		if !ok {
 			continue
 		}
@@ -206,7 +206,7 @@ func liveHolders(live liveconfig.Config, objects []compile.Object) map[string]ke
 	found := map[string]keyHolder{}
 	for _, o := range objects {
 		i := slices.IndexFunc(live.Sources, func(s liveconfig.Source) bool { return s.Name == o.GetName() })
-		if _, ok := o.(*v1alpha1.Source); !ok || i < 0 {
+		if _, ok := o.(*v1beta1.Source); !ok || i < 0 {
 			continue
 		}
 		for _, hash := range live.Sources[i].WriteKeySHA256 {

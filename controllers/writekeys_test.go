@@ -9,7 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
@@ -81,9 +81,9 @@ func TestWriteKeys(t *testing.T) {
 
 func TestLiveHolders(t *testing.T) {
 	created := time.Date(2026, 1, 2, 0, 0, 0, 0, time.UTC)
-	source := &v1alpha1.Source{}
+	source := &v1beta1.Source{}
 	source.Namespace, source.Name, source.CreationTimestamp = "shop", "web", metav1.NewTime(created)
-	destination := &v1alpha1.WebhookDestination{}
+	destination := &v1beta1.WebhookDestination{}
 	destination.Namespace, destination.Name = "shop", "deleted"
 	live := liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
 		{Name: "deleted", WriteKeySHA256: liveconfig.KeyHashes{"cc"}},

@@ -121,6 +121,7 @@ type Dispatcher struct {
 	changes      *changes.Log
 	storage      storage
 	configStates configStates
+	shares       shares
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
 	registerer   prometheus.Registerer // registers in metrics
@@ -463,7 +464,7 @@ func (d *Dispatcher) Ready() error {
 	if !d.configs.Usable() {
 		return ErrNoUsableConfig
 	}
-	return nil
+	return d.shares.ready()
 }
 
 // ErrNoUsableConfig is shown to everyone, so it names no namespace.

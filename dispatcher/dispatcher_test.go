@@ -180,7 +180,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	d.Set("shop", liveconfigtest.Encode(t, liveconfigtest.Config(sink.URL)))
 	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")}) // A namespace without a valid config.
 	stolen := liveconfigtest.Config(sink.URL)
-	stolen.Sources[0].Enabled = false
+	stolen.Sources[0].Suspended = true
 	d.Set("other", liveconfigtest.Encode(t, stolen)) // Must not replace the config of shop.
 	d.Synced()
 
@@ -518,7 +518,7 @@ func TestDebugIsGuarded(t *testing.T) {
 func keyConfig() liveconfig.Config {
 	hash := writekey.HashOf(liveconfigtest.Key)
 	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{
-		{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}},
+		{Name: "web", WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}},
 	}}
 }
 

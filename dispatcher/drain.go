@@ -129,8 +129,8 @@ func reasonPending(view *liveconfig.View, key string, reports []adminapi.Destina
 		return "the live config of its namespace is missing or rejected; the log has the reason"
 	case i < 0:
 		return "the WebhookDestination is not in the config; create it again, or leave its messages in the folder"
-	case config.Destinations[i].State == liveconfig.Disabled:
-		return "the WebhookDestination is disabled; set spec.enabled to true"
+	case config.Destinations[i].State == liveconfig.Suspended:
+		return "the WebhookDestination is suspended; set spec.suspend to false"
 	case config.Destinations[i].State == liveconfig.Paused:
 		return fmt.Sprintf("the WebhookDestination is paused: %s; its condition Accepted has the details", config.Destinations[i].PausedReason)
 	case r < 0:

@@ -47,7 +47,7 @@ func (d *Dispatcher) Report() adminapi.Report {
 func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 	var r adminapi.Report
 	version := d.setPod(&r)
-	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: version})
+	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: version, Shares: r.Shares})
 	switch {
 	case !ok:
 		return nil
@@ -79,6 +79,7 @@ func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 		r.Storage.LackingBytes = (d.store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
 	}
 	r.Replication = d.options.Lease.Report()
+	r.Shares = d.shares.applied(d.engine)
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
 	return configs
@@ -154,6 +155,7 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
 			Defects:         counters.Defects,
 			StoragePressure: counters.StoragePressure, Share: share, Messages: adminapi.Ledger(stats.Ledger),
+			Limit: d.gate.LimitUse(config.Namespace, &s),
 		})
 	}
 	return n

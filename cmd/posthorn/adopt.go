@@ -126,7 +126,7 @@ drain).`,
 	f.IntVar(&log.slots, "replication-slots", 1, "number of slots of --replication-url")
 	f.IntVar(&only, "slot", -1, "slot to adopt; -1: all")
 	f.StringVar(&data, "data", "", "data directory whose files the slots continue with; empty: the streams")
-	f.BoolVarP(&yes, "yes", "y", false, "do not ask for confirmation")
+	command.YesFlag(cmd, &yes)
 	logging.Register(cmd)
 	return cmd
 }

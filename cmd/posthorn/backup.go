@@ -67,7 +67,7 @@ directory, which only its user can read. With --data, it must be stopped.`,
 			return saveBackup(cmd, open, args[0])
 		},
 	}
-	cmd.Flags().StringVar(&admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
+	command.AdminFlag(cmd, &admin)
 	cmd.Flags().StringVar(&tokenFile, "token-file", filepath.Join(defaultDataDir(), backup.TokenName),
 		"token file in the data directory of a running Posthorn")
 	cmd.Flags().StringVar(&data, "data", "", "data directory of a stopped Posthorn")

@@ -20,7 +20,7 @@ func newCompile() *cobra.Command {
 	var allow, secrets []string
 	var ceilings ceilingFlags
 	cmd := &cobra.Command{
-		Use:   "compile -f DIR|DIR",
+		Use:   "compile -f DIR",
 		Short: "Check manifests offline, and print their compiled config",
 		Long: `Validates and compiles a folder (or file) of manifests exactly as the API server and
 the operator would, and prints each problem with file and line, and a summary, to
@@ -32,16 +32,10 @@ has errors.`,
 		Example: `  posthorn compile -f ./webhooks
   posthorn compile -f ./webhooks -o yaml
   posthorn compile -f ./webhooks -o json | jq .problems`,
-		Args: command.AtMostArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) == 1 {
-				if dir != "" {
-					return command.Usagef("set the folder of manifests once: -f %s or %s", dir, args[0])
-				}
-				dir = args[0]
-			}
+		Args: command.ExactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			if dir == "" {
-				return command.Usagef("the folder of manifests is missing; set -f DIR")
+				return command.Usagef("the manifests are missing; set -f DIR or -f FILE")
 			}
 			policy, err := egress.ParsePolicy(allow)
 			if err != nil {
@@ -70,7 +64,7 @@ has errors.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
+	command.ManifestsFlag(cmd, &dir, "folder or file of manifests")
 	command.OutputFlag(cmd, &output, "", "print the compiled config: yaml or json", "yaml", "json")
 	registerSecrets(cmd, &secrets)
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use, as for posthorn run")
@@ -99,7 +93,7 @@ func printCompiled(w io.Writer, format string, compiled standalone.Compiled) err
 
 // printVerdict prints the problems of the manifests and a summary.
 func printVerdict(w io.Writer, compiled standalone.Compiled) {
-	for _, problems := range [][]manifest.Problem{compiled.Problems, compiled.NotAccepted, compiled.Ignored} {
+	for _, problems := range [][]manifest.Problem{compiled.Problems, compiled.NotAccepted, compiled.Warnings} {
 		for _, p := range problems {
 			fmt.Fprintln(w, p)
 		}
@@ -116,8 +110,8 @@ func printVerdict(w io.Writer, compiled standalone.Compiled) {
 	if n := len(compiled.Problems); n > 0 {
 		counts = append(counts, plural.Count(n, "problem"))
 	}
-	if n := len(compiled.Ignored); n > 0 {
-		counts = append(counts, fmt.Sprintf("%d ignored", n))
+	if n := len(compiled.Warnings); n > 0 {
+		counts = append(counts, plural.Count(n, "warning"))
 	}
 	fmt.Fprintln(w, strings.Join(counts, ", "))
 }

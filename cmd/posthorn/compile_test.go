@@ -21,8 +21,8 @@ func TestCompileSummary(t *testing.T) {
 		{standalone.Compiled{Objects: 1}, "1 valid object"},
 		{standalone.Compiled{Objects: 5, NotAccepted: []manifest.Problem{problem("A"), problem("A"), problem("B")}},
 			"5 valid objects (2 not accepted)"},
-		{standalone.Compiled{Objects: 0, Problems: []manifest.Problem{problem("A")}, Ignored: []manifest.Problem{problem("C")}},
-			"0 valid objects, 1 problem, 1 ignored"},
+		{standalone.Compiled{Objects: 0, Problems: []manifest.Problem{problem("A")}, Warnings: []manifest.Problem{problem("C")}},
+			"0 valid objects, 1 problem, 1 warning"},
 	} {
 		var out bytes.Buffer
 		printVerdict(&out, c.compiled)

@@ -24,8 +24,8 @@ func newDispatcher() *cobra.Command {
 		Long: `Receives, stores and delivers calls, as configured by the live-config Secrets of its
 namespace. It reads nothing else of the cluster and works without the operator.
 The chart runs it; see docs/install.md.`,
-		Example: `  posthorn dispatcher --namespace posthorn-system --egress-allow 10.20.0.0/16
-  posthorn dispatcher --namespace posthorn-system --kubeconfig ~/.kube/config --data ./data`,
+		Example: `  posthorn dispatcher --system-namespace posthorn-system --egress-allow 10.20.0.0/16
+  posthorn dispatcher --system-namespace posthorn-system --kubeconfig ~/.kube/config --data ./data`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logging.Logger(cmd.ErrOrStderr())
@@ -34,7 +34,7 @@ The chart runs it; see docs/install.md.`,
 			}
 			bridgeLogs(log.Handler())
 			if namespace == "" {
-				return command.Usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+				return command.Usagef("the release's namespace is missing; set --system-namespace or POD_NAMESPACE")
 			}
 			if err := data.parse(); err != nil {
 				return err
@@ -84,7 +84,7 @@ The chart runs it; see docs/install.md.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment variable POD_NAMESPACE)")
+	f.StringVar(&namespace, "system-namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment variable POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment variable POD_NAME)")
 	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "access to the admin listener: kubernetes (TLS, authorized by the API server) or none (no authentication)")

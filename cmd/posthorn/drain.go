@@ -42,16 +42,16 @@ func newDrain() *cobra.Command {
 	var timeout time.Duration
 	var redeliver bool
 	cmd := &cobra.Command{
-		Use:   "drain --data DIR {--manifests DIR | --namespace NAME}",
+		Use:   "drain --data DIR {-f DIR | --system-namespace NAME}",
 		Short: "Deliver what is pending in the data directory of a stopped dispatcher, and end",
 		Long: `Opens the data directory of a dispatcher that does not run any more, delivers its
 pending messages without accepting calls, and ends with exit code 0 when none is
 left. Use it for a volume without a pod, or before a move to a replicated log.
 
-The destinations are read from a folder of manifests or, with --namespace, from a
+The destinations are read from a folder of manifests or, with --system-namespace, from a
 release in a cluster: the live-config Secrets of its namespace, which the command
 must be permitted to list and watch. A message is kept while its destination is
-not in the config, disabled or paused. The retry windows of all messages begin
+not in the config, suspended or paused. The retry windows of all messages begin
 again. A message that is rejected, or not accepted in its retry window, becomes a
 dead letter; dead letters remain in the data directory. With --redeliver those that
 are stored at the start are sent again.
@@ -59,9 +59,9 @@ are stored at the start are sent again.
 Every 10 s the command prints how many messages are pending, and why. After --timeout
 it ends with exit code 1 and the list of pending messages. An interrupt ends it, too; it
 continues when it is started again.`,
-		Example: `  posthorn drain --data /var/lib/posthorn --manifests ./webhooks
-  posthorn drain --data /mnt/data-posthorn-dispatcher-2 --namespace posthorn-system --timeout 1h
-  posthorn drain --data ./data --namespace posthorn-system --kubeconfig ~/.kube/config --egress-allow 10.20.0.0/16`,
+		Example: `  posthorn drain --data /var/lib/posthorn -f ./webhooks
+  posthorn drain --data /mnt/data-posthorn-dispatcher-2 --system-namespace posthorn-system --timeout 1h
+  posthorn drain --data ./data --system-namespace posthorn-system --kubeconfig ~/.kube/config --egress-allow 10.20.0.0/16`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			logger, err := logging.Logger(cmd.ErrOrStderr())
@@ -73,17 +73,17 @@ continues when it is started again.`,
 			case log != "":
 				return command.Usagef("--replication-url: a replicated log is not drained; its messages are delivered by any process that runs with the same --replication-url")
 			case (manifests == "") == (namespace == ""):
-				return command.Usagef("set either --manifests or --namespace: the destinations are read there")
+				return command.Usagef("set either -f or --system-namespace: the destinations are read there")
 			case manifests == "" && len(secrets) > 0:
-				return command.Usagef("--secret needs --manifests; with --namespace the values are in the live-config Secrets")
+				return command.Usagef("--secret needs -f; with --system-namespace the values are in the live-config Secrets")
 			case manifests != "" && kubeconfig != "":
-				return command.Usagef("--kubeconfig needs --namespace")
+				return command.Usagef("--kubeconfig needs --system-namespace")
 			case timeout < 0:
 				return command.Usagef("--timeout %v: use a positive duration, or 0 for no limit", timeout)
 			}
 			if manifests != "" {
-				if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
-					return command.Usagef("--manifests %q is not a folder", manifests)
+				if err := command.CheckManifests(manifests); err != nil {
+					return err
 				}
 			}
 			if err := checkLoopback(data.options.AdminListen); err != nil {
@@ -133,9 +133,9 @@ continues when it is started again.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&manifests, "manifests", "", "folder of the manifests")
+	command.ManifestsFlag(cmd, &manifests, "folder of the manifests")
 	registerSecrets(cmd, &secrets)
-	f.StringVar(&namespace, "namespace", "", "namespace of a release, with the live-config Secrets")
+	f.StringVar(&namespace, "system-namespace", "", "namespace of a release, with the live-config Secrets")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.DurationVar(&timeout, "timeout", 0, "end with exit code 1 after this time if messages are still pending; 0: no limit")
 	f.BoolVar(&redeliver, "redeliver", false, "send the dead letters that are stored now, too")

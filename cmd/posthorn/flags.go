@@ -56,7 +56,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", pebblestore.DefaultDuplicateWindow, "how long messageIds are stored to drop duplicate calls, up to 24h")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
-	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: no quota, and the namespaces share the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk, over all dispatchers of a release; above it the Source's calls are answered 503. auto: no quota, and the namespaces share the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
 }
 
 // registerDelivery registers the flags of a process that delivers messages, whether it receives calls

@@ -45,24 +45,18 @@ func newRoot() *cobra.Command {
 stores each call durably before it answers, and forwards it as a signed HTTP POST
 to the declared webhooks.
 
-Without a cluster:   posthorn run --manifests DIR
+Without a cluster:   posthorn run -f DIR
 In a cluster:        posthorn operator, posthorn dispatcher
 
 Exit codes: 0 success; 1 failure or negative result; 2 usage error;
 130 interrupted before the result.`,
-		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}
-	root.AddGroup(&cobra.Group{ID: "server", Title: "Servers:"})
-	for _, c := range []*cobra.Command{newRun(), newOperator(), newDispatcher(), newDrain(), newRepair(), newBackup(), newRestore(),
-		newReplication()} {
-		c.GroupID = "server"
-		root.AddCommand(c)
-	}
+	cli.Add(root, cli.GroupServer, newRun(), newOperator(), newDispatcher())
 	cli.AddTo(root)
+	cli.Add(root, cli.GroupData, newBackup(), newRestore(), newDrain(), newRepair(), newReplication())
 	// It is not a client command, because it links the API server's validation.
-	compile := newCompile()
-	compile.GroupID = cli.GroupTry
-	root.AddCommand(compile)
+	cli.Add(root, cli.GroupDev, newCompile())
+	cli.SetGroups(root, cli.InsteadLocal)
 	return root
 }

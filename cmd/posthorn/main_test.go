@@ -21,8 +21,8 @@ func TestInUse(t *testing.T) {
 	dir := t.TempDir()
 	for _, args := range [][]string{
 		{"sink", "--listen", taken.Addr().String()},
-		{"run", "--manifests", dir, "--data", t.TempDir(), "--listen", taken.Addr().String()},
-		{"run", "--manifests", dir, "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen", taken.Addr().String()},
+		{"run", "-f", dir, "--data", t.TempDir(), "--listen", taken.Addr().String()},
+		{"run", "-f", dir, "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen", taken.Addr().String()},
 	} {
 		var out bytes.Buffer
 		code := Main(args, strings.NewReader(""), &out, &out)
@@ -38,28 +38,29 @@ func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POD_NAMESPACE", "")
 	for _, c := range []struct{ line, want string }{
 		{"runn", `unknown command "runn"; did you mean run?`},
-		{"run --manifest .", "unknown flag: --manifest; did you mean --manifests?"},
+		{"run --filenam .", "unknown flag: --filenam; did you mean --filename?"},
 		{"run -x", "unknown shorthand flag: 'x' in -x"},
-		{"compile a -f b", "set the folder of manifests once: -f b or a"},
-		{"dispatcher", "set --namespace or POD_NAMESPACE"},
-		{"operator", "set --namespace or POD_NAMESPACE"},
-		{"dispatcher --namespace x --trusted-proxies 10.0.0.0/8,nonsense", `--trusted-proxies: "nonsense" is neither a network (10.0.0.0/8, fd00::/8) nor an address`},
-		{"run --manifests . --egress-allow https://hooks.example", "--egress-allow: egress entry"},
-		{"run --manifests . --drain-timeout 10", `--drain-timeout "10": use a duration like 90s, 10m or 2h`},
-		{"run --manifests . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
-		{"run --manifests . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
-		{"run --manifests . --source-quota -1", "auto for shares of the namespaces, or none"},
-		{"run --manifests . --source-quota 5Gi", `--source-quota "5Gi": use a whole number of bytes`},
-		{"run --manifests . --debug=maybe", `--debug "maybe": use true or false`},
-		{"run --manifests . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},
-		{"run --manifests . --log-level loud", "use debug, info, warn or error"},
-		{"run", "set --manifests DIR"},
-		{"run --manifests . --secret default/crm/secret=hunter2", "--secret: use NAMESPACE/NAME/KEY=file:PATH or NAMESPACE/NAME/KEY=env:NAME"},
+		{"compile .", `unexpected argument "."`},
+		{"compile", "set -f DIR or -f FILE"},
+		{"dispatcher", "set --system-namespace or POD_NAMESPACE"},
+		{"operator", "set --system-namespace or POD_NAMESPACE"},
+		{"dispatcher --system-namespace x --trusted-proxies 10.0.0.0/8,nonsense", `--trusted-proxies: "nonsense" is neither a network (10.0.0.0/8, fd00::/8) nor an address`},
+		{"run -f . --egress-allow https://hooks.example", "--egress-allow: egress entry"},
+		{"run -f . --drain-timeout 10", `--drain-timeout "10": use a duration like 90s, 10m or 2h`},
+		{"run -f . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
+		{"run -f . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
+		{"run -f . --source-quota -1", "auto for shares of the namespaces, or none"},
+		{"run -f . --source-quota 5Gi", `--source-quota "5Gi": use a whole number of bytes`},
+		{"run -f . --debug=maybe", `--debug "maybe": use true or false`},
+		{"run -f . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},
+		{"run -f . --log-level loud", "use debug, info, warn or error"},
+		{"run", "set -f DIR"},
+		{"run -f . --secret default/crm/secret=hunter2", "--secret: use NAMESPACE/NAME/KEY=file:PATH or NAMESPACE/NAME/KEY=env:NAME"},
 		{"compile -f . --secret default/crm/secret=env:POSTHORN_UNSET", "the environment variable POSTHORN_UNSET is not set"},
-		{"run --manifests nowhere", `--manifests "nowhere" is not a folder`},
-		{"dispatcher --namespace x --admin-auth basic --kubeconfig KUBECONFIG", "use kubernetes or none"},
-		{"operator --namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},
-		{"operator --namespace x --dispatcher-admin-port 0", "use 1 to 65535"},
+		{"run -f nowhere", `-f "nowhere" is not a folder`},
+		{"dispatcher --system-namespace x --admin-auth basic --kubeconfig KUBECONFIG", "use kubernetes or none"},
+		{"operator --system-namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},
+		{"operator --system-namespace x --dispatcher-admin-port 0", "use 1 to 65535"},
 	} {
 		t.Run(c.line, func(t *testing.T) {
 			kubeconfig := filepath.Join(t.TempDir(), "config")

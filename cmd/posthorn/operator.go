@@ -33,7 +33,7 @@ func newOperator() *cobra.Command {
 all namespaces, compiles them into the live-config Secrets of the dispatchers, and
 writes the dispatchers' reports into status. The chart runs it; see
 docs/install.md.`,
-		Example: `  posthorn operator --namespace posthorn-system --leader-elect --egress-allow 10.20.0.0/16`,
+		Example: `  posthorn operator --system-namespace posthorn-system --leader-elect --egress-allow 10.20.0.0/16`,
 		Args:    command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logging.Logger(cmd.ErrOrStderr())
@@ -42,7 +42,7 @@ docs/install.md.`,
 			}
 			bridgeLogs(log.Handler())
 			if o.Namespace == "" {
-				return command.Usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+				return command.Usagef("the release's namespace is missing; set --system-namespace or POD_NAMESPACE")
 			}
 			policy, err := egress.ParsePolicy(allow)
 			if err != nil {
@@ -83,7 +83,7 @@ docs/install.md.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&o.Namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release, with its dispatchers and live-config Secrets (default: the environment variable POD_NAMESPACE)")
+	f.StringVar(&o.Namespace, "system-namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release, with its dispatchers and live-config Secrets (default: the environment variable POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.StringVar(&o.DispatcherStatefulSet, "dispatcher-statefulset", "", "StatefulSet of the dispatchers, which owns the Secrets that the operator writes: Kubernetes deletes them with it; empty: they remain")
@@ -92,8 +92,8 @@ docs/install.md.`,
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use; must equal the dispatchers' flag")
 	ceilings.register(cmd)
 	f.BoolVar(&o.LeaderElection, "leader-elect", false, "elect a leader, so that one of several replicas is active")
-	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, protected like the dispatchers' metrics; 0 disables them")
-	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")
+	f.StringVar(&o.MetricsBindAddress, "admin-listen", ":8080", "address of the metrics, protected like the dispatchers' admin API; 0 disables them")
+	f.StringVar(&o.HealthProbeBindAddress, "probe-listen", ":8081", "address of /healthz and /readyz, for the kubelet's probes; 0 disables them")
 	logging.Register(cmd)
 	return cmd
 }

@@ -50,8 +50,8 @@ func TestOperatorMetrics(t *testing.T) {
 		address = process.FreeAddr()
 		ctx, cancel := context.WithCancel(t.Context())
 		cmd := newOperator()
-		cmd.SetArgs([]string{"--namespace", env.Release, "--kubeconfig", kubeconfig, "--dispatcher-token-file", tokenFile,
-			"--metrics-bind-address", address, "--health-probe-bind-address", "0"})
+		cmd.SetArgs([]string{"--system-namespace", env.Release, "--kubeconfig", kubeconfig, "--dispatcher-token-file", tokenFile,
+			"--admin-listen", address, "--probe-listen", "0"})
 		cmd.SetErr(io.Discard)
 		done := make(chan error, 1)
 		go func() { done <- cmd.ExecuteContext(ctx) }()

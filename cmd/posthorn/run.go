@@ -27,7 +27,7 @@ func newRun() *cobra.Command {
 	var manifests string
 	var secrets []string
 	cmd := &cobra.Command{
-		Use:   "run --manifests DIR",
+		Use:   "run -f DIR",
 		Short: "Run Posthorn from a folder of manifests, without a cluster",
 		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
 WebhookDestination, Audience, DeletionRequest and Secret, in YAML or JSON, several
@@ -38,20 +38,17 @@ variables instead.
 Deliveries to loopback and private addresses are denied unless --egress-allow
 names them. The status page is at the root of the admin address, for browsers on
 this machine; 'posthorn get' shows the status, too.`,
-		Example: `  posthorn run --manifests ./webhooks
-  posthorn run --manifests ./webhooks --secret default/crm/secret=file:/run/secrets/crm
-  posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
+		Example: `  posthorn run -f ./webhooks
+  posthorn run -f ./webhooks --secret default/crm/secret=file:/run/secrets/crm
+  posthorn run -f ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logging.Logger(cmd.ErrOrStderr())
 			if err != nil {
 				return command.UsageError(err)
 			}
-			if manifests == "" {
-				return command.Usagef("the folder of manifests is missing; set --manifests DIR")
-			}
-			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
-				return command.Usagef("--manifests %q is not a folder", manifests)
+			if err := command.CheckManifests(manifests); err != nil {
+				return err
 			}
 			if err := data.parse(); err != nil {
 				return err
@@ -115,7 +112,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			}})
 		},
 	}
-	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
+	command.ManifestsFlag(cmd, &manifests, "folder of the manifests; required")
 	registerSecrets(cmd, &secrets)
 	ceilings.register(cmd)
 	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")

@@ -4,7 +4,12 @@ package crd
 
 import "embed"
 
-// Files are the generated CustomResourceDefinitions, one YAML file each.
+// Experimental begins the description of each field that only the experimental channel has: hack/chart removes it
+// from the standard CRDs.
+const Experimental = "Experimental: can change or be removed in a minor release."
+
+// Files are the generated CustomResourceDefinitions of the experimental channel, which has all fields,
+// one YAML file each in the folder experimental.
 //
-//go:embed *.yaml
+//go:embed experimental/*.yaml
 var Files embed.FS

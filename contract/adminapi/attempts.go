@@ -32,7 +32,7 @@ type Attempt struct {
 	// RetryAfter is the wait that the response requested, at most a day; 0 if it requested none.
 	RetryAfter time.Duration `json:"retryAfterNanos,omitempty"`
 	// Response holds the first bytes of the response, with secrets redacted. Only the last failed
-	// attempt of an endpoint that got a response with a body has it.
+	// attempt of an endpoint that got a response with a body has it, and the result of Client.Test.
 	Response string `json:"response,omitempty"`
 	// RemoteAddr is the dialled address.
 	RemoteAddr string `json:"remoteAddr,omitempty"`
@@ -40,7 +40,12 @@ type Attempt struct {
 	CertificateExpires time.Time `json:"certificateExpires,omitzero"`
 	// Probe is true for a circuit breaker's probe.
 	Probe bool `json:"probe,omitempty"`
+	// Test is true for a test event (Client.Test), which is no delivery.
+	Test bool `json:"test,omitempty"`
 }
+
+// TestEvent is the event of the track call that Client.Test sends. Its messageId begins with "posthorn-test-".
+const TestEvent = "Posthorn Test"
 
 // AttemptWithBody is an attempt with the body of its request.
 type AttemptWithBody struct {

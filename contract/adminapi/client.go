@@ -177,6 +177,14 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 	return follow(resp.Body, onProgress)
 }
 
+// Test sends a test event to an endpoint of a destination ("namespace/name"), or to each one with "", and returns the
+// attempts. The error is a *StatusError with the status 404 if there is no such endpoint, 409 if the destination does
+// not send, and 429 after too many tests.
+func (c *Client) Test(ctx context.Context, destination, endpoint string) ([]Attempt, error) {
+	query := url.Values{"destination": {destination}, "endpoint": {endpoint}}
+	return read[[]Attempt](ctx, c, http.MethodPost, "/test?"+query.Encode())
+}
+
 // Discard deletes the parked objects with a name, and returns them; with dryRun it only returns them. Only posthorn
 // run serves it.
 func (c *Client) Discard(ctx context.Context, namespace, name string, dryRun bool) ([]string, error) {

@@ -53,7 +53,8 @@ type DeadLetterAction struct {
 type DeadLetterSelector struct {
 	// Keys of dead letters.
 	Keys []string `json:"keys,omitempty"`
-	// Reasons, status codes (0 without a response), types of call, and names of events.
+	// Reasons, status codes (0 without a response), types of call, and patterns of event names
+	// (liveconfig.MatchEvent), which match track calls only.
 	Reasons     []string `json:"reasons,omitempty"`
 	StatusCodes []int    `json:"statusCodes,omitempty"`
 	Types       []string `json:"types,omitempty"`

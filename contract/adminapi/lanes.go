@@ -9,7 +9,7 @@ type LaneState struct {
 	Destination string `json:"destination"`
 	Endpoint    string `json:"endpoint,omitempty"`
 	// State is "ready" (waiting for its turn), "sending", "idle" (nothing to do now), "blocked"
-	// (waiting for its share of the requests in flight), or "parked" (nothing is sent: disabled,
+	// (waiting for its share of the requests in flight), or "parked" (nothing is sent: suspended,
 	// paused, missing in the config, or storage fails).
 	State string `json:"state"`
 	// Position is the last message of the Source's log that the lane has read; LogEnd is the end of

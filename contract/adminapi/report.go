@@ -25,6 +25,9 @@ type Report struct {
 	// Configs are the states of the live configs, sorted by namespace. They are complete in a
 	// delta, too.
 	Configs []ConfigReport `json:"configs,omitempty"`
+	// Shares is the number of the shares of limits that the pod applies: no endpoint has more requests in flight than
+	// its share. 0 if the pod has the whole limits.
+	Shares int64 `json:"shares,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 	// Replication is the pod's part in a replicated log; nil for a pod whose log is on its volume.
@@ -170,8 +173,6 @@ type DeletionReport struct {
 	// Started is when the notifications were planned; zero before.
 	Started       time.Time            `json:"started,omitzero"`
 	Notifications []NotificationReport `json:"notifications,omitempty"`
-	// Disabled is the number of disabled destinations of the Sources, which are not notified.
-	Disabled int32 `json:"disabled,omitempty"`
 	// Completed is true when the end of a run without failures is recorded, and
 	// AlreadyDone when it was recorded for another object with the same ID.
 	Completed   bool `json:"completed,omitempty"`
@@ -248,7 +249,7 @@ type SourceReport struct {
 	LastAccepted time.Time `json:"lastAccepted,omitzero"`
 	LastRejected time.Time `json:"lastRejected,omitzero"`
 	// LastRejection is the reason in words. It excludes calls that were rejected because the Source
-	// is disabled.
+	// is suspended.
 	LastRejection string `json:"lastRejection,omitempty"`
 	// Defects counts accepted calls.
 	Defects CallDefects `json:"defects,omitzero"`
@@ -259,6 +260,17 @@ type SourceReport struct {
 	// Source's quota is full. Share is nil otherwise.
 	StoragePressure bool          `json:"storagePressure,omitempty"`
 	Share           *StorageShare `json:"share,omitempty"`
+	// Limit is the use of spec.rateLimit.
+	Limit LimitUse `json:"limit,omitzero"`
+}
+
+// LimitUse is the traffic that the limits of an object bound, in a pod that has a share of them. It is zero for little
+// traffic.
+type LimitUse struct {
+	// Used is in millionths of the total: of the rate, or of maxInFlight if that is more.
+	Used int64 `json:"used,omitempty"`
+	// Limited is true if more traffic waits for the pod's share.
+	Limited bool `json:"limited,omitempty"`
 }
 
 // StorageShare is a part of a pod's disk and its use by undelivered calls.
@@ -317,12 +329,16 @@ type DestinationReport struct {
 	Retrying int64 `json:"retrying"`
 	// OldestPending is when the oldest pending message was accepted; zero if none is pending.
 	OldestPending time.Time `json:"oldestPending,omitzero"`
+	// OldestExpires is the end of its retry window; zero if none is pending, and while the destination is suspended.
+	OldestExpires time.Time `json:"oldestExpires,omitzero"`
 	// NextAttempt is when the next retry or probe is due; zero when none is planned.
 	NextAttempt time.Time        `json:"nextAttempt,omitzero"`
 	Endpoints   []EndpointReport `json:"endpoints,omitempty"`
 	// FilterFailure is the last failure of the filter's expression since the destination was changed, unless it is
 	// older than 10 minutes; the call is a dead letter.
 	FilterFailure *Failure `json:"filterFailure,omitempty"`
+	// Limit is the use of spec.delivery.rateLimit and maxInFlight, of the endpoint that uses most.
+	Limit LimitUse `json:"limit,omitzero"`
 }
 
 // EndpointState is the health of an endpoint, as in the API.

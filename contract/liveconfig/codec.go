@@ -295,7 +295,7 @@ func (d Destination) validateSources(sources map[string]bool) error {
 
 func (d Destination) validate() error {
 	switch d.State {
-	case Active, Disabled, Paused:
+	case Active, Suspended, Paused:
 	default:
 		return fmt.Errorf("state %q is unknown", d.State)
 	}
@@ -360,25 +360,25 @@ func (o *OAuth2) validate() error {
 }
 
 func (s SigningSchemes) validate() error {
-	types := map[string]bool{}
+	headers := map[string]bool{}
 	for _, scheme := range s {
 		switch {
 		case scheme.Type == HMAC && scheme.Format == nil:
-			return fmt.Errorf("signing scheme %q has no format", scheme.Type)
+			return fmt.Errorf("signing scheme %q has no format", scheme.Name)
 		case scheme.Type == HMAC:
 			if err := scheme.Format.Validate(); err != nil {
-				return fmt.Errorf("signing scheme %s: %w", scheme.Type, err)
+				return fmt.Errorf("signing scheme %q: %w", scheme.Name, err)
 			}
 		case scheme.Type != HMACSHA1 && scheme.Type != StandardWebhooks:
-			return fmt.Errorf("signing scheme %q is unknown", scheme.Type)
+			return fmt.Errorf("signing scheme %q has the unknown type %q", scheme.Name, scheme.Type)
 		}
-		if types[scheme.Type] {
-			return fmt.Errorf("signing scheme %q is not unique", scheme.Type)
+		if headers[scheme.Writes()] {
+			return fmt.Errorf("signing scheme %q writes the header of another scheme", scheme.Name)
 		}
-		types[scheme.Type] = true
+		headers[scheme.Writes()] = true
 		// An empty key would make signatures that prove nothing.
 		if scheme.Secret.IsZero() {
-			return fmt.Errorf("signing scheme %s: secret is empty", scheme.Type)
+			return fmt.Errorf("signing scheme %q: secret is empty", scheme.Name)
 		}
 	}
 	return nil

@@ -6,6 +6,7 @@
 package liveconfig
 
 import (
+	"strings"
 	"time"
 )
 
@@ -40,14 +41,14 @@ type Source struct {
 	// Revision is the hash of this Source's compiled form without Revision and
 	// Generation; a pod reports it back so that Programmed can be confirmed per object.
 	Revision string `json:"revision"`
-	// Enabled is false when calls must be answered 403.
-	Enabled bool `json:"enabled"`
+	// Suspended is true when calls must be answered 503.
+	Suspended bool `json:"suspended,omitempty"`
 	// WriteKeySHA256 holds the hash of each write key of this Source. It is empty if no write key
 	// is valid; the Source then gets no calls.
 	WriteKeySHA256 KeyHashes `json:"writeKeySHA256,omitempty"`
 	// AllowedOrigins for CORS, in the form of CanonicalOrigin; see EntriesFor.
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
-	// CallsPerSecond and Burst bound the calls per pod; 0 is no limit.
+	// CallsPerSecond and Burst bound the calls of all dispatchers; 0 is no limit. See Shares.
 	CallsPerSecond int `json:"callsPerSecond,omitempty"`
 	Burst          int `json:"burst,omitempty"`
 }
@@ -119,8 +120,8 @@ type Redelivery struct {
 	DryRun bool `json:"dryRun,omitempty"`
 	// Rate is in dead letters per second and pod.
 	Rate float64 `json:"rate"`
-	// Reasons, StatusCodes (0 without a response), Types and Events select dead letters; an empty
-	// list selects all.
+	// Reasons, StatusCodes (0 without a response), Types and Events (patterns of MatchEvent)
+	// select dead letters; an empty list selects all.
 	Reasons     []string `json:"reasons,omitempty"`
 	StatusCodes []int    `json:"statusCodes,omitempty"`
 	Types       []string `json:"types,omitempty"`
@@ -162,8 +163,9 @@ type State string
 const (
 	// Active means that messages are sent.
 	Active State = "Active"
-	// Disabled means that the owner has disabled the destination. Messages are kept up to the retry window.
-	Disabled State = "Disabled"
+	// Suspended means that the owner has suspended the destination. Messages wait, and the time does not count towards
+	// their retry windows.
+	Suspended State = "Suspended"
 	// Paused means: the destination cannot work (PausedReason). Messages are kept up to the retry
 	// window.
 	Paused State = "Paused"
@@ -197,16 +199,18 @@ type Destination struct {
 	SourcesUnknown bool `json:"sourcesUnknown,omitempty"`
 	// Endpoints, 1 to 5 when Active, in the order of the spec.
 	Endpoints []Endpoint `json:"endpoints,omitempty"`
-	// Signing is empty if requests are unsigned. Sorted by Type, one of each.
+	// Signing is empty if requests are unsigned. Sorted by Name.
 	Signing SigningSchemes `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
 	Success string `json:"success"`
 	// ExactNumbers is true if long numbers (see event.FixedPoint) are sent with all digits, not
 	// as strings.
-	ExactNumbers bool        `json:"exactNumbers,omitempty"`
-	Delivery     Delivery    `json:"delivery"`
-	Filter       *Filter     `json:"filter,omitempty"`
-	DeadLetters  DeadLetters `json:"deadLetters"`
+	ExactNumbers bool `json:"exactNumbers,omitempty"`
+	// IgnoreDeletions is true if the destination gets no notifications of deletions.
+	IgnoreDeletions bool        `json:"ignoreDeletions,omitempty"`
+	Delivery        Delivery    `json:"delivery"`
+	Filter          *Filter     `json:"filter,omitempty"`
+	DeadLetters     DeadLetters `json:"deadLetters"`
 }
 
 // Endpoint is one webhook URL. The URL is a credential and redacts itself.
@@ -249,6 +253,8 @@ type TLS struct {
 
 // SigningScheme is one way to sign requests, with its secrets.
 type SigningScheme struct {
+	// Name is unique within a destination.
+	Name string `json:"name"`
 	// Type is HMACSHA1, StandardWebhooks or HMAC.
 	Type   string `json:"scheme"`
 	Secret Secret `json:"secret"`
@@ -258,7 +264,16 @@ type SigningScheme struct {
 	Format *HMACFormat `json:"format,omitempty"`
 }
 
-// SigningSchemes are the schemes of a destination, one of each type.
+// Writes returns what no two schemes of a destination share: the header that carries the signature, in lower
+// case, or the type, which determines the header.
+func (s SigningScheme) Writes() string {
+	if s.Format == nil {
+		return s.Type
+	}
+	return strings.ToLower(s.Format.Header)
+}
+
+// SigningSchemes are the schemes of a destination. Each writes other headers.
 type SigningSchemes []SigningScheme
 
 // Delivery has timeout, retries and limits; all durations in milliseconds.
@@ -267,8 +282,8 @@ type Delivery struct {
 	RetryWindowMS int64 `json:"retryWindowMS"`
 	MinBackoffMS  int64 `json:"minBackoffMS"`
 	MaxBackoffMS  int64 `json:"maxBackoffMS"`
-	MaxInFlight   int   `json:"maxInFlight"`
-	// RequestsPerSecond per endpoint and pod; 0 is no limit.
+	// MaxInFlight and RequestsPerSecond (0 is no limit) bound the requests of all dispatchers to an endpoint; see Shares.
+	MaxInFlight       int `json:"maxInFlight"`
 	RequestsPerSecond int `json:"requestsPerSecond,omitempty"`
 	// RetryStatusCodes from 300 to 499 are retried, in addition to 408, 429 and 5xx.
 	RetryStatusCodes []int `json:"retryStatusCodes,omitempty"`
@@ -293,9 +308,12 @@ type Filter struct {
 	Types      []string `json:"types,omitempty"`
 	Events     []string `json:"events,omitempty"`
 	Expression string   `json:"expression,omitempty"`
+	// Invalid is true if a part of the filter in the spec is not valid and is left out here. Whether a call matches is
+	// then unknown if it matches the other parts.
+	Invalid bool `json:"invalid,omitempty"`
 }
 
-// DeadLetters bounds the dead letters per destination and pod.
+// DeadLetters bounds the dead letters of a destination: MaxBytes those of all dispatchers.
 type DeadLetters struct {
 	RetentionMS int64 `json:"retentionMS"`
 	MaxBytes    int64 `json:"maxBytes"`

@@ -25,7 +25,7 @@ func full() Config {
 	s := NewSecret("https://hooks.example/" + canary)
 	return Config{
 		Version: FormatVersion, Namespace: "shop",
-		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true,
+		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Suspended: true,
 			WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5,
 			Burst: 10}},
 		Destinations: []Destination{{
@@ -38,13 +38,15 @@ func full() Config {
 					Parameters: map[string]string{"audience": "b"}, TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
 				},
 			}},
-			Signing: SigningSchemes{{Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary),
-				Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
+			Signing: SigningSchemes{{Name: "a", Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary),
+				Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}},
+				{Name: "standard", Type: StandardWebhooks, Secret: NewSecret(canary)}},
 			Success: AnyEndpoint,
 			Delivery: Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4,
 				RetryStatusCodes: []int{409}},
-			ExactNumbers: true,
-			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
+			ExactNumbers: true, IgnoreDeletions: true,
+			Filter:      &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true", Invalid: true},
+			DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 		}},
 		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience,
 			MaxRemovalPercent: 50}},
@@ -172,13 +174,20 @@ func TestDecodeIsStrict(t *testing.T) {
 					Endpoint{Name: string(rune('a' + n)), URL: NewSecret("https://hooks.example")})
 			}
 		}, "6 endpoints"},
-		"url":           {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
-		"empty secret":  {func(c *Config) { c.Destinations[0].Signing[0].Secret = Secret{} }, "secret is empty"},
-		"scheme":        {func(c *Config) { c.Destinations[0].Signing[0].Type = "MD5" }, "signing scheme"},
-		"no format":     {func(c *Config) { c.Destinations[0].Signing[0].Format = nil }, "has no format"},
-		"format":        {func(c *Config) { c.Destinations[0].Signing[0].Format.Algorithm = "MD5" }, "algorithm"},
-		"scheme twice":  {func(c *Config) { c.Destinations[0].Signing[0].Type = StandardWebhooks }, "StandardWebhooks\" is not unique"},
-		"second secret": {func(c *Config) { c.Destinations[0].Signing[1].Secret = Secret{} }, "StandardWebhooks: secret is empty"},
+		"url":          {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
+		"empty secret": {func(c *Config) { c.Destinations[0].Signing[0].Secret = Secret{} }, "secret is empty"},
+		"scheme":       {func(c *Config) { c.Destinations[0].Signing[0].Type = "MD5" }, "signing scheme"},
+		"no format":    {func(c *Config) { c.Destinations[0].Signing[0].Format = nil }, "has no format"},
+		"format":       {func(c *Config) { c.Destinations[0].Signing[0].Format.Algorithm = "MD5" }, "algorithm"},
+		"scheme twice": {func(c *Config) {
+			c.Destinations[0].Signing = append(c.Destinations[0].Signing, c.Destinations[0].Signing[1])
+		}, "signing scheme \"standard\" writes the header of another scheme"},
+		"header twice": {func(c *Config) {
+			other := c.Destinations[0].Signing[0]
+			other.Name, other.Format = "b", &HMACFormat{"x-a", SHA256, Hex, SignBody, "{signature}", ""}
+			c.Destinations[0].Signing = append(c.Destinations[0].Signing, other)
+		}, "signing scheme \"b\" writes the header of another scheme"},
+		"second secret": {func(c *Config) { c.Destinations[0].Signing[1].Secret = Secret{} }, "standard\": secret is empty"},
 		"timeout":       {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 60_001 }, "timeoutMS"},
 		"window":        {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 30*24*3600*1000 + 1 }, "retryWindowMS"},
 		"in flight":     {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},

@@ -40,9 +40,10 @@ type destinationConfig struct {
 // rareDestination is the part of a DestinationReport that is usually zero. Its times are in
 // nanoseconds; 0 is no time.
 type rareDestination struct {
-	deadLettersStored, deadLettersForwarded, retrying, oldestPending, nextAttempt int64
+	deadLettersStored, deadLettersForwarded, retrying, oldestPending, oldestExpires, nextAttempt int64
 
 	filterFailure *adminapi.Failure
+	limit         adminapi.LimitUse
 }
 
 // compactEndpoint is an EndpointReport without its name.
@@ -145,7 +146,7 @@ func (d *destinations) replace(changed []adminapi.DestinationReport, removed []s
 func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
 	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
 	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending),
-		nanoseconds(r.NextAttempt), r.FilterFailure}); rare != (rareDestination{}) {
+		nanoseconds(r.OldestExpires), nanoseconds(r.NextAttempt), r.FilterFailure, r.Limit}); rare != (rareDestination{}) {
 		c.rare = new(rareDestination)
 		*c.rare = rare
 	}
@@ -239,7 +240,8 @@ func (d *destinations) read(c *compactDestination, into *adminapi.DestinationRep
 	*into = adminapi.DestinationReport{
 		Name: c.name, Generation: c.generation, Revision: c.revision, Ledger: c.Ledger,
 		DeadLettersStored: rare.deadLettersStored, DeadLettersForwarded: rare.deadLettersForwarded, Retrying: rare.retrying,
-		OldestPending: timeOf(rare.oldestPending), NextAttempt: timeOf(rare.nextAttempt), Endpoints: endpoints, FilterFailure: rare.filterFailure,
+		OldestPending: timeOf(rare.oldestPending), OldestExpires: timeOf(rare.oldestExpires), NextAttempt: timeOf(rare.nextAttempt),
+		Endpoints: endpoints, FilterFailure: rare.filterFailure, Limit: rare.limit,
 	}
 }
 
@@ -256,6 +258,23 @@ func timeOf(nanoseconds int64) time.Time {
 		return time.Time{}
 	}
 	return time.Unix(0, nanoseconds).UTC()
+}
+
+// LimitUses returns the uses of limits, by the object: "sources/NAME" or "destinations/NAME", as in the live config.
+func (n *NamespaceIndex) LimitUses() iter.Seq2[string, adminapi.LimitUse] {
+	return func(yield func(string, adminapi.LimitUse) bool) {
+		for name, s := range n.Sources {
+			if s.Limit != (adminapi.LimitUse{}) && !yield("sources/"+name, s.Limit) {
+				return
+			}
+		}
+		for i := range n.destinations.all {
+			d := &n.destinations.all[i]
+			if d.rare != nil && d.rare.limit != (adminapi.LimitUse{}) && !yield("destinations/"+d.name, d.rare.limit) {
+				return
+			}
+		}
+	}
 }
 
 // ReadDestination reads the report about a destination; n may be nil. Without a report it returns false

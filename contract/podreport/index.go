@@ -20,6 +20,7 @@ type Index struct {
 	Pod         string
 	Cursor      string
 	Ready       bool
+	Shares      int64
 	Storage     adminapi.StorageReport
 	Configs     []adminapi.ConfigReport
 	Replication *adminapi.ReplicationReport
@@ -123,6 +124,7 @@ type sourceState struct {
 func stateOf(r *adminapi.SourceReport) sourceState {
 	s := sourceState{*r, r.LastRejected.After(r.LastAccepted)}
 	s.Accepted, s.Rejected, s.Duplicates, s.Messages, s.Defects = min(r.Accepted, 1), 0, 0, adminapi.Ledger{}, adminapi.CallDefects{}
+	s.Limit = adminapi.LimitUse{}
 	if !s.rejecting {
 		s.LastAccepted = time.Time{}
 	}
@@ -133,8 +135,9 @@ func stateOf(r *adminapi.SourceReport) sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, Replication: r.Replication,
-		namespaces: map[string]*NamespaceIndex{}}
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Shares: r.Shares, Storage: r.Storage, Configs: r.Configs,
+		Replication: r.Replication,
+		namespaces:  map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
 		before = x.namespaces

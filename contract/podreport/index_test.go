@@ -185,6 +185,8 @@ func random(r *rand.Rand, v reflect.Value) {
 	switch v.Kind() {
 	case reflect.Int, reflect.Int64:
 		v.SetInt(r.Int64N(1e9))
+	case reflect.Bool:
+		v.SetBool(true)
 	case reflect.String:
 		v.SetString(fmt.Sprint("text", r.IntN(4)))
 	case reflect.Pointer:

@@ -7,7 +7,7 @@ import (
 
 	"golang.org/x/text/unicode/norm"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -16,14 +16,14 @@ import (
 const maxKeyBytes = 200
 
 // Audiences are the kind Audience.
-var Audiences = NewKind(Definition[*v1alpha1.Audience, liveconfig.Audience]{
+var Audiences = NewKind(Definition[*v1beta1.Audience, liveconfig.Audience]{
 	Section: "audiences",
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Audience { return &c.Audiences },
 	ID:      func(e liveconfig.Audience) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.Audience) func(*v1alpha1.Audience) (liveconfig.Audience,
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1beta1.Audience) func(*v1beta1.Audience) (liveconfig.Audience,
 		bool, Verdict) {
-		sources, owners := objectsOf[*v1alpha1.Source](s), keyOwners(objects)
-		return func(o *v1alpha1.Audience) (liveconfig.Audience, bool, Verdict) {
+		sources, owners := objectsOf[*v1beta1.Source](s), keyOwners(objects)
+		return func(o *v1beta1.Audience) (liveconfig.Audience, bool, Verdict) {
 			entry, verdict := s.audience(o, sources, owners)
 			return entry, true, verdict
 		}
@@ -33,34 +33,34 @@ var Audiences = NewKind(Definition[*v1alpha1.Audience, liveconfig.Audience]{
 
 // audience compiles one Audience. owners maps each key to the name of the Audience that
 // it belongs to.
-func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
+func (s Snapshot) audience(o *v1beta1.Audience, sources []*v1beta1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
 	r := newResolver(nil)
 	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.SourceRef.Name, Key: keyOf(o),
-		Kind: string(cmp.Or(o.Spec.Type, v1alpha1.AudienceTypeAudience)), MaxRemovalPercent: 50}
+		Kind: string(cmp.Or(o.Spec.Type, v1beta1.AudienceTypeAudience)), MaxRemovalPercent: 50}
 	if percent := o.Spec.MaxRemovalPercent; percent != nil {
 		c.MaxRemovalPercent = int(*percent)
 	}
 	if c.Kind != liveconfig.KindAudience && c.Kind != liveconfig.KindComputedTrait {
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.type", "must be Audience or ComputedTrait")
+		r.add(v1beta1.ReasonInvalidSpec, "spec.type", "must be Audience or ComputedTrait")
 		c.Kind = liveconfig.KindAudience // The object is not accepted, so it cannot be synced.
 	}
 	if c.MaxRemovalPercent < 0 || c.MaxRemovalPercent > 100 {
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.maxRemovalPercent", "must be 0 to 100")
+		r.add(v1beta1.ReasonInvalidSpec, "spec.maxRemovalPercent", "must be 0 to 100")
 		c.MaxRemovalPercent = 50
 	}
 	if !contains(sources, c.Source) {
-		r.add(v1alpha1.ReasonNoSource, "spec.sourceRef.name", "Source %q does not exist in this namespace; create it or change the name", c.Source)
+		r.add(v1beta1.ReasonNoSource, "spec.sourceRef.name", "Source %q does not exist in this namespace; create it or change the name", c.Source)
 	}
 	switch owner := owners[audienceKey{c.Source, c.Key}]; {
 	case c.Key == "":
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "spec.displayName has no letter or digit to derive a key from; set spec.key")
+		r.add(v1beta1.ReasonInvalidSpec, "spec.key", "spec.displayName has no letter or digit to derive a key from; set spec.key")
 	case len(c.Key) > maxKeyBytes:
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "the key derived from spec.displayName has more than %d bytes; set a shorter spec.key", maxKeyBytes)
+		r.add(v1beta1.ReasonInvalidSpec, "spec.key", "the key derived from spec.displayName has more than %d bytes; set a shorter spec.key", maxKeyBytes)
 	case owner != o.Name:
-		r.add(v1alpha1.ReasonKeyConflict, "spec.key", "Audience %q of the same Source has the key %q and keeps it, because it is older or, of equal age, first by name; set another spec.key", owner, c.Key)
+		r.add(v1beta1.ReasonKeyConflict, "spec.key", "Audience %q of the same Source has the key %q and keeps it, because it is older or, of equal age, first by name; set another spec.key", owner, c.Key)
 	}
 	v := Verdict{
-		Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Key: c.Key,
+		Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Key: c.Key,
 		Message: "the spec is valid; send members to /v1/audiences/" + c.Key + "/members",
 	}
 	if len(r.problems) > 0 {
@@ -77,7 +77,7 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 // keyOf returns the key of an Audience: the key in effect, the key in the spec, or the
 // default, in this order. A key other than the one in effect would send every member
 // again.
-func keyOf(o *v1alpha1.Audience) string {
+func keyOf(o *v1beta1.Audience) string {
 	return cmp.Or(o.Status.Key, o.Spec.Key, SnakeCase(o.Spec.DisplayName))
 }
 
@@ -86,7 +86,7 @@ type audienceKey struct{ source, key string }
 
 // keyOwners maps each key to the name of its owner: the oldest Audience that has it, and
 // the first by name among Audiences of equal age.
-func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
+func keyOwners(audiences []*v1beta1.Audience) map[audienceKey]string {
 	owners := map[audienceKey]string{}
 	for _, o := range byAge(audiences) {
 		if key := (audienceKey{o.Spec.SourceRef.Name, keyOf(o)}); owners[key] == "" {

@@ -7,7 +7,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -32,27 +32,27 @@ func TestSnakeCase(t *testing.T) {
 	}
 }
 
-func audience(name string, age time.Duration, spec v1alpha1.AudienceSpec) v1alpha1.Audience {
-	return v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 2,
+func audience(name string, age time.Duration, spec v1beta1.AudienceSpec) v1beta1.Audience {
+	return v1beta1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 2,
 		CreationTimestamp: metav1.NewTime(time.Unix(1e9, 0).Add(-age))}, Spec: spec}
 }
 
 func TestAudiences(t *testing.T) {
-	source := func(name string) v1alpha1.Source { return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: name}} }
+	source := func(name string) v1beta1.Source { return v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: name}} }
 	percent := int32(5)
 	bad := int32(101)
-	sticky := audience("sticky", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Renamed Since"})
+	sticky := audience("sticky", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "Renamed Since"})
 	sticky.Status.Key = "first_name"
 	s := Snapshot{
 		Namespace: "shop", Objects: slices.Concat(pointers(source("web"), source("ios")), pointers(
-			audience("young", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big Spenders"}),
-			audience("old", time.Hour, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big spenders!", MaxRemovalPercent: &percent}),
-			audience("other-source", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "ios"}, DisplayName: "Big Spenders", Type: "ComputedTrait"}),
-			audience("own-key", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big Spenders", Key: "spenders"}),
+			audience("young", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "Big Spenders"}),
+			audience("old", time.Hour, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "Big spenders!", MaxRemovalPercent: &percent}),
+			audience("other-source", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "ios"}, DisplayName: "Big Spenders", Type: "ComputedTrait"}),
+			audience("own-key", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "Big Spenders", Key: "spenders"}),
 			sticky,
-			audience("nowhere", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "tv"}, DisplayName: "Viewers"}),
-			audience("nameless", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "!!"}),
-			audience("odd", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "odd", Type: "Odd", MaxRemovalPercent: &bad}),
+			audience("nowhere", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "tv"}, DisplayName: "Viewers"}),
+			audience("nameless", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "!!"}),
+			audience("odd", 0, v1beta1.AudienceSpec{SourceRef: v1beta1.SourceReference{Name: "web"}, DisplayName: "odd", Type: "Odd", MaxRemovalPercent: &bad}),
 		)),
 	}
 	c, verdicts := table.Compile(s)
@@ -71,10 +71,10 @@ func TestAudiences(t *testing.T) {
 	for _, a := range c.Audiences {
 		v := verdicts["audiences"][a.Name]
 		want := map[string]struct{ reason, key string }{
-			"young": {v1alpha1.ReasonKeyConflict, ""}, "old": {v1alpha1.ReasonAccepted, "big_spenders"},
-			"other-source": {v1alpha1.ReasonAccepted, "big_spenders"}, "own-key": {v1alpha1.ReasonAccepted, "spenders"},
-			"sticky":  {v1alpha1.ReasonAccepted, "first_name"},
-			"nowhere": {v1alpha1.ReasonNoSource, ""}, "nameless": {v1alpha1.ReasonInvalidSpec, ""}, "odd": {v1alpha1.ReasonInvalidSpec, ""},
+			"young": {v1beta1.ReasonKeyConflict, ""}, "old": {v1beta1.ReasonAccepted, "big_spenders"},
+			"other-source": {v1beta1.ReasonAccepted, "big_spenders"}, "own-key": {v1beta1.ReasonAccepted, "spenders"},
+			"sticky":  {v1beta1.ReasonAccepted, "first_name"},
+			"nowhere": {v1beta1.ReasonNoSource, ""}, "nameless": {v1beta1.ReasonInvalidSpec, ""}, "odd": {v1beta1.ReasonInvalidSpec, ""},
 		}[a.Name]
 		if reason, _ := v.Cause(); reason != want.reason || v.Key != want.key || a.Key != want.key || v.OK() != (want.key != "") ||
 			v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
@@ -85,7 +85,7 @@ func TestAudiences(t *testing.T) {
 		t.Error("maxRemovalPercent is not in the config")
 	}
 	large := table.tooLarge(verdicts, 1, DefaultLimit, liveconfig.Config{})
-	if v := large["audiences"]["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
+	if v := large["audiences"]["old"]; v.Accepted || v.Reason != v1beta1.ReasonConfigTooLarge {
 		t.Errorf("too large: %+v", v)
 	}
 	// The order of the objects has no effect.

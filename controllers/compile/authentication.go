@@ -8,7 +8,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -16,7 +16,7 @@ const headerAuthorization = "Authorization"
 
 // secretsOfAuthentication returns the names of the Secrets that an endpoint's authentication
 // refers to.
-func secretsOfAuthentication(a *v1alpha1.Authentication) (names []string) {
+func secretsOfAuthentication(a *v1beta1.Authentication) (names []string) {
 	if a == nil {
 		return nil
 	}
@@ -34,7 +34,7 @@ func secretsOfAuthentication(a *v1alpha1.Authentication) (names []string) {
 }
 
 // authentication adds an endpoint's authentication: a header, or a client of a token endpoint.
-func (b *builder) authentication(field string, a *v1alpha1.Authentication, c *liveconfig.Endpoint) {
+func (b *builder) authentication(field string, a *v1beta1.Authentication, c *liveconfig.Endpoint) {
 	if a == nil {
 		return
 	}
@@ -45,11 +45,11 @@ func (b *builder) authentication(field string, a *v1alpha1.Authentication, c *li
 		}
 	}
 	if set != 1 {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of bearer, basic and oauth2")
+		b.add(v1beta1.ReasonInvalidSpec, field, "set exactly one of bearer, basic and oauth2")
 		return
 	}
 	if slices.ContainsFunc(c.Headers, func(h liveconfig.Header) bool { return strings.EqualFold(h.Name, headerAuthorization) }) {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "authentication sets the header Authorization; remove it from headers, or remove authentication")
+		b.add(v1beta1.ReasonInvalidSpec, field, "authentication sets the header Authorization; remove it from headers, or remove authentication")
 		return
 	}
 	value, ok := "", false
@@ -67,7 +67,7 @@ func (b *builder) authentication(field string, a *v1alpha1.Authentication, c *li
 }
 
 // bearer returns the value of the header Authorization for a constant token.
-func (b *builder) bearer(field string, ref v1alpha1.SecretKeyReference) (string, bool) {
+func (b *builder) bearer(field string, ref v1beta1.SecretKeyReference) (string, bool) {
 	value, ok := b.text(field, ref)
 	if !ok {
 		return "", false
@@ -78,7 +78,7 @@ func (b *builder) bearer(field string, ref v1alpha1.SecretKeyReference) (string,
 		broken = "contains a space; store the token without \"Bearer\""
 	}
 	if broken != "" {
-		b.add(v1alpha1.ReasonInvalidSecret, field, "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
+		b.add(v1beta1.ReasonInvalidSecret, field, "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
 		return "", false
 	}
 	return "Bearer " + token, true
@@ -97,12 +97,12 @@ func (b *builder) basic(field, name string) (string, bool) {
 		return "", false
 	}
 	if strings.Contains(user, ":") {
-		b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q contains a colon, which a user name of Basic authentication must not have", corev1.BasicAuthUsernameKey, name)
+		b.add(v1beta1.ReasonInvalidSecret, field, "key %q of Secret %q contains a colon, which a user name of Basic authentication must not have", corev1.BasicAuthUsernameKey, name)
 		return "", false
 	}
 	value := "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":"+password))
 	if broken := checkHeaderValue(value); broken != "" {
-		b.add(v1alpha1.ReasonInvalidSecret, field, "the header made of Secret %q %s", name, broken)
+		b.add(v1beta1.ReasonInvalidSecret, field, "the header made of Secret %q %s", name, broken)
 		return "", false
 	}
 	return value, true
@@ -116,33 +116,33 @@ const (
 
 // oauth2 returns the client of a token endpoint; nil if its spec is invalid or a reference does
 // not resolve. Then the destination is paused.
-func (b *builder) oauth2(field string, o *v1alpha1.OAuth2Authentication) *liveconfig.OAuth2 {
+func (b *builder) oauth2(field string, o *v1beta1.OAuth2Authentication) *liveconfig.OAuth2 {
 	before := len(b.problems)
 	c := &liveconfig.OAuth2{TokenURL: o.TokenURL, ClientID: o.ClientID, Scopes: slices.Clone(o.Scopes), TLS: b.tokenTLS(field, o)}
 	u, broken := checkURL(o.TokenURL)
 	if broken != "" {
-		b.add(v1alpha1.ReasonInvalidURL, field+".tokenURL", "%s", broken)
+		b.add(v1beta1.ReasonInvalidURL, field+".tokenURL", "%s", broken)
 	} else if b.policy.CheckHost != nil {
 		if err := b.policy.CheckHost(u.Hostname()); err != nil {
-			b.add(v1alpha1.ReasonEgressDenied, field+".tokenURL", "%s", err)
+			b.add(v1beta1.ReasonEgressDenied, field+".tokenURL", "%s", err)
 		}
 	}
 	if o.ClientID == "" {
-		b.add(v1alpha1.ReasonInvalidSpec, field+".clientID", "is empty; set the client's identifier")
+		b.add(v1beta1.ReasonInvalidSpec, field+".clientID", "is empty; set the client's identifier")
 	}
 	if secret, ok := b.text(field+".clientSecretKeyRef", o.ClientSecretKeyRef); ok {
 		c.ClientSecret = liveconfig.NewSecret(secret)
 	}
 	switch o.ClientAuthentication {
-	case "", v1alpha1.ClientAuthenticationHeader:
-	case v1alpha1.ClientAuthenticationBody:
+	case "", v1beta1.ClientAuthenticationHeader:
+	case v1beta1.ClientAuthenticationBody:
 		c.SecretInBody = true
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, field+".clientAuthentication", "%q is unknown; use %s or %s", o.ClientAuthentication,
-			v1alpha1.ClientAuthenticationHeader, v1alpha1.ClientAuthenticationBody)
+		b.add(v1beta1.ReasonInvalidSpec, field+".clientAuthentication", "%q is unknown; use %s or %s", o.ClientAuthentication,
+			v1beta1.ClientAuthenticationHeader, v1beta1.ClientAuthenticationBody)
 	}
 	if len(o.Scopes) > maxScopes {
-		b.add(v1alpha1.ReasonInvalidSpec, field+".scopes", "%d scopes; at most %d are allowed", len(o.Scopes), maxScopes)
+		b.add(v1beta1.ReasonInvalidSpec, field+".scopes", "%d scopes; at most %d are allowed", len(o.Scopes), maxScopes)
 	}
 	c.Parameters = b.tokenParameters(field, o)
 	if len(b.problems) > before {
@@ -151,20 +151,20 @@ func (b *builder) oauth2(field string, o *v1alpha1.OAuth2Authentication) *liveco
 	return c
 }
 
-func (b *builder) tokenTLS(field string, o *v1alpha1.OAuth2Authentication) *liveconfig.TLS {
+func (b *builder) tokenTLS(field string, o *v1beta1.OAuth2Authentication) *liveconfig.TLS {
 	if o.TLS == nil {
 		return nil
 	}
 	if !strings.HasPrefix(strings.ToLower(o.TokenURL), "https://") {
-		b.add(v1alpha1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change tokenURL or remove tls")
+		b.add(v1beta1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change tokenURL or remove tls")
 	}
 	return b.tls(field+".tls", o.TLS)
 }
 
 // tokenParameters returns the additional parameters of a token request.
-func (b *builder) tokenParameters(field string, o *v1alpha1.OAuth2Authentication) map[string]string {
+func (b *builder) tokenParameters(field string, o *v1beta1.OAuth2Authentication) map[string]string {
 	if len(o.Parameters) > maxParameters {
-		b.add(v1alpha1.ReasonInvalidSpec, field+".parameters", "%d parameters; at most %d are allowed", len(o.Parameters), maxParameters)
+		b.add(v1beta1.ReasonInvalidSpec, field+".parameters", "%d parameters; at most %d are allowed", len(o.Parameters), maxParameters)
 	}
 	parameters := map[string]string{}
 	if o.Audience != "" {
@@ -174,11 +174,11 @@ func (b *builder) tokenParameters(field string, o *v1alpha1.OAuth2Authentication
 		field := fmt.Sprintf("%s.parameters[%s]", field, p.Name)
 		switch p.Name {
 		case "grant_type", "client_id", "client_secret", "scope", "audience":
-			b.add(v1alpha1.ReasonInvalidSpec, field, "this parameter has a field of its own; remove it here")
+			b.add(v1beta1.ReasonInvalidSpec, field, "this parameter has a field of its own; remove it here")
 			continue
 		}
 		if _, ok := parameters[p.Name]; ok || p.Name == "" {
-			b.add(v1alpha1.ReasonInvalidSpec, field, "the name is empty or not unique")
+			b.add(v1beta1.ReasonInvalidSpec, field, "the name is empty or not unique")
 			continue
 		}
 		parameters[p.Name] = p.Value

@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -19,20 +19,20 @@ func largeNamespace(n int) Snapshot {
 		return metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1,
 			UID: types.UID(fmt.Sprintf("9c1b8f2e-0000-4000-8000-%012x", i*7919))}
 	}
-	s.Objects = append(s.Objects, &v1alpha1.Source{ObjectMeta: meta("web", 0), Spec: v1alpha1.SourceSpec{
-		WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: "key"}}},
+	s.Objects = append(s.Objects, &v1beta1.Source{ObjectMeta: meta("web", 0), Spec: v1beta1.SourceSpec{
+		WriteKeys: []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "key"}}},
 	}})
 	for i := range n {
 		name := fmt.Sprintf("destination-%05d", i)
 		expression := fmt.Sprintf(`properties.value > %d`, i)
 		s.Secrets[name] = Secret{Version: "1", Data: map[string][]byte{"key": fmt.Appendf(nil, "secret-%d-%x", i, i*7919*104729)}}
-		s.Objects = append(s.Objects, &v1alpha1.WebhookDestination{ObjectMeta: meta(name, i+1), Spec: v1alpha1.WebhookDestinationSpec{
-			SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}},
-			Endpoints:  []v1alpha1.Endpoint{{Name: "primary", URL: fmt.Sprintf("https://hooks.example/%d/in", i)}},
-			Signing: &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{
-				Type: "HMACSHA1", SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "key"},
+		s.Objects = append(s.Objects, &v1beta1.WebhookDestination{ObjectMeta: meta(name, i+1), Spec: v1beta1.WebhookDestinationSpec{
+			SourceRefs: []v1beta1.SourceReference{{Name: "web"}},
+			Endpoints:  []v1beta1.Endpoint{{Name: "primary", URL: fmt.Sprintf("https://hooks.example/%d/in", i)}},
+			Signing: &v1beta1.Signing{Schemes: []v1beta1.SigningScheme{{
+				Name: "sha1", Type: "HMACSHA1", SecretKeyRef: v1beta1.SecretKeyReference{Name: name, Key: "key"},
 			}}},
-			Filter: &v1alpha1.Filter{Types: []v1alpha1.CallType{"track"}, Expression: expression},
+			Filter: &v1beta1.Filter{Types: []v1beta1.CallType{"track"}, Expression: expression},
 		}})
 	}
 	return s
@@ -48,7 +48,7 @@ func BenchmarkEdit(b *testing.B) {
 			var h History
 			d, now := Dispatchers{}, time.Now()
 			for i := 0; b.Loop(); i++ {
-				edited := s.Objects[1+i%n].DeepCopyObject().(*v1alpha1.WebhookDestination)
+				edited := s.Objects[1+i%n].DeepCopyObject().(*v1beta1.WebhookDestination)
 				edited.Generation++
 				edited.Spec.Endpoints[0].URL = fmt.Sprintf("https://hooks.example/edited/%d", i)
 				s.Objects[1+i%n] = edited

@@ -34,7 +34,8 @@ type Snapshot struct {
 	// Objects of the namespace, of any kind and in any order. They may lack the API
 	// server's defaults.
 	Objects []Object
-	// Secrets, by name, are the existing ones of those that Table.SecretRefs returns.
+	// Secrets are the existing Secrets and ConfigMaps of those that Table.SecretRefs returns: a Secret by its
+	// name, a ConfigMap by ConfigMapName.
 	Secrets map[string]Secret
 	Policy
 	// ForeignWriteKeys are the write keys, as hex SHA-256, that belong to another namespace.
@@ -64,12 +65,13 @@ type Verdict struct {
 	// Unresolved is the condition ResolvedRefs if it is False; nil if every reference
 	// resolves.
 	Unresolved *Unresolved `json:"unresolved,omitempty"`
-	// State is the object's state in the config. A Source is Active, Disabled (its calls
-	// are answered 403), or Paused if it has no usable write key.
+	// State is the object's state in the config. A Source is Active, Suspended (its calls
+	// are answered 503), or Paused if it has no usable write key.
 	State liveconfig.State `json:"state"`
 	// Revision of the object in the config.
 	Revision string `json:"revision"`
-	// Destinations of a Source are the sorted names of the destinations that get its calls.
+	// Destinations of a Source are the sorted names of the destinations that get its calls, and Destinations of a DeletionRequest
+	// those of the namespace that are suspended.
 	Destinations []string `json:"destinations,omitempty"`
 	// Key of an Audience is the key in effect; empty if the Audience is not accepted.
 	Key string `json:"key,omitempty"`

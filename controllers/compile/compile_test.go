@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -20,7 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -40,6 +41,22 @@ type options struct {
 	ForeignWriteKeys map[string]KeyUse `json:"foreignWriteKeys"`
 }
 
+// withFiles replaces each line @FILE of the values by the file.
+func withFiles(t *testing.T, values map[string]string) map[string][]byte {
+	t.Helper()
+	data := map[string][]byte{}
+	for key, value := range values {
+		data[key] = regexp.MustCompile(`(?m)^@.*$`).ReplaceAllFunc([]byte(value), func(line []byte) []byte {
+			pem, err := os.ReadFile(filepath.Join("testdata", string(line[1:])))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return pem
+		})
+	}
+	return data
+}
+
 func load(t *testing.T, path string) Snapshot {
 	t.Helper()
 	text, err := os.ReadFile(path)
@@ -52,23 +69,15 @@ func load(t *testing.T, path string) Snapshot {
 		parse(t, doc, &kind, false)
 		switch kind.Kind {
 		case "Source":
-			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1alpha1.Source{}, true))...)
+			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1beta1.Source{}, true))...)
 		case "WebhookDestination":
-			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1alpha1.WebhookDestination{}, true))...)
+			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1beta1.WebhookDestination{}, true))...)
 		case "Secret":
 			secret := parse(t, doc, &corev1.Secret{}, true)
-			data := map[string][]byte{}
-			for key, value := range secret.StringData {
-				if file, ok := strings.CutPrefix(value, "@"); ok {
-					pem, err := os.ReadFile(filepath.Join("testdata", file))
-					if err != nil {
-						t.Fatal(err)
-					}
-					value = string(pem)
-				}
-				data[key] = []byte(value)
-			}
-			s.Secrets[secret.Name] = Secret{Version: secret.ResourceVersion, Data: data}
+			s.Secrets[secret.Name] = Secret{Version: secret.ResourceVersion, Data: withFiles(t, secret.StringData)}
+		case "ConfigMap":
+			configMap := parse(t, doc, &corev1.ConfigMap{}, true)
+			s.Secrets[ConfigMapName(configMap.Name)] = Secret{Version: configMap.ResourceVersion, Data: withFiles(t, configMap.Data)}
 		case "Options":
 			o := parse(t, doc, &struct {
 				Kind string `json:"kind"`
@@ -190,7 +199,7 @@ func TestSecretsAreResolved(t *testing.T) {
 func TestSharedSecretIsTakenByteForByte(t *testing.T) {
 	for _, secret := range []string{" spaces ", "\xff\x00\xfe", "\xff\n", "ü"} {
 		s := load(t, "testdata/full.in.yaml")
-		destinationsOf(&s)[0].Spec.Signing.Schemes[0].Type = v1alpha1.HMACSHA1
+		destinationsOf(&s)[0].Spec.Signing.Schemes[0].Type = v1beta1.HMACSHA1
 		s.Secrets["crm"].Data["sharedSecret"] = []byte(secret)
 		config, _ := table.Compile(s)
 		data, _, err := liveconfig.Encode(config)
@@ -286,7 +295,7 @@ func TestRevision(t *testing.T) {
 		source, destination bool // whether the revision must change
 	}{
 		{"generation alone", func(s *Snapshot) { sourcesOf(s)[0].Generation++; destinationsOf(s)[0].Generation++ }, false, false},
-		{"a default spelled out", func(s *Snapshot) { yes := true; sourcesOf(s)[0].Spec.Enabled = &yes }, false, false},
+		{"a default spelled out", func(s *Snapshot) { no := false; sourcesOf(s)[0].Spec.Suspend = &no }, false, false},
 		{"content without version", func(s *Snapshot) { s.Secrets["crm"].Data["sharedSecret"] = []byte("other") }, false, false},
 		{"version of a used Secret", func(s *Snapshot) { s.Secrets["crm"] = Secret{Version: "x", Data: s.Secrets["crm"].Data} }, false, true},
 		{"version of the write key's Secret", func(s *Snapshot) { s.Secrets["web-key"] = Secret{Version: "x", Data: s.Secrets["web-key"].Data} },
@@ -295,7 +304,7 @@ func TestRevision(t *testing.T) {
 		{"a literal URL", func(s *Snapshot) { destinationsOf(s)[0].Spec.Endpoints[0].URL += "x" }, false, true},
 		{"a literal header", func(s *Snapshot) { v := "test"; destinationsOf(s)[0].Spec.Endpoints[0].Headers[0].Value = &v }, false, true},
 		{"a timeout", func(s *Snapshot) { destinationsOf(s)[0].Spec.Delivery.Timeout = nil }, false, true},
-		{"disabled", func(s *Snapshot) { no := false; destinationsOf(s)[0].Spec.Enabled = &no }, false, true},
+		{"suspended", func(s *Snapshot) { yes := true; destinationsOf(s)[0].Spec.Suspend = &yes }, false, true},
 		{"a Source more", func(s *Snapshot) {
 			more := sourcesOf(s)[0].DeepCopy()
 			more.Name = "zzz"
@@ -349,10 +358,10 @@ func TestTooLarge(t *testing.T) {
 	}
 	_, verdicts := table.Compile(s)
 	got := table.tooLarge(verdicts, 2<<20, DefaultLimit, last)
-	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge,
-		"bad": v1alpha1.ReasonInvalidURL} {
+	for name, want := range map[string]string{"any": v1beta1.ReasonAccepted, "every": v1beta1.ReasonConfigTooLarge,
+		"bad": v1beta1.ReasonInvalidURL} {
 		v := got["destinations"][name]
-		if v.Reason != want || v.Accepted != (want == v1alpha1.ReasonAccepted) {
+		if v.Reason != want || v.Accepted != (want == v1beta1.ReasonAccepted) {
 			t.Errorf("%s: %+v, want reason %s", name, v, want)
 		}
 		if strings.Contains(v.Message, "2097152 bytes") != (name != "any") {
@@ -370,7 +379,7 @@ func TestTooLarge(t *testing.T) {
 func TestMessagesAreBounded(t *testing.T) {
 	var p problems
 	for range 1000 {
-		p.add(v1alpha1.ReasonNoSource, "spec", "ääääääääääääääääää")
+		p.add(v1beta1.ReasonNoSource, "spec", "ääääääääääääääääää")
 	}
 	if _, message := p.verdict(); len(message) > maxMessageBytes || !strings.HasSuffix(message, "…") ||
 		strings.ContainsRune(message, '\uFFFD') {
@@ -382,24 +391,25 @@ func FuzzCompileIsTotal(f *testing.F) {
 	f.Add([]byte("https://hooks.example/in"), "name", "X-A", int64(5), "call.x == 1")
 	f.Add([]byte("\xff\n"), "", "\x00", int64(-5), "(")
 	f.Fuzz(func(t *testing.T, secret []byte, name, header string, number int64, expression string) {
-		ref := v1alpha1.SecretKeyReference{Name: "s", Key: "k"}
-		from := &v1alpha1.ValueFromSecret{SecretKeyRef: ref}
+		ref := v1beta1.SecretKeyReference{Name: "s", Key: "k"}
+		from := &v1beta1.ValueFromSecret{SecretKeyRef: ref}
 		s := Snapshot{
 			Namespace: "shop", Policy: Policy{CheckHost: func(string) error { return errors.New("denied") }},
 			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret,
 				corev1.TLSPrivateKeyKey: secret}}},
-			Objects: []Object{&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}, &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
-				SourceRefs: []v1alpha1.ObjectReference{{Name: name}, {Name: "a"}},
-				Endpoints: []v1alpha1.Endpoint{
+			Objects: []Object{&v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1beta1.SourceSpec{WriteKeys: []v1beta1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}, &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1beta1.WebhookDestinationSpec{
+				SourceRefs: []v1beta1.SourceReference{{Name: name}, {Name: "a"}},
+				Endpoints: []v1beta1.Endpoint{
 					{Name: name, URL: string(secret)},
-					{Name: "x", URLFrom: from, Headers: []v1alpha1.Header{{Name: header, ValueFrom: from}, {Name: "X-B", Value: &header}},
-						TLS: &v1alpha1.EndpointTLS{CASecretKeyRef: &ref, ClientCertSecretRef: &v1alpha1.SecretReference{Name: "s"}}},
+					{Name: "x", URLFrom: from, Headers: []v1beta1.Header{{Name: header, ValueFrom: from}, {Name: "X-B", Value: &header}},
+						TLS: &v1beta1.EndpointTLS{CA: &v1beta1.CertificateAuthorities{SecretKeyRef: &ref},
+							ClientCertSecretRef: &v1beta1.SecretReference{Name: "s"}}},
 				},
-				Signing: &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.SigningType(name), SecretKeyRef: ref},
-					{Type: v1alpha1.HMACSHA1, SecretKeyRef: ref, PreviousSecretKeyRef: &ref}}},
-				Delivery: v1alpha1.Delivery{MaxInFlight: int32(number), Timeout: &metav1.Duration{Duration: 1},
-					RateLimit: &v1alpha1.RequestRateLimit{RequestsPerSecond: int32(number)}},
-				Filter: &v1alpha1.Filter{Expression: expression, Events: []string{header}},
+				Signing: &v1beta1.Signing{Schemes: []v1beta1.SigningScheme{{Name: name, Type: v1beta1.SigningType(name), SecretKeyRef: ref},
+					{Name: "sha1", Type: v1beta1.HMACSHA1, SecretKeyRef: ref, PreviousSecretKeyRef: &ref}}},
+				Delivery: v1beta1.Delivery{MaxInFlight: int32(number), Timeout: &v1beta1.Duration{Duration: 1},
+					RateLimit: &v1beta1.RequestRateLimit{RequestsPerSecond: int32(number)}},
+				Filter: &v1beta1.Filter{Expression: expression, Events: []string{header}},
 			}}},
 		}
 		config, verdicts := table.Compile(s)
@@ -439,7 +449,7 @@ func clone(s Snapshot) Snapshot {
 
 // The API and the dispatchers have the same built-in Sources.
 func TestBuiltInSources(t *testing.T) {
-	for _, name := range append(slices.Clone(v1alpha1.BuiltInSources), "web") {
+	for _, name := range append(slices.Clone(v1beta1.BuiltInSources), "web") {
 		if got, want := liveconfig.BuiltIn(name), name != "web"; got != want {
 			t.Errorf("Source %q is built in: got %t, want %t", name, got, want)
 		}

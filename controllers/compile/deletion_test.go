@@ -10,40 +10,41 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 func TestDeletions(t *testing.T) {
-	request := func(name, uid string, spec v1alpha1.DeletionRequestSpec) v1alpha1.DeletionRequest {
-		return v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(uid), Generation: 3}, Spec: spec}
+	request := func(name, uid string, spec v1beta1.DeletionRequestSpec) v1beta1.DeletionRequest {
+		return v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(uid), Generation: 3}, Spec: spec}
 	}
-	refs := func(names ...string) (out []v1alpha1.ObjectReference) {
+	refs := func(names ...string) (out []v1beta1.SourceReference) {
 		for _, name := range names {
-			out = append(out, v1alpha1.ObjectReference{Name: name})
+			out = append(out, v1beta1.SourceReference{Name: name})
 		}
 		return out
 	}
 	started := metav1.Now()
-	ended := v1alpha1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionFailed,
+	ended := v1beta1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1beta1.ConditionFailed,
 		Status: metav1.ConditionTrue}}}
-	requests := []v1alpha1.DeletionRequest{
-		request("all", "1", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
-		request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1",
-			JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
-		request("ended", "6", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
-		request("ended-suppresses", "7", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
-		request("no-user", "5", v1alpha1.DeletionRequestSpec{}),
-		request("some", "3", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "ios")}),
-		request("some-missing", "4", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "tv")}),
-		request("started", "8", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("tv")}),
+	requests := []v1beta1.DeletionRequest{
+		request("all", "1", v1beta1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
+		request("all-again", "2", v1beta1.DeletionRequestSpec{UserID: "u1",
+			JobSpec: v1beta1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
+		request("ended", "6", v1beta1.DeletionRequestSpec{UserID: "u1"}),
+		request("ended-suppresses", "7", v1beta1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
+		request("no-user", "5", v1beta1.DeletionRequestSpec{}),
+		request("some", "3", v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "ios")}),
+		request("some-missing", "4", v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "tv")}),
+		request("started", "8", v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("tv")}),
 	}
 	requests[2].Status.JobStatus, requests[3].Status.JobStatus = ended, ended
 	requests[7].Status.StartTime = &started
 	s := Snapshot{
 		Namespace: "shop",
 		Objects: slices.Concat(pointers(requests...), []Object{
-			&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "ios"}},
+			&v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, &v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "ios"}},
 		}),
 	}
 	c, verdicts := table.Compile(s)
@@ -87,67 +88,76 @@ func TestDeletions(t *testing.T) {
 
 // The namespace, the name and the spec without its TTL determine the ID of a run.
 func TestJobIDs(t *testing.T) {
-	base := func() *v1alpha1.Redelivery {
-		return &v1alpha1.Redelivery{
+	base := func() *v1beta1.Redelivery {
+		return &v1beta1.Redelivery{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "again", UID: "1", Generation: 1},
-			Spec: v1alpha1.RedeliverySpec{
-				DestinationRef: v1alpha1.ObjectReference{Name: "crm"}, Rate: 100,
-				Selector: &v1alpha1.DeadLetterSelector{Reasons: []string{"Expired", "Rejected"}, Types: []v1alpha1.CallType{"page", "track"}},
+			Spec: v1beta1.RedeliverySpec{
+				DestinationRef: v1beta1.ObjectReference{Name: "crm"}, DeadLettersPerSecond: 100,
+				Match: &v1beta1.DeadLetterMatch{Reasons: []string{"Expired", "Rejected"}, Types: []v1beta1.CallType{"page", "track"}},
 			},
 		}
 	}
 	// Dispatchers store IDs, so later releases must compute the same ones.
-	if got, want := RedeliveryID("shop", base()), "3476b1279ebae0304edb8c71b432b841"; got != want {
+	if got, want := RedeliveryID("shop", base()), "7fea234228fcad2b0c52ae72ec226e81"; got != want {
 		t.Errorf("the ID of a Redelivery is %s, want %s", got, want)
 	}
 	for name, c := range map[string]struct {
-		change func(*v1alpha1.Redelivery)
+		change func(*v1beta1.Redelivery)
 		same   bool
 	}{
-		"object": {func(o *v1alpha1.Redelivery) { o.UID, o.Generation, o.Labels = "2", 7, map[string]string{"a": "b"} }, true},
-		"TTL":    {func(o *v1alpha1.Redelivery) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
-		"order": {func(o *v1alpha1.Redelivery) {
-			slices.Reverse(o.Spec.Selector.Reasons)
-			slices.Reverse(o.Spec.Selector.Types)
+		"object": {func(o *v1beta1.Redelivery) { o.UID, o.Generation, o.Labels = "2", 7, map[string]string{"a": "b"} }, true},
+		"TTL":    {func(o *v1beta1.Redelivery) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
+		"order": {func(o *v1beta1.Redelivery) {
+			slices.Reverse(o.Spec.Match.Reasons)
+			slices.Reverse(o.Spec.Match.Types)
 		}, true},
-		"default rate": {func(o *v1alpha1.Redelivery) { o.Spec.Rate = 0 }, true},
-		"namespace":    {func(o *v1alpha1.Redelivery) { o.Namespace = "other" }, false},
-		"name":         {func(o *v1alpha1.Redelivery) { o.Name = "other" }, false},
-		"destination":  {func(o *v1alpha1.Redelivery) { o.Spec.DestinationRef.Name = "other" }, false},
-		"selector":     {func(o *v1alpha1.Redelivery) { o.Spec.Selector = nil }, false},
-		"dry run":      {func(o *v1alpha1.Redelivery) { o.Spec.DryRun = true }, false},
-		"rate":         {func(o *v1alpha1.Redelivery) { o.Spec.Rate = 7 }, false},
-		"requestId":    {func(o *v1alpha1.Redelivery) { o.Spec.RequestID = "2" }, false},
-		"deadline":     {func(o *v1alpha1.Redelivery) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
+		"default rate": {func(o *v1beta1.Redelivery) { o.Spec.DeadLettersPerSecond = 0 }, true},
+		"namespace":    {func(o *v1beta1.Redelivery) { o.Namespace = "other" }, false},
+		"name":         {func(o *v1beta1.Redelivery) { o.Name = "other" }, false},
+		"destination":  {func(o *v1beta1.Redelivery) { o.Spec.DestinationRef.Name = "other" }, false},
+		"match":        {func(o *v1beta1.Redelivery) { o.Spec.Match = nil }, false},
+		"dry run":      {func(o *v1beta1.Redelivery) { o.Spec.DryRun = true }, false},
+		"rate":         {func(o *v1beta1.Redelivery) { o.Spec.DeadLettersPerSecond = 7 }, false},
+		"requestID":    {func(o *v1beta1.Redelivery) { o.Spec.RequestID = "2" }, false},
+		"deadline":     {func(o *v1beta1.Redelivery) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
 	} {
 		changed := base()
 		if c.change(changed); (RedeliveryID(changed.Namespace, changed) == RedeliveryID("shop", base())) != c.same {
 			t.Errorf("Redelivery with another %s: the same ID is %t, want %t", name, !c.same, c.same)
 		}
 	}
-	deletion := func() *v1alpha1.DeletionRequest {
-		return &v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"},
-			Spec: v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1alpha1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
+	deletion := func() *v1beta1.DeletionRequest {
+		return &v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"},
+			Spec: v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1beta1.SourceReference{{Name: "ios"}, {Name: "web"}}}}
 	}
-	if got, want := DeletionRequestID("shop", deletion()), "456c5ce97077228cfe731700b9b7eefe"; got != want {
+	if got, want := DeletionRequestID("shop", deletion()), "2ff75516675fad9c6bb72848a09ebda6"; got != want {
 		t.Errorf("the ID of a DeletionRequest is %s, want %s", got, want)
 	}
 	for name, c := range map[string]struct {
-		change func(*v1alpha1.DeletionRequest)
+		change func(*v1beta1.DeletionRequest)
 		same   bool
 	}{
-		"object":    {func(o *v1alpha1.DeletionRequest) { o.UID = "2" }, true},
-		"TTL":       {func(o *v1alpha1.DeletionRequest) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
-		"order":     {func(o *v1alpha1.DeletionRequest) { slices.Reverse(o.Spec.SourceRefs) }, true},
-		"user":      {func(o *v1alpha1.DeletionRequest) { o.Spec.UserID = "u2" }, false},
-		"Sources":   {func(o *v1alpha1.DeletionRequest) { o.Spec.SourceRefs = nil }, false},
-		"suppress":  {func(o *v1alpha1.DeletionRequest) { o.Spec.Suppress = true }, false},
-		"requestId": {func(o *v1alpha1.DeletionRequest) { o.Spec.RequestID = "2" }, false},
-		"deadline":  {func(o *v1alpha1.DeletionRequest) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
+		"object":    {func(o *v1beta1.DeletionRequest) { o.UID = "2" }, true},
+		"TTL":       {func(o *v1beta1.DeletionRequest) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
+		"order":     {func(o *v1beta1.DeletionRequest) { slices.Reverse(o.Spec.SourceRefs) }, true},
+		"user":      {func(o *v1beta1.DeletionRequest) { o.Spec.UserID = "u2" }, false},
+		"Sources":   {func(o *v1beta1.DeletionRequest) { o.Spec.SourceRefs = nil }, false},
+		"suppress":  {func(o *v1beta1.DeletionRequest) { o.Spec.Suppress = true }, false},
+		"requestID": {func(o *v1beta1.DeletionRequest) { o.Spec.RequestID = "2" }, false},
+		"deadline":  {func(o *v1beta1.DeletionRequest) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
 	} {
 		changed := deletion()
 		if c.change(changed); (DeletionRequestID("shop", changed) == DeletionRequestID("shop", deletion())) != c.same {
 			t.Errorf("DeletionRequest with another %s: the same ID is %t, want %t", name, !c.same, c.same)
 		}
 	}
+}
+
+func TestSuspendedDestinationsOfADeletionRequest(t *testing.T) {
+	suspended, active := heavy("crm", 0, 1), heavy("erp", 0, 1)
+	suspended.Spec.Suspend = ptr.To(true)
+	s := namespaceOf(suspended, active)
+	s.Objects = append(s.Objects, pointers(v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "forget"}, Spec: v1beta1.DeletionRequestSpec{UserID: "u1"}})...)
+	_, verdicts := table.Compile(s)
+	check.Same(t, "suspended destinations", verdicts["deletions"]["forget"].Destinations, []string{"crm"})
 }

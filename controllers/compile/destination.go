@@ -11,8 +11,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
@@ -20,13 +21,13 @@ import (
 const maxEndpoints = 5
 
 // Destinations are the kind WebhookDestination.
-var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.Destination]{
+var Destinations = NewKind(Definition[*v1beta1.WebhookDestination, liveconfig.Destination]{
 	Section: sectionDestinations,
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Destination { return &c.Destinations },
 	ID:      func(e liveconfig.Destination) (string, string) { return e.Name, e.Revision },
 	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts,
-		objects []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
-		sources := objectsOf[*v1alpha1.Source](s)
+		objects []*v1beta1.WebhookDestination) func(*v1beta1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+		sources := objectsOf[*v1beta1.Source](s)
 		if s.Memo != nil {
 			s.Memo.begin(sources)
 		}
@@ -38,7 +39,7 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 			}
 			results[o.Name] = r
 		}
-		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+		return func(o *v1beta1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
 			r := results[o.Name]
 			return r.entry, true, r.verdict
 		}
@@ -49,14 +50,14 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 		generation := d.Generation
 		d.Endpoints, d.Signing, d.Revision, d.Generation = nil, nil, "", 0
 		if d.State == liveconfig.Active {
-			d.State, d.PausedReason = liveconfig.Paused, v1alpha1.ReasonConfigTooLarge
+			d.State, d.PausedReason = liveconfig.Paused, v1beta1.ReasonConfigTooLarge
 		}
 		d.Revision, d.Generation = revision(d, nil, nil), generation
 		return d
 	},
 })
 
-func secretsOfDestination(o *v1alpha1.WebhookDestination) (names []string) {
+func secretsOfDestination(o *v1beta1.WebhookDestination) (names []string) {
 	for i := range o.Spec.Endpoints {
 		e := &o.Spec.Endpoints[i]
 		if e.URLFrom != nil {
@@ -82,9 +83,12 @@ func secretsOfDestination(o *v1alpha1.WebhookDestination) (names []string) {
 	return names
 }
 
-func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
-	if t != nil && t.CASecretKeyRef != nil {
-		names = append(names, t.CASecretKeyRef.Name)
+func secretsOfTLS(t *v1beta1.EndpointTLS) (names []string) {
+	if t != nil && t.CA != nil && t.CA.SecretKeyRef != nil {
+		names = append(names, t.CA.SecretKeyRef.Name)
+	}
+	if t != nil && t.CA != nil && t.CA.ConfigMapKeyRef != nil {
+		names = append(names, ConfigMapName(t.CA.ConfigMapKeyRef.Name))
 	}
 	if t != nil && t.ClientCertSecretRef != nil {
 		names = append(names, t.ClientCertSecretRef.Name)
@@ -94,36 +98,37 @@ func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
 
 // destination compiles one WebhookDestination. Sources are sorted by name, and all are the
 // destinations of the namespace. It also returns the versions of the Secrets that it has used.
-func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source,
-	all []*v1alpha1.WebhookDestination) destinationMemo {
+func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.Source,
+	all []*v1beta1.WebhookDestination) destinationMemo {
 	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
-		Name:         o.Name,
-		Sources:      b.sources(o.Spec.SourceRefs, o.Spec.SourceSelector, sources),
-		Endpoints:    b.endpoints(o.Spec.Endpoints),
-		Signing:      b.signing(o.Spec.Signing),
-		Success:      b.successPolicy(o.Spec.SuccessPolicy),
-		ExactNumbers: b.exactNumbers(o.Spec.Body.Numbers),
-		Delivery:     b.delivery(o.Spec.Delivery),
-		Filter:       b.filter(o.Spec.Filter),
-		DeadLetters:  b.deadLetters(o.Spec.DeadLetters),
+		Name:            o.Name,
+		Sources:         b.sources(o.Spec.SourceRefs, o.Spec.SourceSelector, sources),
+		Endpoints:       b.endpoints(o.Spec.Endpoints),
+		Signing:         b.signing(o.Spec.Signing),
+		Success:         b.successPolicy(o.Spec.SuccessPolicy),
+		ExactNumbers:    b.exactNumbers(o.Spec.Body.Numbers),
+		IgnoreDeletions: b.ignoreDeletions(o.Spec.Deletions),
+		Delivery:        b.delivery(o.Spec.Delivery),
+		Filter:          b.filter(o.Spec.Filter),
+		DeadLetters:     b.deadLetters(o.Spec.DeadLetters),
 	}
 	c.SourcesUnknown = b.sourcesUnknown
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
 	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted,
+	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted,
 		Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
 		b.apply(&v, "")
-		if reason, _ := v.Cause(); !slices.Contains(v1alpha1.ReasonsWithDelivery, reason) || len(c.Sources) == 0 {
+		if reason, _ := v.Cause(); !slices.Contains(v1beta1.ReasonsWithDelivery, reason) || len(c.Sources) == 0 {
 			c.State, c.PausedReason = liveconfig.Paused, reason
 		}
 	}
-	if o.Spec.Enabled != nil && !*o.Spec.Enabled {
-		c.State, c.PausedReason = liveconfig.Disabled, ""
+	if ptr.Deref(o.Spec.Suspend, false) {
+		c.State, c.PausedReason = liveconfig.Suspended, ""
 		if v.Accepted {
-			v.Reason, v.Message = v1alpha1.ReasonDisabled, "spec.enabled is false: messages are kept up to the retry window, not sent"
+			v.Reason, v.Message = v1beta1.ReasonSuspended, "spec.suspend is true: messages wait, and the time does not count towards their retry windows"
 		}
 	}
 	v.State = c.State
@@ -146,17 +151,17 @@ type builder struct {
 }
 
 // sources returns the sorted names of the existing Sources that the spec refers to or selects.
-func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1.LabelSelector, sources []*v1alpha1.Source) []string {
+func (b *builder) sources(refs []v1beta1.SourceReference, labelSelector *metav1.LabelSelector, sources []*v1beta1.Source) []string {
 	var names []string
 	switch {
 	case (labelSelector != nil) == (len(refs) > 0):
 		b.sourcesUnknown = true
-		b.add(v1alpha1.ReasonInvalidSpec, "spec", "set exactly one of sourceRefs and sourceSelector; until then messages are kept, not sent")
+		b.add(v1beta1.ReasonInvalidSpec, "spec", "set exactly one of sourceRefs and sourceSelector; until then messages are kept, not sent")
 	case labelSelector != nil:
 		selector, err := metav1.LabelSelectorAsSelector(labelSelector)
 		if err != nil {
 			b.sourcesUnknown = true
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.sourceSelector", "%v; use In, NotIn, Exists or DoesNotExist, and valid label keys and values", err)
+			b.add(v1beta1.ReasonInvalidSpec, "spec.sourceSelector", "%v; use In, NotIn, Exists or DoesNotExist, and valid label keys and values", err)
 			return nil
 		}
 		for _, source := range sources {
@@ -165,13 +170,13 @@ func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1
 			}
 		}
 		if len(names) == 0 {
-			b.add(v1alpha1.ReasonNoSource, "spec.sourceSelector", "no Source in this namespace matches; create one or change its labels or the selector")
+			b.add(v1beta1.ReasonNoSource, "spec.sourceSelector", "no Source in this namespace matches; create one or change its labels or the selector")
 		}
 	default:
 		var missing []string
 		for _, ref := range refs {
 			name := ref.Name
-			if liveconfig.BuiltIn(name) || slices.ContainsFunc(sources, func(s *v1alpha1.Source) bool { return s.Name == name }) {
+			if liveconfig.BuiltIn(name) || slices.ContainsFunc(sources, func(s *v1beta1.Source) bool { return s.Name == name }) {
 				names = append(names, name)
 			} else {
 				missing = append(missing, fmt.Sprintf("%q", name))
@@ -185,21 +190,21 @@ func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1
 			if len(names) > 0 {
 				text += " (calls of the other Sources are delivered)"
 			}
-			b.add(v1alpha1.ReasonNoSource, "spec.sourceRefs", "%s", text)
+			b.add(v1beta1.ReasonNoSource, "spec.sourceRefs", "%s", text)
 		}
 	}
 	return names
 }
 
-func (b *builder) endpoints(endpoints []v1alpha1.Endpoint) []liveconfig.Endpoint {
+func (b *builder) endpoints(endpoints []v1beta1.Endpoint) []liveconfig.Endpoint {
 	if n := len(endpoints); n < 1 || n > maxEndpoints {
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.endpoints", "%d endpoints; set 1 to %d", n, maxEndpoints)
+		b.add(v1beta1.ReasonInvalidSpec, "spec.endpoints", "%d endpoints; set 1 to %d", n, maxEndpoints)
 	}
 	var compiled []liveconfig.Endpoint
 	for i := range endpoints {
 		e := &endpoints[i]
 		if e.Name == "" || slices.ContainsFunc(compiled, func(c liveconfig.Endpoint) bool { return c.Name == e.Name }) {
-			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%d].name", i),
+			b.add(v1beta1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%d].name", i),
 				"%q is empty or not unique; give each endpoint its own name", e.Name)
 			continue
 		}
@@ -208,14 +213,14 @@ func (b *builder) endpoints(endpoints []v1alpha1.Endpoint) []liveconfig.Endpoint
 	return compiled
 }
 
-func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoint {
+func (b *builder) endpoint(field string, e *v1beta1.Endpoint) liveconfig.Endpoint {
 	c := liveconfig.Endpoint{Name: e.Name}
 	https := false
 	c.URL, https = b.url(field, e)
 	c.Headers = b.headers(field+".headers", e.Headers)
 	if e.TLS != nil {
 		if !c.URL.IsZero() && !https {
-			b.add(v1alpha1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change the URL or remove tls")
+			b.add(v1beta1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change the URL or remove tls")
 		}
 		c.TLS = b.tls(field+".tls", e.TLS)
 	}
@@ -224,9 +229,9 @@ func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoi
 }
 
 // url returns the URL of an endpoint; it is empty if the URL is invalid.
-func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret, https bool) {
+func (b *builder) url(field string, e *v1beta1.Endpoint) (out liveconfig.Secret, https bool) {
 	if (e.URL == "") == (e.URLFrom == nil) {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of url and urlFrom")
+		b.add(v1beta1.ReasonInvalidSpec, field, "set exactly one of url and urlFrom")
 		return out, false
 	}
 	text, fromSecret := e.URL, e.URLFrom != nil
@@ -246,7 +251,7 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 		if fromSecret {
 			broken = fmt.Sprintf("the URL in key %q of Secret %q %s", e.URLFrom.SecretKeyRef.Key, e.URLFrom.SecretKeyRef.Name, broken)
 		}
-		b.add(v1alpha1.ReasonInvalidURL, field, "%s", broken)
+		b.add(v1beta1.ReasonInvalidURL, field, "%s", broken)
 		return out, false
 	}
 	if b.policy.CheckHost != nil {
@@ -256,30 +261,30 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 				// The error contains the host, which is part of the secret.
 				reason = "deliveries to the URL's host are denied; use another URL, or ask an administrator to allow the host (--egress-allow)"
 			}
-			b.add(v1alpha1.ReasonEgressDenied, field, "%s", reason)
+			b.add(v1beta1.ReasonEgressDenied, field, "%s", reason)
 		}
 	}
 	return liveconfig.NewSecret(text), u.Scheme == "https"
 }
 
-func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.Header {
+func (b *builder) headers(field string, headers []v1beta1.Header) []liveconfig.Header {
 	if n := len(headers); n > maxHeaders {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "%d headers; at most %d are allowed", n, maxHeaders)
+		b.add(v1beta1.ReasonInvalidSpec, field, "%d headers; at most %d are allowed", n, maxHeaders)
 	}
 	var compiled []liveconfig.Header
 	for i := range headers {
 		h := &headers[i]
 		field := fmt.Sprintf("%s[%s]", field, h.Name)
 		if broken := checkHeaderName(h.Name); broken != "" {
-			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "%s", broken)
+			b.add(v1beta1.ReasonInvalidSpec, field+".name", "%s", broken)
 			continue
 		}
 		if slices.ContainsFunc(compiled, func(c liveconfig.Header) bool { return strings.EqualFold(c.Name, h.Name) }) {
-			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "header names must be unique, regardless of case; remove one")
+			b.add(v1beta1.ReasonInvalidSpec, field+".name", "header names must be unique, regardless of case; remove one")
 			continue
 		}
 		if (h.Value == nil) == (h.ValueFrom == nil) {
-			b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of value and valueFrom")
+			b.add(v1beta1.ReasonInvalidSpec, field, "set exactly one of value and valueFrom")
 			continue
 		}
 		var value string
@@ -287,7 +292,7 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 			value = *h.Value
 			b.literals = append(b.literals, field, value)
 			if broken := checkHeaderValue(value); broken != "" {
-				b.add(v1alpha1.ReasonInvalidSpec, field+".value", "%s", broken)
+				b.add(v1beta1.ReasonInvalidSpec, field+".value", "%s", broken)
 			}
 		} else {
 			ref := h.ValueFrom.SecretKeyRef
@@ -296,7 +301,7 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 				continue
 			}
 			if broken := checkHeaderValue(value); broken != "" {
-				b.add(v1alpha1.ReasonInvalidSecret, field+".valueFrom.secretKeyRef", "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
+				b.add(v1beta1.ReasonInvalidSecret, field+".valueFrom.secretKeyRef", "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
 				continue
 			}
 		}
@@ -305,16 +310,10 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 	return compiled
 }
 
-func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
+func (b *builder) tls(field string, t *v1beta1.EndpointTLS) *liveconfig.TLS {
 	c := &liveconfig.TLS{}
-	if ref := t.CASecretKeyRef; ref != nil {
-		field := field + ".caSecretKeyRef"
-		if value, ok := b.value(field, *ref); ok {
-			var broken string
-			if c.CA, broken = authorities(value); broken != "" {
-				b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q %s", ref.Key, ref.Name, broken)
-			}
-		}
+	if t.CA != nil {
+		c.CA = b.authorities(field+".ca", *t.CA)
 	}
 	if ref := t.ClientCertSecretRef; ref != nil {
 		field := field + ".clientCertSecretRef"
@@ -324,7 +323,7 @@ func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 			if certOK && keyOK {
 				certPEM, keyPEM, broken := clientCertificate(cert, key)
 				if broken != "" {
-					b.add(v1alpha1.ReasonInvalidSecret, field, "Secret %q: %s", ref.Name, broken)
+					b.add(v1beta1.ReasonInvalidSecret, field, "Secret %q: %s", ref.Name, broken)
 				}
 				c.ClientCert, c.ClientKey = certPEM, liveconfig.NewSecret(keyPEM)
 			}
@@ -336,31 +335,57 @@ func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 	return c
 }
 
-const maxSigningSchemes = 3
+// authorities returns the CA certificates of a Secret or a ConfigMap.
+func (b *builder) authorities(field string, ca v1beta1.CertificateAuthorities) (certificates string) {
+	var name, key string
+	switch secret, configMap := ca.SecretKeyRef, ca.ConfigMapKeyRef; {
+	case (secret == nil) == (configMap == nil):
+		b.add(v1beta1.ReasonInvalidSpec, field, "set exactly one of secretKeyRef and configMapKeyRef")
+		return ""
+	case secret != nil:
+		field, name, key = field+".secretKeyRef", secret.Name, secret.Key
+	default:
+		field, name, key = field+".configMapKeyRef", ConfigMapName(configMap.Name), configMap.Key
+	}
+	if values, ok := b.secret(field, name); ok {
+		if value, ok := b.key(field, name, values, key); ok {
+			var broken string
+			if certificates, broken = authorities(value); broken != "" {
+				k, name := valueKindOf(name)
+				b.add(k.invalid, field, "key %q of %s %q %s", key, k.kind, name, broken)
+			}
+		}
+	}
+	return certificates
+}
+
+const maxSigningSchemes = 4
 
 // signing returns the signing schemes; none means unsigned requests. An invalid scheme is
 // a problem, which pauses the destination, so that nothing is sent unsigned by mistake.
-func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
+func (b *builder) signing(signing *v1beta1.Signing) liveconfig.SigningSchemes {
 	if signing == nil {
 		return nil
 	}
 	if n := len(signing.Schemes); n < 1 || n > maxSigningSchemes {
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.schemes", "has %d entries; set 1 to %d, or remove spec.signing for unsigned requests", n, maxSigningSchemes)
+		b.add(v1beta1.ReasonInvalidSpec, "spec.signing.schemes", "has %d entries; set 1 to %d, or remove spec.signing for unsigned requests", n, maxSigningSchemes)
 	}
 	var compiled liveconfig.SigningSchemes
 	for i := range signing.Schemes {
 		s := &signing.Schemes[i]
-		field := fmt.Sprintf("spec.signing.schemes[%s]", s.Type)
+		field := fmt.Sprintf("spec.signing.schemes[%s]", s.Name)
 		switch s.Type {
-		case v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC:
+		case v1beta1.HMACSHA1, v1beta1.StandardWebhooks, v1beta1.HMAC:
 		default:
-			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s, %s or %s", s.Type,
-				v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC)
+			b.add(v1beta1.ReasonInvalidSpec, field+".type", "%q is unknown; use %s, %s or %s", s.Type,
+				v1beta1.HMACSHA1, v1beta1.StandardWebhooks, v1beta1.HMAC)
 			continue
 		}
-		c := liveconfig.SigningScheme{Type: string(s.Type), Format: b.hmacFormat(field+".hmac", s)}
-		if slices.ContainsFunc(compiled, func(o liveconfig.SigningScheme) bool { return o.Type == c.Type }) {
-			b.add(v1alpha1.ReasonInvalidSpec, field, "there is more than one scheme of this type; remove one")
+		c := liveconfig.SigningScheme{Name: s.Name, Type: string(s.Type), Format: b.hmacFormat(field+".hmac", s)}
+		if other := slices.IndexFunc(compiled, func(o liveconfig.SigningScheme) bool {
+			return o.Writes() == c.Writes() || o.Name == c.Name
+		}); other >= 0 {
+			b.add(v1beta1.ReasonInvalidSpec, field, "the scheme %q has the same name or header; change or remove one", compiled[other].Name)
 			continue
 		}
 		c.Secret = b.sharedSecret(field+".secretKeyRef", c.Type, s.SecretKeyRef)
@@ -369,14 +394,14 @@ func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 		}
 		compiled = append(compiled, c)
 	}
-	slices.SortFunc(compiled, func(a, b liveconfig.SigningScheme) int { return strings.Compare(a.Type, b.Type) })
+	slices.SortFunc(compiled, func(a, b liveconfig.SigningScheme) int { return strings.Compare(a.Name, b.Name) })
 	return compiled
 }
 
 // hmacFormat returns the format of a scheme of the type HMAC, and nil for the other types.
-func (b *builder) hmacFormat(field string, s *v1alpha1.SigningScheme) *liveconfig.HMACFormat {
-	if (s.Type == v1alpha1.HMAC) != (s.HMAC != nil) {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "belongs to the type %s, and is required with it", v1alpha1.HMAC)
+func (b *builder) hmacFormat(field string, s *v1beta1.SigningScheme) *liveconfig.HMACFormat {
+	if (s.Type == v1beta1.HMAC) != (s.HMAC != nil) {
+		b.add(v1beta1.ReasonInvalidSpec, field, "belongs to the type %s, and is required with it", v1beta1.HMAC)
 		return nil
 	}
 	if s.HMAC == nil {
@@ -391,26 +416,26 @@ func (b *builder) hmacFormat(field string, s *v1alpha1.SigningScheme) *liveconfi
 		PreviousValue: s.HMAC.PreviousValue,
 	}
 	if err := f.Validate(); err != nil {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "%s", err)
+		b.add(v1beta1.ReasonInvalidSpec, field, "%s", err)
 	} else if rule := checkHeaderName(f.Header); rule != "" {
-		b.add(v1alpha1.ReasonInvalidSpec, field+".header", "%s", rule)
+		b.add(v1beta1.ReasonInvalidSpec, field+".header", "%s", rule)
 	}
 	return f
 }
 
 // checkHeaderCollisions reports the headers of endpoints that a signing scheme sets.
-func (b *builder) checkHeaderCollisions(endpoints []v1alpha1.Endpoint, schemes liveconfig.SigningSchemes) {
+func (b *builder) checkHeaderCollisions(endpoints []v1beta1.Endpoint, schemes liveconfig.SigningSchemes) {
 	for _, s := range schemes {
 		if s.Format == nil {
 			continue
 		}
 		for _, e := range endpoints {
 			if e.Authentication != nil && strings.EqualFold(s.Format.Header, headerAuthorization) {
-				b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].authentication", e.Name), "the signing scheme %s sets the header %s, too; remove one or choose another name there", s.Type, headerAuthorization)
+				b.add(v1beta1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].authentication", e.Name), "the signing scheme %q also sets the header %s; remove one or choose another name there", s.Name, headerAuthorization)
 			}
 			for _, h := range e.Headers {
 				if strings.EqualFold(h.Name, s.Format.Header) || strings.EqualFold(h.Name, s.Format.Header+"-Previous") {
-					b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].headers[%s]", e.Name, h.Name), "the signing scheme %s sets this header; remove it here or choose another name there", s.Type)
+					b.add(v1beta1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].headers[%s]", e.Name, h.Name), "the signing scheme %q sets this header; remove it here or choose another name there", s.Name)
 				}
 			}
 		}
@@ -420,49 +445,61 @@ func (b *builder) checkHeaderCollisions(endpoints []v1alpha1.Endpoint, schemes l
 const maxSharedSecretBytes = 4096
 
 // sharedSecret returns a shared secret. Spaces are part of it.
-func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyReference) liveconfig.Secret {
+func (b *builder) sharedSecret(field, scheme string, ref v1beta1.SecretKeyReference) liveconfig.Secret {
 	value, ok := b.text(field, ref)
 	if !ok {
 		return liveconfig.Secret{}
 	}
 	if len(value) > maxSharedSecretBytes {
-		b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q has more than %d bytes; use a shorter secret", ref.Key, ref.Name, maxSharedSecretBytes)
+		b.add(v1beta1.ReasonInvalidSecret, field, "key %q of Secret %q has more than %d bytes; use a shorter secret", ref.Key, ref.Name, maxSharedSecretBytes)
 		return liveconfig.Secret{}
 	}
 	if encoded, prefixed := strings.CutPrefix(value, "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {
 		if raw, err := base64.StdEncoding.DecodeString(encoded); err != nil || len(raw) == 0 {
-			b.add(v1alpha1.ReasonInvalidSecret, field, "the text after whsec_ in key %q of Secret %q is not base64; copy the complete secret with its padding", ref.Key, ref.Name)
+			b.add(v1beta1.ReasonInvalidSecret, field, "the text after whsec_ in key %q of Secret %q is not base64; copy the complete secret with its padding", ref.Key, ref.Name)
 			return liveconfig.Secret{}
 		}
+	} else if scheme == liveconfig.StandardWebhooks {
+		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q does not begin with whsec_; the libraries of Standard Webhooks require it, followed by base64", field, ref.Key, ref.Name))
 	}
 	return liveconfig.NewSecret(value)
 }
 
-func (b *builder) successPolicy(policy v1alpha1.SuccessPolicy) string {
+func (b *builder) ignoreDeletions(policy v1beta1.DeletionPolicy) bool {
 	switch policy {
-	case "", v1alpha1.AnyEndpoint:
-	case v1alpha1.EveryEndpoint:
+	case "", v1beta1.DeliverDeletions, v1beta1.IgnoreDeletions:
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, "spec.deletions", "%q is unknown; use %s or %s", policy, v1beta1.DeliverDeletions,
+			v1beta1.IgnoreDeletions)
+	}
+	return policy == v1beta1.IgnoreDeletions
+}
+
+func (b *builder) successPolicy(policy v1beta1.SuccessPolicy) string {
+	switch policy {
+	case "", v1beta1.AnyEndpoint:
+	case v1beta1.EveryEndpoint:
 		return liveconfig.EveryEndpoint
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.successPolicy", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint,
-			v1alpha1.EveryEndpoint)
+		b.add(v1beta1.ReasonInvalidSpec, "spec.successPolicy", "%q is unknown; use %s or %s", policy, v1beta1.AnyEndpoint,
+			v1beta1.EveryEndpoint)
 	}
 	return liveconfig.AnyEndpoint
 }
 
-func (b *builder) exactNumbers(format v1alpha1.NumberFormat) bool {
+func (b *builder) exactNumbers(format v1beta1.NumberFormat) bool {
 	switch format {
-	case "", v1alpha1.NumbersString:
-	case v1alpha1.NumbersExact:
+	case "", v1beta1.NumbersString:
+	case v1beta1.NumbersExact:
 		return true
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.body.numbers", "%q is unknown; use %s or %s", format, v1alpha1.NumbersString,
-			v1alpha1.NumbersExact)
+		b.add(v1beta1.ReasonInvalidSpec, "spec.body.numbers", "%q is unknown; use %s or %s", format, v1beta1.NumbersString,
+			v1beta1.NumbersExact)
 	}
 	return false
 }
 
-func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
+func (b *builder) delivery(d v1beta1.Delivery) liveconfig.Delivery {
 	c := liveconfig.Delivery{
 		TimeoutMS: b.upTo(b.policy.maxTimeout(), "--max-delivery-timeout", "spec.delivery.timeout", d.Timeout, DefaultMaxTimeout,
 			100*time.Millisecond, liveconfig.MaxTimeout),
@@ -475,19 +512,19 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 		RetryStatusCodes: b.statusCodes(d.Retry.StatusCodes),
 	}
 	if c.MinBackoffMS > c.MaxBackoffMS {
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.retry", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
+		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.retry", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
 		c.MaxBackoffMS = c.MinBackoffMS
 	}
 	if d.MaxInFlight != 0 {
 		c.MaxInFlight = int(min(max(d.MaxInFlight, 1), liveconfig.MaxInFlight))
 		if c.MaxInFlight != int(d.MaxInFlight) {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.maxInFlight", "must be between 1 and %d", liveconfig.MaxInFlight)
+			b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.maxInFlight", "must be between 1 and %d", liveconfig.MaxInFlight)
 		}
 	}
 	if d.RateLimit != nil {
 		c.RequestsPerSecond = int(d.RateLimit.RequestsPerSecond)
 		if c.RequestsPerSecond < 1 {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.rateLimit.requestsPerSecond", "must be at least 1; leave rateLimit out for no limit")
+			b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.rateLimit.requestsPerSecond", "must be at least 1; leave rateLimit out for no limit")
 			c.RequestsPerSecond = 1
 		}
 	}
@@ -496,13 +533,13 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 
 // upTo returns a duration as milliseconds does, and at most the administrator's ceiling, which a
 // flag sets. A set duration above it is a problem.
-func (b *builder) upTo(ceiling time.Duration, flag, field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
+func (b *builder) upTo(ceiling time.Duration, flag, field string, d *v1beta1.Duration, unset, low, high time.Duration) int64 {
 	ms := b.milliseconds(field, d, unset, low, high)
 	if ms <= ceiling.Milliseconds() {
 		return ms
 	}
 	if d != nil {
-		b.add(v1alpha1.ReasonCeilingExceeded, field, "%v is above this installation's ceiling of %v; lower it, or ask an administrator to raise the ceiling (%s)", d.Duration, ceiling, flag)
+		b.add(v1beta1.ReasonCeilingExceeded, field, "%v is above this installation's ceiling of %v; lower it, or ask an administrator to raise the ceiling (%s)", d.Duration, ceiling, flag)
 	}
 	return ceiling.Milliseconds()
 }
@@ -514,13 +551,13 @@ const maxStatusCodes = 16
 func (b *builder) statusCodes(codes []int32) []int {
 	const field = "spec.delivery.retry.statusCodes"
 	if len(codes) > maxStatusCodes {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "must have at most %d codes", maxStatusCodes)
+		b.add(v1beta1.ReasonInvalidSpec, field, "must have at most %d codes", maxStatusCodes)
 		return nil
 	}
 	var out []int
 	for _, code := range codes {
 		if code < 300 || code > 499 {
-			b.add(v1alpha1.ReasonInvalidSpec, field, "%d is not from 300 to 499; 5xx is always retried", code)
+			b.add(v1beta1.ReasonInvalidSpec, field, "%d is not from 300 to 499; 5xx is always retried", code)
 			continue
 		}
 		out = append(out, int(code))
@@ -532,17 +569,17 @@ func (b *builder) statusCodes(codes []int32) []int {
 // milliseconds returns a duration, or its default if it is unset or out of bounds. It does
 // not use the bound instead: a retry window or retention at its lower bound would discard
 // messages.
-func (b *builder) milliseconds(field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
+func (b *builder) milliseconds(field string, d *v1beta1.Duration, unset, low, high time.Duration) int64 {
 	if d != nil && low <= d.Duration && d.Duration <= high {
 		return d.Milliseconds()
 	}
 	if d != nil {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "must be between %v and %v", low, high)
+		b.add(v1beta1.ReasonInvalidSpec, field, "must be between %v and %v", low, high)
 	}
 	return unset.Milliseconds()
 }
 
-func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
+func (b *builder) filter(f *v1beta1.Filter) *liveconfig.Filter {
 	if f == nil {
 		return nil
 	}
@@ -552,25 +589,26 @@ func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
 		case "identify", "track", "page", "screen", "group", "alias", "delete":
 			c.Types = append(c.Types, string(t))
 		default:
-			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.types", "%q is unknown; use identify, track, page, screen, group, alias or delete", t)
+			c.Invalid = true
+			b.add(v1beta1.ReasonInvalidFilter, "spec.filter.types", "%q is unknown; use identify, track, page, screen, group, alias or delete", t)
 		}
 	}
 	if len(f.Types) == 0 && len(f.Events) == 0 && f.Expression == "" {
-		b.add(v1alpha1.ReasonInvalidFilter, "spec.filter", "set at least one of types, events and expression, or leave filter out")
+		b.add(v1beta1.ReasonInvalidFilter, "spec.filter", "set at least one of types, events and expression, or leave filter out")
 	}
 	if f.Expression != "" {
 		if p, err := expression.Compile(f.Expression); err == nil {
 			b.expression = p.Size()
 		} else {
-			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
+			b.add(v1beta1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
 			// A dispatcher would reject the whole config because of an invalid expression.
-			c.Expression = ""
+			c.Expression, c.Invalid = "", true
 		}
 	}
 	return c
 }
 
-func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
+func (b *builder) deadLetters(d v1beta1.DeadLetters) liveconfig.DeadLetters {
 	const week, year = 168 * time.Hour, 8760 * time.Hour
 	c := liveconfig.DeadLetters{
 		RetentionMS: b.milliseconds("spec.deadLetters.retention", d.Retention, week, 0, year),
@@ -578,7 +616,7 @@ func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
 	}
 	if d.MaxBytes != nil {
 		if d.MaxBytes.Sign() < 0 || d.MaxBytes.CmpInt64(1<<40) > 0 {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.deadLetters.maxBytes", "must be between 0 and 1Ti")
+			b.add(v1beta1.ReasonInvalidSpec, "spec.deadLetters.maxBytes", "must be between 0 and 1Ti")
 		} else {
 			c.MaxBytes = d.MaxBytes.Value()
 		}
@@ -589,24 +627,24 @@ func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
 // forwardTo returns the name of the destination that gets the dead letters, also if it cannot take
 // them yet: the dead letters then wait. A target does not forward itself, so that there is no cycle
 // and every dead letter is forwarded at most once.
-func (b *builder) forwardTo(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination) string {
+func (b *builder) forwardTo(o *v1beta1.WebhookDestination, all []*v1beta1.WebhookDestination) string {
 	const field = "spec.deadLetters.forwardTo.destinationRef.name"
 	if o.Spec.DeadLetters.ForwardTo == nil {
 		return ""
 	}
 	name := o.Spec.DeadLetters.ForwardTo.DestinationRef.Name
-	i := slices.IndexFunc(all, func(d *v1alpha1.WebhookDestination) bool { return d.Name == name })
+	i := slices.IndexFunc(all, func(d *v1beta1.WebhookDestination) bool { return d.Name == name })
 	switch {
 	case name == "":
-		b.add(v1alpha1.ReasonInvalidSpec, field, "must be set")
+		b.add(v1beta1.ReasonInvalidSpec, field, "must be set")
 	case name == o.Name:
-		b.add(v1alpha1.ReasonInvalidSpec, field, "must not name this destination; name another one")
+		b.add(v1beta1.ReasonInvalidSpec, field, "must not name this destination; name another one")
 	case i < 0:
-		b.add(v1alpha1.ReasonDestinationNotFound, field, "WebhookDestination %q does not exist in this namespace; create it or change the reference (dead letters wait for it)", name)
+		b.add(v1beta1.ReasonDestinationNotFound, field, "WebhookDestination %q does not exist in this namespace; create it or change the reference (dead letters wait for it)", name)
 	case all[i].Spec.DeadLetters.ForwardTo != nil:
-		b.add(v1alpha1.ReasonInvalidForwardTarget, field, "WebhookDestination %q forwards its own dead letters; dead letters are forwarded once, so name a destination without deadLetters.forwardTo (dead letters wait for it)", name)
-	case !slices.Contains(all[i].Spec.SourceRefs, v1alpha1.ObjectReference{Name: liveconfig.SourceDeadLetters}):
-		b.add(v1alpha1.ReasonInvalidForwardTarget, field, "WebhookDestination %q does not get forwarded dead letters; add the Source %s to its sourceRefs (dead letters wait for it)", name, liveconfig.SourceDeadLetters)
+		b.add(v1beta1.ReasonInvalidForwardTarget, field, "WebhookDestination %q forwards its own dead letters; dead letters are forwarded once, so name a destination without deadLetters.forwardTo (dead letters wait for it)", name)
+	case !slices.Contains(all[i].Spec.SourceRefs, v1beta1.SourceReference{Name: liveconfig.SourceDeadLetters}):
+		b.add(v1beta1.ReasonInvalidForwardTarget, field, "WebhookDestination %q does not get forwarded dead letters; add the Source %s to its sourceRefs (dead letters wait for it)", name, liveconfig.SourceDeadLetters)
 	}
 	return name
 }

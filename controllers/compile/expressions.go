@@ -12,7 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
@@ -63,7 +63,7 @@ func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 			before[x.name] = x
 		}
 		delete(e.byNamespace, namespace)
-		for _, o := range objectsOf[*v1alpha1.WebhookDestination](Snapshot{Objects: objects}) {
+		for _, o := range objectsOf[*v1beta1.WebhookDestination](Snapshot{Objects: objects}) {
 			if o.Spec.Filter == nil || o.Spec.Filter.Expression == "" {
 				continue
 			}
@@ -136,8 +136,8 @@ func (e *Expressions) decide() {
 }
 
 // isAccepted reports whether an object was accepted in its present generation.
-func isAccepted(o *v1alpha1.WebhookDestination) bool {
-	c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted)
+func isAccepted(o *v1beta1.WebhookDestination) bool {
+	c := meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionAccepted)
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.Generation && o.Generation > 0
 }
 
@@ -149,13 +149,13 @@ func (r *destinationMemo) refuseExpression(whose string) {
 	}
 	message := fmt.Sprintf("spec.filter.expression: it has %d nodes, and its patterns %d instructions; with them, the expressions %s would be above %d nodes or %d instructions; remove or shorten expressions, or filter by types and events",
 		r.size.Nodes, r.size.Instructions, whose, limit.Nodes, limit.Instructions)
-	r.verdict = r.verdict.refuseFor(v1alpha1.ReasonExpressionBudget, message)
+	r.verdict = r.verdict.refuseFor(v1beta1.ReasonExpressionBudget, message)
 	filter := *r.entry.Filter
-	filter.Expression = ""
+	filter.Expression, filter.Invalid = "", true
 	r.entry.Filter = &filter
 	if r.entry.State == liveconfig.Active {
-		r.entry.State, r.entry.PausedReason = liveconfig.Paused, v1alpha1.ReasonExpressionBudget
+		r.entry.State, r.entry.PausedReason = liveconfig.Paused, v1beta1.ReasonExpressionBudget
 	}
-	r.entry.Revision = revision([]string{r.entry.Revision, v1alpha1.ReasonExpressionBudget}, nil, nil)
+	r.entry.Revision = revision([]string{r.entry.Revision, v1beta1.ReasonExpressionBudget}, nil, nil)
 	r.verdict.Revision = r.entry.Revision
 }

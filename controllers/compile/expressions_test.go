@@ -8,7 +8,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
@@ -17,22 +17,22 @@ import (
 var thousand = strings.TrimSuffix(strings.Repeat("call.a.matches('a{200}') || ", 5), " || ")
 
 // filtered returns a destination that was created at a minute.
-func filtered(name, filter string, minute int) *v1alpha1.WebhookDestination {
-	d := &v1alpha1.WebhookDestination{}
+func filtered(name, filter string, minute int) *v1beta1.WebhookDestination {
+	d := &v1beta1.WebhookDestination{}
 	d.Name, d.Generation, d.CreationTimestamp = name, 1, metav1.NewTime(time.Unix(int64(minute)*60, 0))
 	d.Spec.SourceSelector = &metav1.LabelSelector{}
-	d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "e", URL: "https://a.example/"}}
-	d.Spec.Filter = &v1alpha1.Filter{Expression: filter}
+	d.Spec.Endpoints = []v1beta1.Endpoint{{Name: "e", URL: "https://a.example/"}}
+	d.Spec.Filter = &v1beta1.Filter{Expression: filter}
 	return d
 }
 
-func accepted(d *v1alpha1.WebhookDestination, generation int64) {
-	d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted,
+func accepted(d *v1beta1.WebhookDestination, generation int64) {
+	d.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1beta1.ReasonAccepted,
 		ObservedGeneration: generation}}
 }
 
 // inNamespaces returns destinations as the argument of Set, for each namespace.
-func inNamespaces(destinations map[string][]*v1alpha1.WebhookDestination) map[string][]Object {
+func inNamespaces(destinations map[string][]*v1beta1.WebhookDestination) map[string][]Object {
 	all := map[string][]Object{}
 	for namespace, list := range destinations {
 		all[namespace] = nil
@@ -44,9 +44,9 @@ func inNamespaces(destinations map[string][]*v1alpha1.WebhookDestination) map[st
 }
 
 // refused compiles a namespace with destinations, beside others, and returns the names of the ones above a budget.
-func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, objects ...*v1alpha1.WebhookDestination) (names string) {
+func refused(t *testing.T, others map[string][]*v1beta1.WebhookDestination, objects ...*v1beta1.WebhookDestination) (names string) {
 	t.Helper()
-	source := &v1alpha1.Source{}
+	source := &v1beta1.Source{}
 	source.Name = "web"
 	s := Snapshot{Namespace: "shop", Objects: []Object{source}}
 	for _, o := range objects {
@@ -60,14 +60,14 @@ func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, obj
 	config, verdicts := Table{Sources, Destinations}.Compile(s)
 	for _, d := range config.Destinations {
 		v := verdicts[sectionDestinations][d.Name]
-		if v.Reason != v1alpha1.ReasonExpressionBudget {
+		if v.Reason != v1beta1.ReasonExpressionBudget {
 			if d.Filter.Expression == "" || !v.Accepted {
 				t.Errorf("%s: got the filter %+v and the verdict %+v; want it accepted with its expression", d.Name, d.Filter, v)
 			}
 			continue
 		}
 		names += d.Name
-		if v.Accepted || d.State != liveconfig.Paused || d.PausedReason != v1alpha1.ReasonExpressionBudget || d.Filter.Expression != "" ||
+		if v.Accepted || d.State != liveconfig.Paused || d.PausedReason != v1beta1.ReasonExpressionBudget || d.Filter.Expression != "" ||
 			v.Revision != d.Revision {
 			t.Errorf("%s is refused: got %+v, verdict %+v; want it paused, without the expression", d.Name, d, v)
 		}
@@ -77,7 +77,7 @@ func refused(t *testing.T, others map[string][]*v1alpha1.WebhookDestination, obj
 
 // The youngest expressions above a budget are refused; accepted objects remain accepted.
 func TestExpressionsAboveTheBudgetAreRefused(t *testing.T) {
-	var many []*v1alpha1.WebhookDestination
+	var many []*v1beta1.WebhookDestination
 	for i := range 100 {
 		many = append(many, filtered(fmt.Sprintf("d%02d", i), thousand, i))
 	}
@@ -104,11 +104,11 @@ func TestExpressionsAboveTheBudgetAreRefused(t *testing.T) {
 	AllExpressions.Instructions = 2_500
 	other := filtered("x", thousand, 2000)
 	accepted(other, 1)
-	if got := refused(t, map[string][]*v1alpha1.WebhookDestination{"z": {other}}, many[0], younger); got != "a" {
+	if got := refused(t, map[string][]*v1beta1.WebhookDestination{"z": {other}}, many[0], younger); got != "a" {
 		t.Errorf("the budget of all namespaces: refused %q; want what was not accepted", got)
 	}
 	AllExpressions = expression.Size{Instructions: all.Instructions, Nodes: 25}
-	if got := refused(t, map[string][]*v1alpha1.WebhookDestination{"z": {other}}, younger); got != "a" {
+	if got := refused(t, map[string][]*v1beta1.WebhookDestination{"z": {other}}, younger); got != "a" {
 		t.Errorf("the nodes of all namespaces: refused %q; want the destination", got)
 	}
 }
@@ -119,10 +119,10 @@ func TestTheBudgetOfAllNamespaces(t *testing.T) {
 	all := AllExpressions
 	t.Cleanup(func() { AllExpressions = all })
 	AllExpressions.Instructions = 2_000
-	list := func(d ...*v1alpha1.WebhookDestination) []*v1alpha1.WebhookDestination { return d }
+	list := func(d ...*v1beta1.WebhookDestination) []*v1beta1.WebhookDestination { return d }
 	kept, older, newer := filtered("kept", thousand, 9), filtered("older", thousand, 1), filtered("newer", thousand, 2)
 	accepted(kept, 1)
-	of := map[string][]*v1alpha1.WebhookDestination{"a": list(newer), "b": list(older), "c": list(kept),
+	of := map[string][]*v1beta1.WebhookDestination{"a": list(newer), "b": list(older), "c": list(kept),
 		"d": list(filtered("broken", "call.a ==", 0))}
 	var e Expressions
 	over := func(step, want string, again ...string) {
@@ -146,14 +146,14 @@ func TestTheBudgetOfAllNamespaces(t *testing.T) {
 	e.Set(inNamespaces(of))
 	over("the start", "newer")
 	ancient := filtered("ancient", thousand, 0)
-	over("an older object that is new", "newer ancient", e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"e": list(ancient)}))...)
-	over("without a change", "newer ancient", e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"b": list(older)}))...)
-	if again := e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"c": nil})); strings.Join(again, " ") != "e" {
+	over("an older object that is new", "newer ancient", e.Set(inNamespaces(map[string][]*v1beta1.WebhookDestination{"e": list(ancient)}))...)
+	over("without a change", "newer ancient", e.Set(inNamespaces(map[string][]*v1beta1.WebhookDestination{"b": list(older)}))...)
+	if again := e.Set(inNamespaces(map[string][]*v1beta1.WebhookDestination{"c": nil})); strings.Join(again, " ") != "e" {
 		t.Errorf("after a deletion: compiled again %v; want the namespace of the oldest one", again)
 	}
 	over("after a deletion", "newer")
 	ancient.Generation = 2
-	if again := e.Set(inNamespaces(map[string][]*v1alpha1.WebhookDestination{"e": list(ancient), "b": nil})); strings.Join(again, " ") != "a" {
+	if again := e.Set(inNamespaces(map[string][]*v1beta1.WebhookDestination{"e": list(ancient), "b": nil})); strings.Join(again, " ") != "a" {
 		t.Errorf("after an edit and a deletion: compiled again %v; want the namespace of the one that fits now", again)
 	}
 	over("after an edit and a deletion", "")

@@ -14,7 +14,7 @@ import (
 
 // Each list of reserved headers in the CRD has the names that the live config excludes.
 func TestReservedHeadersOfTheCRD(t *testing.T) {
-	text, err := crd.Files.ReadFile("posthorn.dev_webhookdestinations.yaml")
+	text, err := crd.Files.ReadFile("experimental/posthorn.dev_webhookdestinations.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -9,16 +9,16 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // RedeliveryID returns the ID of a Redelivery's run; see jobID.
-func RedeliveryID(namespace string, o *v1alpha1.Redelivery) string {
+func RedeliveryID(namespace string, o *v1beta1.Redelivery) string {
 	spec := o.Spec.DeepCopy()
-	if spec.Rate == 0 {
-		spec.Rate = v1alpha1.DefaultRedeliveryRate
+	if spec.DeadLettersPerSecond == 0 {
+		spec.DeadLettersPerSecond = v1beta1.DefaultRedeliveryRate
 	}
-	if s := spec.Selector; s != nil {
+	if s := spec.Match; s != nil {
 		slices.Sort(s.Reasons)
 		slices.Sort(s.StatusCodes)
 		slices.Sort(s.Types)
@@ -29,9 +29,9 @@ func RedeliveryID(namespace string, o *v1alpha1.Redelivery) string {
 }
 
 // DeletionRequestID returns the ID of a DeletionRequest's run; see jobID.
-func DeletionRequestID(namespace string, o *v1alpha1.DeletionRequest) string {
+func DeletionRequestID(namespace string, o *v1beta1.DeletionRequest) string {
 	spec := o.Spec.DeepCopy()
-	slices.SortFunc(spec.SourceRefs, func(a, b v1alpha1.ObjectReference) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(spec.SourceRefs, func(a, b v1beta1.SourceReference) int { return cmp.Compare(a.Name, b.Name) })
 	spec.TTLSecondsAfterFinished = nil
 	return jobID("DeletionRequest", namespace, o.Name, spec)
 }

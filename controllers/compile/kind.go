@@ -55,7 +55,7 @@ type Definition[O Object, E any] struct {
 	// kind, sorted by name; c and v have the kinds before this one. The function returns
 	// false for an object that is not in the config.
 	Compiler func(s Snapshot, c liveconfig.Config, v Verdicts, objects []O) func(O) (E, bool, Verdict)
-	// SecretRefs returns the names of the Secrets that an object refers to; nil for kinds
+	// SecretRefs returns the names of the Secrets, and the ConfigMapNames, that an object refers to; nil for kinds
 	// without such references.
 	SecretRefs func(O) []string
 	// Weight estimates the number of bytes that the eviction of an entry saves; nil for
@@ -153,7 +153,7 @@ func (t Table) Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	return config, verdicts
 }
 
-// SecretRefs returns the names of the Secrets that objects refer to, sorted and unique.
+// SecretRefs returns the names of the Secrets, and the ConfigMapNames, that objects refer to, sorted and unique.
 func (t Table) SecretRefs(objects ...Object) []string {
 	var names []string
 	for _, o := range objects {

@@ -7,7 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
@@ -40,12 +40,12 @@ type targetVersion struct {
 }
 
 // targetOf returns the version of a destination's forward target. all are sorted by name.
-func targetOf(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination) targetVersion {
+func targetOf(o *v1beta1.WebhookDestination, all []*v1beta1.WebhookDestination) targetVersion {
 	if o.Spec.DeadLetters.ForwardTo == nil {
 		return targetVersion{}
 	}
 	i, ok := slices.BinarySearchFunc(all, o.Spec.DeadLetters.ForwardTo.DestinationRef.Name,
-		func(d *v1alpha1.WebhookDestination, name string) int {
+		func(d *v1beta1.WebhookDestination, name string) int {
 			return strings.Compare(d.Name, name)
 		})
 	if !ok {
@@ -55,7 +55,7 @@ func targetOf(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination
 }
 
 // begin starts a compilation. Its results replace the last ones.
-func (m *Memo) begin(sources []*v1alpha1.Source) {
+func (m *Memo) begin(sources []*v1beta1.Source) {
 	var list strings.Builder
 	for _, s := range sources {
 		list.WriteString(s.Name + "\n" + labels.Set(s.Labels).String() + "\n")
@@ -68,8 +68,8 @@ func (m *Memo) begin(sources []*v1alpha1.Source) {
 
 // destination returns the result for a destination, which it compiles if an input has changed.
 // The API server raises the generation with every change of the spec.
-func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source,
-	all []*v1alpha1.WebhookDestination) destinationMemo {
+func (m *Memo) destination(s Snapshot, o *v1beta1.WebhookDestination, sources []*v1beta1.Source,
+	all []*v1beta1.WebhookDestination) destinationMemo {
 	if m == nil || o.UID == "" || o.Generation == 0 {
 		return s.destination(o, sources, all)
 	}

@@ -6,7 +6,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -16,8 +16,8 @@ func TestMemo(t *testing.T) {
 	s, table := largeNamespace(n), Table{Sources, Destinations, Audiences, Deletions, Redeliveries}
 	compiled := 0
 	s.CheckHost = func(string) error { compiled++; return nil }
-	edit := func(i int, change func(*v1alpha1.WebhookDestination)) {
-		d := s.Objects[1+i].DeepCopyObject().(*v1alpha1.WebhookDestination)
+	edit := func(i int, change func(*v1beta1.WebhookDestination)) {
+		d := s.Objects[1+i].DeepCopyObject().(*v1beta1.WebhookDestination)
 		change(d)
 		s.Objects[1+i] = d
 	}
@@ -30,34 +30,34 @@ func TestMemo(t *testing.T) {
 		{"first", func() {}, n},
 		{"nothing", func() {}, 0},
 		{"an edit", func() {
-			edit(3, func(d *v1alpha1.WebhookDestination) { d.Generation, d.Spec.Endpoints[0].URL = 2, "https://b.example" })
+			edit(3, func(d *v1beta1.WebhookDestination) { d.Generation, d.Spec.Endpoints[0].URL = 2, "https://b.example" })
 		}, 1},
-		{"a status", func() { edit(3, func(d *v1alpha1.WebhookDestination) { d.ResourceVersion = "9" }) }, 0},
-		{"another object with the name", func() { edit(3, func(d *v1alpha1.WebhookDestination) { d.UID = "other" }) }, 1},
+		{"a status", func() { edit(3, func(d *v1beta1.WebhookDestination) { d.ResourceVersion = "9" }) }, 0},
+		{"another object with the name", func() { edit(3, func(d *v1beta1.WebhookDestination) { d.UID = "other" }) }, 1},
 		{"a Secret", func() {
 			s.Secrets["destination-00004"] = Secret{Version: "2", Data: map[string][]byte{"key": []byte("new")}}
 		}, 1},
 		{"a deleted Secret", func() { delete(s.Secrets, "destination-00005") }, 1},
 		{"a restored Secret", func() { s.Secrets["destination-00005"] = s.Secrets["destination-00004"] }, 1},
 		{"a forward target that does not exist", func() {
-			edit(6, func(d *v1alpha1.WebhookDestination) {
+			edit(6, func(d *v1beta1.WebhookDestination) {
 				d.Generation, d.Spec.DeadLetters.ForwardTo = 2,
-					&v1alpha1.ForwardTo{DestinationRef: v1alpha1.ObjectReference{Name: "destination-00007x"}}
+					&v1beta1.ForwardTo{DestinationRef: v1beta1.ObjectReference{Name: "destination-00007x"}}
 			})
 		}, 1},
 		{"its creation", func() {
-			edit(7, func(d *v1alpha1.WebhookDestination) { d.Name, d.UID = "destination-00007x", "target" })
+			edit(7, func(d *v1beta1.WebhookDestination) { d.Name, d.UID = "destination-00007x", "target" })
 		}, 2},
 		{"its acceptance", func() {
-			edit(7, func(d *v1alpha1.WebhookDestination) {
-				d.Generation, d.Spec.SourceRefs = 2, append(d.Spec.SourceRefs, v1alpha1.ObjectReference{Name: liveconfig.SourceDeadLetters})
+			edit(7, func(d *v1beta1.WebhookDestination) {
+				d.Generation, d.Spec.SourceRefs = 2, append(d.Spec.SourceRefs, v1beta1.SourceReference{Name: liveconfig.SourceDeadLetters})
 			})
 		}, 2},
 		{"its deletion", func() {
-			edit(7, func(d *v1alpha1.WebhookDestination) { d.Name, d.UID = "destination-00007", "another" })
+			edit(7, func(d *v1beta1.WebhookDestination) { d.Name, d.UID = "destination-00007", "another" })
 		}, 2},
 		{"a label of a Source", func() {
-			source := s.Objects[0].DeepCopyObject().(*v1alpha1.Source)
+			source := s.Objects[0].DeepCopyObject().(*v1beta1.Source)
 			source.Labels = map[string]string{"team": "shop"}
 			s.Objects[0] = source
 		}, n},

@@ -1,6 +1,6 @@
 package compile
 
-import "github.com/posthorn/posthorn/api/v1alpha1"
+import "github.com/posthorn/posthorn/api/v1beta1"
 
 // table is the table of package kinds, which imports this package.
 var table = Table{Destinations, Sources, Audiences, Deletions, Redeliveries}
@@ -17,8 +17,8 @@ func pointers[T any, O interface {
 }
 
 // sourcesOf and destinationsOf return a snapshot's objects of a kind, sorted by name.
-func sourcesOf(s *Snapshot) []*v1alpha1.Source { return objectsOf[*v1alpha1.Source](*s) }
+func sourcesOf(s *Snapshot) []*v1beta1.Source { return objectsOf[*v1beta1.Source](*s) }
 
-func destinationsOf(s *Snapshot) []*v1alpha1.WebhookDestination {
-	return objectsOf[*v1alpha1.WebhookDestination](*s)
+func destinationsOf(s *Snapshot) []*v1beta1.WebhookDestination {
+	return objectsOf[*v1beta1.WebhookDestination](*s)
 }

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // maxMessageBytes bounds a condition's message; the API allows 32,768.
@@ -14,29 +14,32 @@ const maxMessageBytes = 2048
 
 // reasonOrder determines the reason of a condition with several problems: the first one.
 var reasonOrder = []string{
-	v1alpha1.ReasonInvalidSpec,
-	v1alpha1.ReasonInvalidURL,
-	v1alpha1.ReasonEgressDenied,
-	v1alpha1.ReasonCeilingExceeded,
-	v1alpha1.ReasonInvalidFilter,
-	v1alpha1.ReasonWriteKeyConflict,
-	v1alpha1.ReasonWriteKeyReserved,
-	v1alpha1.ReasonKeyConflict,
+	v1beta1.ReasonInvalidSpec,
+	v1beta1.ReasonInvalidURL,
+	v1beta1.ReasonEgressDenied,
+	v1beta1.ReasonCeilingExceeded,
+	v1beta1.ReasonInvalidFilter,
+	v1beta1.ReasonWriteKeyConflict,
+	v1beta1.ReasonWriteKeyReserved,
+	v1beta1.ReasonKeyConflict,
 	// The following ones are reasons of ResolvedRefs. Only those that start with Invalid require a person.
-	v1alpha1.ReasonInvalidSecret,
-	v1alpha1.ReasonSecretNotFound,
-	v1alpha1.ReasonSecretKeyMissing,
-	// The last ones, because a destination with them is active (v1alpha1.ReasonsWithDelivery).
-	v1alpha1.ReasonInvalidForwardTarget,
-	v1alpha1.ReasonDestinationNotFound,
-	v1alpha1.ReasonNoSource,
+	v1beta1.ReasonInvalidSecret,
+	v1beta1.ReasonInvalidConfigMap,
+	v1beta1.ReasonSecretNotFound,
+	v1beta1.ReasonConfigMapNotFound,
+	v1beta1.ReasonSecretKeyMissing,
+	v1beta1.ReasonConfigMapKeyMissing,
+	// The last ones, because a destination with them is active (v1beta1.ReasonsWithDelivery).
+	v1beta1.ReasonInvalidForwardTarget,
+	v1beta1.ReasonDestinationNotFound,
+	v1beta1.ReasonNoSource,
 }
 
 // order returns the position of a reason in reasonOrder.
 func order(reason string) int { return slices.Index(reasonOrder, reason) }
 
 // ofReference reports whether a reason belongs to ResolvedRefs; the others belong to Accepted.
-func ofReference(reason string) bool { return order(reason) >= order(v1alpha1.ReasonInvalidSecret) }
+func ofReference(reason string) bool { return order(reason) >= order(v1beta1.ReasonInvalidSecret) }
 
 type problem struct{ reason, text string }
 

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -19,15 +19,15 @@ const (
 )
 
 // Redeliveries are the kind Redelivery.
-var Redeliveries = NewKind(Definition[*v1alpha1.Redelivery, liveconfig.Redelivery]{
+var Redeliveries = NewKind(Definition[*v1beta1.Redelivery, liveconfig.Redelivery]{
 	Section: "redeliveries",
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Redelivery { return &c.Redeliveries },
 	ID:      func(e liveconfig.Redelivery) (string, string) { return e.Name, e.Revision },
 	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts,
-		objects []*v1alpha1.Redelivery) func(*v1alpha1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
-		destinations := objectsOf[*v1alpha1.WebhookDestination](s)
+		objects []*v1beta1.Redelivery) func(*v1beta1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
+		destinations := objectsOf[*v1beta1.WebhookDestination](s)
 		waits := waitingRedeliveries(objects, destinations)
-		return func(o *v1alpha1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
+		return func(o *v1beta1.Redelivery) (liveconfig.Redelivery, bool, Verdict) {
 			entry, verdict := s.redelivery(o, destinations)
 			verdict.Waits = waits[o.Name]
 			return entry, verdict.OK() && verdict.Waits == "" && entry.Phase != "", verdict
@@ -38,13 +38,13 @@ var Redeliveries = NewKind(Definition[*v1alpha1.Redelivery, liveconfig.Redeliver
 
 // redelivery compiles one Redelivery. After the start of the run, a missing destination has
 // no effect.
-func (s Snapshot) redelivery(o *v1alpha1.Redelivery, destinations []*v1alpha1.WebhookDestination) (liveconfig.Redelivery, Verdict) {
+func (s Snapshot) redelivery(o *v1beta1.Redelivery, destinations []*v1beta1.WebhookDestination) (liveconfig.Redelivery, Verdict) {
 	r := newResolver(nil)
 	name := o.Spec.DestinationRef.Name
 	if name == "" {
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.destinationRef.name", "must be set")
+		r.add(v1beta1.ReasonInvalidSpec, "spec.destinationRef.name", "must be set")
 	} else if o.Status.StartTime == nil && !contains(destinations, name) {
-		r.add(v1alpha1.ReasonDestinationNotFound, "spec.destinationRef.name", "WebhookDestination %q does not exist in this namespace; create it", name)
+		r.add(v1beta1.ReasonDestinationNotFound, "spec.destinationRef.name", "WebhookDestination %q does not exist in this namespace; create it", name)
 	}
 	c := liveconfig.Redelivery{
 		Name: o.Name, ID: RedeliveryID(s.Namespace, o), UID: string(o.UID), Destination: name, Phase: RedeliveryPhase(o),
@@ -57,23 +57,26 @@ func (s Snapshot) redelivery(o *v1alpha1.Redelivery, destinations []*v1alpha1.We
 		// Dead letters that failed after the start may have been redelivered by this run.
 		c.Until = o.Status.StartTime.UTC()
 	}
-	if selector := o.Spec.Selector; selector != nil {
-		c.Reasons, c.Events = slices.Sorted(slices.Values(selector.Reasons)), slices.Sorted(slices.Values(selector.Events))
-		for _, code := range slices.Sorted(slices.Values(selector.StatusCodes)) {
+	if match := o.Spec.Match; match != nil {
+		c.Reasons, c.Events = slices.Sorted(slices.Values(match.Reasons)), slices.Sorted(slices.Values(match.Events))
+		if match.NoResponse {
+			c.StatusCodes = append(c.StatusCodes, 0)
+		}
+		for _, code := range slices.Sorted(slices.Values(match.StatusCodes)) {
 			c.StatusCodes = append(c.StatusCodes, int(code))
 		}
-		for _, t := range selector.Types {
+		for _, t := range match.Types {
 			c.Types = append(c.Types, string(t))
 		}
 		slices.Sort(c.Types)
-		if selector.Since != nil {
-			c.Since = selector.Since.UTC()
+		if match.Since != nil {
+			c.Since = match.Since.UTC()
 		}
-		if selector.Until != nil && selector.Until.Time.Before(c.Until) {
-			c.Until = selector.Until.UTC()
+		if match.Until != nil && match.Until.Time.Before(c.Until) {
+			c.Until = match.Until.UTC()
 		}
 	}
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the destination exists"}
+	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Message: "the destination exists"}
 	if len(r.problems) > 0 {
 		v.State = liveconfig.Paused
 		r.apply(&v, "")
@@ -86,10 +89,10 @@ func (s Snapshot) redelivery(o *v1alpha1.Redelivery, destinations []*v1alpha1.We
 
 // RedeliveryPhase returns the phase of a run, which the object's status determines; "" if
 // the run has ended or the object is being deleted.
-func RedeliveryPhase(o *v1alpha1.Redelivery) liveconfig.RedeliveryPhase {
+func RedeliveryPhase(o *v1beta1.Redelivery) liveconfig.RedeliveryPhase {
 	s := o.Status
 	switch {
-	case v1alpha1.JobEnded(s.JobStatus) || o.DeletionTimestamp != nil:
+	case v1beta1.JobEnded(s.JobStatus) || o.DeletionTimestamp != nil:
 		return ""
 	case s.StartTime == nil:
 		return liveconfig.RedeliveryBegin
@@ -102,14 +105,14 @@ func RedeliveryPhase(o *v1alpha1.Redelivery) liveconfig.RedeliveryPhase {
 // waitingRedeliveries returns the Redeliveries that do not start because of the limits of
 // the namespace, with the reason. Runs that have started continue; of the others, the
 // oldest start first. Only one whose destination exists can start.
-func waitingRedeliveries(redeliveries []*v1alpha1.Redelivery, destinations []*v1alpha1.WebhookDestination) map[string]string {
+func waitingRedeliveries(redeliveries []*v1beta1.Redelivery, destinations []*v1beta1.WebhookDestination) map[string]string {
 	byDestination := map[string]string{}
 	perSecond := int32(0)
-	start := func(o *v1alpha1.Redelivery) {
+	start := func(o *v1beta1.Redelivery) {
 		byDestination[o.Spec.DestinationRef.Name] = o.Name
 		perSecond += rateOf(o)
 	}
-	var candidates []*v1alpha1.Redelivery
+	var candidates []*v1beta1.Redelivery
 	for _, o := range redeliveries {
 		switch {
 		case RedeliveryPhase(o) == "":
@@ -128,7 +131,7 @@ func waitingRedeliveries(redeliveries []*v1alpha1.Redelivery, destinations []*v1
 		case len(byDestination) >= maxRedeliveries:
 			waiting[o.Name] = fmt.Sprintf("%d other Redeliveries of this namespace run", len(byDestination))
 		case len(byDestination) > 0 && perSecond+rateOf(o) > maxRedeliveryRate:
-			waiting[o.Name] = fmt.Sprintf("with the Redeliveries of this namespace that run, spec.rate would exceed %d dead letters a second", maxRedeliveryRate)
+			waiting[o.Name] = fmt.Sprintf("with the Redeliveries of this namespace that run, spec.deadLettersPerSecond would exceed %d dead letters a second", maxRedeliveryRate)
 		default:
 			start(o)
 		}
@@ -136,6 +139,6 @@ func waitingRedeliveries(redeliveries []*v1alpha1.Redelivery, destinations []*v1
 	return waiting
 }
 
-func rateOf(o *v1alpha1.Redelivery) int32 {
-	return max(1, cmp.Or(o.Spec.Rate, v1alpha1.DefaultRedeliveryRate))
+func rateOf(o *v1beta1.Redelivery) int32 {
+	return max(1, cmp.Or(o.Spec.DeadLettersPerSecond, v1beta1.DefaultRedeliveryRate))
 }

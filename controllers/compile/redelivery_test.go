@@ -10,18 +10,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 var redeliveryStart = metav1.NewTime(time.Unix(1_800_000_000, 0))
 
 // redeliveryOf returns a Redelivery; a larger number is younger.
-func redeliveryOf(number int, destination string, change ...func(*v1alpha1.Redelivery)) v1alpha1.Redelivery {
-	o := v1alpha1.Redelivery{
+func redeliveryOf(number int, destination string, change ...func(*v1beta1.Redelivery)) v1beta1.Redelivery {
+	o := v1beta1.Redelivery{
 		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("r", number), UID: types.UID(fmt.Sprint(number)), Generation: 3,
 			CreationTimestamp: metav1.NewTime(time.Unix(int64(1e9+number), 0))},
-		Spec: v1alpha1.RedeliverySpec{DestinationRef: v1alpha1.ObjectReference{Name: destination}, Rate: 100},
+		Spec: v1beta1.RedeliverySpec{DestinationRef: v1beta1.ObjectReference{Name: destination}, DeadLettersPerSecond: 100},
 	}
 	for _, c := range change {
 		c(&o)
@@ -29,24 +29,24 @@ func redeliveryOf(number int, destination string, change ...func(*v1alpha1.Redel
 	return o
 }
 
-func started(o *v1alpha1.Redelivery) {
+func started(o *v1beta1.Redelivery) {
 	o.Status.StartTime = &redeliveryStart
-	o.Status.Parts = &v1alpha1.RedeliveryParts{Total: 4}
+	o.Status.Parts = &v1beta1.RedeliveryParts{Total: 4}
 }
 
-func ended(o *v1alpha1.Redelivery) {
+func ended(o *v1beta1.Redelivery) {
 	started(o)
-	o.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionComplete, Status: metav1.ConditionTrue}}
+	o.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionComplete, Status: metav1.ConditionTrue}}
 }
 
 // compileRedeliveries compiles Redeliveries in a namespace with these destinations, and
 // checks the invariants of every result.
-func compileRedeliveries(t *testing.T, destinations []string, objects ...v1alpha1.Redelivery) ([]liveconfig.Redelivery,
+func compileRedeliveries(t *testing.T, destinations []string, objects ...v1beta1.Redelivery) ([]liveconfig.Redelivery,
 	map[string]Verdict) {
 	t.Helper()
 	s := Snapshot{Namespace: "shop", Objects: pointers(objects...)}
 	for _, name := range destinations {
-		s.Objects = append(s.Objects, &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name}})
+		s.Objects = append(s.Objects, &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name}})
 	}
 	c, verdicts := table.Compile(s)
 	data, _, err := liveconfig.Encode(c)
@@ -71,15 +71,15 @@ func compileRedeliveries(t *testing.T, destinations []string, objects ...v1alpha
 // Each status has a phase, which selects the entry in the config.
 func TestRedeliveryPhase(t *testing.T) {
 	for name, c := range map[string]struct {
-		status func(*v1alpha1.Redelivery)
+		status func(*v1beta1.Redelivery)
 		want   liveconfig.RedeliveryPhase
 	}{
-		"new":       {func(*v1alpha1.Redelivery) {}, liveconfig.RedeliveryBegin},
+		"new":       {func(*v1beta1.Redelivery) {}, liveconfig.RedeliveryBegin},
 		"started":   {started, liveconfig.RedeliveryRun},
-		"some done": {func(o *v1alpha1.Redelivery) { started(o); o.Status.Parts.Done = 3 }, liveconfig.RedeliveryRun},
-		"all done":  {func(o *v1alpha1.Redelivery) { started(o); o.Status.Parts.Done = 4 }, liveconfig.RedeliveryRecord},
+		"some done": {func(o *v1beta1.Redelivery) { started(o); o.Status.Parts.Done = 3 }, liveconfig.RedeliveryRun},
+		"all done":  {func(o *v1beta1.Redelivery) { started(o); o.Status.Parts.Done = 4 }, liveconfig.RedeliveryRecord},
 		"ended":     {ended, ""},
-		"deleted":   {func(o *v1alpha1.Redelivery) { started(o); o.DeletionTimestamp = &redeliveryStart }, ""},
+		"deleted":   {func(o *v1beta1.Redelivery) { started(o); o.DeletionTimestamp = &redeliveryStart }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, verdicts := compileRedeliveries(t, []string{"crm"}, redeliveryOf(1, "crm", c.status))
@@ -99,9 +99,9 @@ func TestRedeliveryPhase(t *testing.T) {
 
 func TestRedeliveryEntry(t *testing.T) {
 	at := func(s int64) *metav1.Time { m := metav1.NewTime(time.Unix(s, 0)); return &m }
-	o := redeliveryOf(1, "crm", started, func(o *v1alpha1.Redelivery) {
+	o := redeliveryOf(1, "crm", started, func(o *v1beta1.Redelivery) {
 		o.Spec.DryRun = true
-		o.Spec.Selector = &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, StatusCodes: []int32{422, 0}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}}
+		o.Spec.Match = &v1beta1.DeadLetterMatch{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, StatusCodes: []int32{422}, NoResponse: true, Types: []v1beta1.CallType{"track"}, Events: []string{"E"}}
 	})
 	got, _ := compileRedeliveries(t, []string{"crm"}, o)
 	want := liveconfig.Redelivery{
@@ -112,10 +112,10 @@ func TestRedeliveryEntry(t *testing.T) {
 	if diff := cmp.Diff([]liveconfig.Redelivery{want}, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
-	o.Spec.Selector.Until = at(900)
+	o.Spec.Match.Until = at(900)
 	got, _ = compileRedeliveries(t, []string{"crm"}, o)
 	if !got[0].Until.Equal(time.Unix(900, 0)) {
-		t.Errorf("until: got %s, want the selector's until, which is before the start", got[0].Until)
+		t.Errorf("until: got %s, want the match's until, which is before the start", got[0].Until)
 	}
 }
 
@@ -128,8 +128,8 @@ func TestRedeliveryWithoutDestination(t *testing.T) {
 	if diff := cmp.Diff([]string{"r3"}, names); diff != "" {
 		t.Errorf("names in the config; a run that has started continues (-want +got):\n%s", diff)
 	}
-	for name, want := range map[string]string{"r1": v1alpha1.ReasonDestinationNotFound, "r2": v1alpha1.ReasonInvalidSpec,
-		"r3": v1alpha1.ReasonAccepted} {
+	for name, want := range map[string]string{"r1": v1beta1.ReasonDestinationNotFound, "r2": v1beta1.ReasonInvalidSpec,
+		"r3": v1beta1.ReasonAccepted} {
 		v := verdicts[name]
 		if reason, _ := v.Cause(); reason != want {
 			t.Errorf("%s: got reason %s, want %s", name, reason, want)
@@ -139,35 +139,35 @@ func TestRedeliveryWithoutDestination(t *testing.T) {
 
 // Runs that have started continue; of the others the oldest start, within the limits.
 func TestRedeliveryLimits(t *testing.T) {
-	rate := func(n int32) func(*v1alpha1.Redelivery) {
-		return func(o *v1alpha1.Redelivery) { o.Spec.Rate = n }
+	rate := func(n int32) func(*v1beta1.Redelivery) {
+		return func(o *v1beta1.Redelivery) { o.Spec.DeadLettersPerSecond = n }
 	}
 	destinations := []string{"a", "b", "c", "d", "e"}
 	for name, c := range map[string]struct {
-		objects []v1alpha1.Redelivery
+		objects []v1beta1.Redelivery
 		want    []string
 		waits   map[string]string
 	}{
 		"one for each destination": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "a"), redeliveryOf(3, "b")}, []string{"r1", "r3"},
+			[]v1beta1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "a"), redeliveryOf(3, "b")}, []string{"r1", "r3"},
 			map[string]string{"r2": `Redelivery "r1" of the same destination runs`},
 		},
 		"one that has started, before an older one": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "a", started)}, []string{"r2"},
+			[]v1beta1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "a", started)}, []string{"r2"},
 			map[string]string{"r1": `Redelivery "r2" of the same destination runs`},
 		},
-		"after the end": {[]v1alpha1.Redelivery{redeliveryOf(1, "a", ended), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},
+		"after the end": {[]v1beta1.Redelivery{redeliveryOf(1, "a", ended), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},
 		"four at a time": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "b"), redeliveryOf(3, "c"), redeliveryOf(4, "d"), redeliveryOf(5, "e")},
+			[]v1beta1.Redelivery{redeliveryOf(1, "a"), redeliveryOf(2, "b"), redeliveryOf(3, "c"), redeliveryOf(4, "d"), redeliveryOf(5, "e")},
 			[]string{"r1", "r2", "r3", "r4"},
 			map[string]string{"r5": "4 other Redeliveries of this namespace run"},
 		},
 		"the sum of the rates": {
-			[]v1alpha1.Redelivery{redeliveryOf(1, "a", rate(6000)), redeliveryOf(2, "b", rate(6000)), redeliveryOf(3, "c", rate(4000))},
+			[]v1beta1.Redelivery{redeliveryOf(1, "a", rate(6000)), redeliveryOf(2, "b", rate(6000)), redeliveryOf(3, "c", rate(4000))},
 			[]string{"r1", "r3"},
-			map[string]string{"r2": "with the Redeliveries of this namespace that run, spec.rate would exceed 10000 dead letters a second"},
+			map[string]string{"r2": "with the Redeliveries of this namespace that run, spec.deadLettersPerSecond would exceed 10000 dead letters a second"},
 		},
-		"a missing destination": {[]v1alpha1.Redelivery{redeliveryOf(1, "none"), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},
+		"a missing destination": {[]v1beta1.Redelivery{redeliveryOf(1, "none"), redeliveryOf(2, "a")}, []string{"r2"}, map[string]string{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, verdicts := compileRedeliveries(t, destinations, c.objects...)

@@ -8,7 +8,7 @@ import (
 	"sort"
 	"strings"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -187,7 +187,7 @@ func (t Table) fit(m *Memo, all Encoded, limit Limit, headBytes int, last liveco
 // refuse sets Accepted to False. The reason is ConfigTooLarge, unless Accepted was False
 // before for another reason.
 func (v Verdict) refuse(message string) Verdict {
-	return v.refuseFor(v1alpha1.ReasonConfigTooLarge, message)
+	return v.refuseFor(v1beta1.ReasonConfigTooLarge, message)
 }
 
 // refuseFor is refuse with another reason.
@@ -198,7 +198,7 @@ func (v Verdict) refuseFor(reason, message string) Verdict {
 		v.Message = Truncate(v.Message+"; "+message, maxMessageBytes)
 	}
 	v.Accepted = false
-	if v.State != liveconfig.Disabled {
+	if v.State != liveconfig.Suspended {
 		v.State = liveconfig.Paused
 	}
 	return v

@@ -11,7 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -21,11 +21,11 @@ var testLimit = Limit{SecretBytes: liveconfig.MaxEncodedBytes / 16}
 
 // heavy returns a destination with the given number of headers of 256 bytes each,
 // which take 192 bytes when compressed.
-func heavy(name string, headers int, seed uint64) v1alpha1.WebhookDestination {
+func heavy(name string, headers int, seed uint64) v1beta1.WebhookDestination {
 	random := rand.New(rand.NewPCG(seed, seed))
-	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}}
-	d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
-	d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "e", URL: "https://hooks.example/in"}}
+	d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}}
+	d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "web"}}
+	d.Spec.Endpoints = []v1beta1.Endpoint{{Name: "e", URL: "https://hooks.example/in"}}
 	const letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 	for i := range headers {
 		value := make([]byte, maxHeaderValueBytes/16)
@@ -35,17 +35,17 @@ func heavy(name string, headers int, seed uint64) v1alpha1.WebhookDestination {
 		text := string(value)
 		e := &d.Spec.Endpoints[len(d.Spec.Endpoints)-1]
 		if len(e.Headers) == maxHeaders {
-			d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: fmt.Sprint("e", i), URL: "https://hooks.example/in"})
+			d.Spec.Endpoints = append(d.Spec.Endpoints, v1beta1.Endpoint{Name: fmt.Sprint("e", i), URL: "https://hooks.example/in"})
 			e = &d.Spec.Endpoints[len(d.Spec.Endpoints)-1]
 		}
-		e.Headers = append(e.Headers, v1alpha1.Header{Name: fmt.Sprint("X-", i), Value: &text})
+		e.Headers = append(e.Headers, v1beta1.Header{Name: fmt.Sprint("X-", i), Value: &text})
 	}
 	return d
 }
 
-func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
-	web := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
-	web.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: "k"}}}
+func namespaceOf(destinations ...v1beta1.WebhookDestination) Snapshot {
+	web := v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
+	web.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "k"}}}
 	return Snapshot{
 		Namespace: "shop", Objects: append(pointers(destinations...), &web),
 		Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"k": []byte("key")}}},
@@ -159,9 +159,9 @@ func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
 		t.Errorf("a second call pauses another destination: %v", states(e))
 	}
 
-	// A deleted destination and a disabled one take effect.
-	off := false
-	large.Spec.Enabled = &off
+	// A deleted destination and a suspended one take effect.
+	yes := true
+	large.Spec.Suspend = &yes
 	e = encode(t, namespaceOf(large, heavy("new", 125, 3), heavy("newer", 100, 6), small), &e.Config)
 	if got := states(e); strings.HasPrefix(got["large"], "Active") || got["larger"] != "" || got["small"] != active {
 		t.Errorf("%v", got)
@@ -169,10 +169,10 @@ func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
 }
 
 func TestTooManyDeletionRequests(t *testing.T) {
-	requests := func(prefix string, n int) (out []v1alpha1.DeletionRequest) {
+	requests := func(prefix string, n int) (out []v1beta1.DeletionRequest) {
 		random := rand.New(rand.NewPCG(1, 1))
 		for i := range n {
-			d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%05d", prefix, i), Generation: 1}}
+			d := v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%05d", prefix, i), Generation: 1}}
 			d.Spec.UserID = fmt.Sprintf("%016x%016x%016x%016x", random.Uint64(), random.Uint64(), random.Uint64(), random.Uint64())
 			out = append(out, d)
 		}
@@ -198,7 +198,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		switch {
 		case strings.HasPrefix(name, "old") && !in[name]:
 			t.Fatalf("%s is not in the config, so it counts as deleted", name)
-		case in[name] != v.Accepted, !in[name] && (v.Reason != v1alpha1.ReasonConfigTooLarge || v.State != liveconfig.Paused):
+		case in[name] != v.Accepted, !in[name] && (v.Reason != v1beta1.ReasonConfigTooLarge || v.State != liveconfig.Paused):
 			t.Fatalf("%s: in the config %v, verdict %+v", name, in[name], v)
 		case !in[name]:
 			left++
@@ -215,12 +215,12 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		source := *web
 		source.Name = fmt.Sprintf("source-%05d", i)
 		source.CreationTimestamp = metav1.NewTime(time.Unix(int64(i), 0))
-		source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: source.Name}}}
+		source.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: source.Name}}}
 		s.Secrets["web"].Data[source.Name] = []byte(source.Name)
 		s.Objects = append(s.Objects, &source)
 	}
 	e = encode(t, s, nil)
-	if e.Chunks == nil || len(e.Chunks) > 0 || e.Verdicts["sources"]["web"].Reason != v1alpha1.ReasonConfigTooLarge {
+	if e.Chunks == nil || len(e.Chunks) > 0 || e.Verdicts["sources"]["web"].Reason != v1beta1.ReasonConfigTooLarge {
 		t.Errorf("without a last config: %d bytes, %+v", e.Chunks.Len(), e.Verdicts["sources"]["web"])
 	}
 	if _, _, err := liveconfig.Decode(e.Chunks.Bytes()); err == nil {

@@ -10,7 +10,9 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"k8s.io/utils/ptr"
+
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -21,20 +23,20 @@ const (
 )
 
 // Sources are the kind Source.
-var Sources = NewKind(Definition[*v1alpha1.Source, liveconfig.Source]{
+var Sources = NewKind(Definition[*v1beta1.Source, liveconfig.Source]{
 	Section: sectionSources,
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Source { return &c.Sources },
 	ID:      func(e liveconfig.Source) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, c liveconfig.Config, v Verdicts, objects []*v1alpha1.Source) func(*v1alpha1.Source) (liveconfig.Source,
+	Compiler: func(s Snapshot, c liveconfig.Config, v Verdicts, objects []*v1beta1.Source) func(*v1beta1.Source) (liveconfig.Source,
 		bool, Verdict) {
 		owners, receivers := s.writeKeyOwners(objects), receiversOf(c, v)
-		return func(o *v1alpha1.Source) (liveconfig.Source, bool, Verdict) {
+		return func(o *v1beta1.Source) (liveconfig.Source, bool, Verdict) {
 			entry, verdict := s.source(o, owners)
 			verdict.Destinations = receivers[o.Name]
 			return entry, true, verdict
 		}
 	},
-	SecretRefs: func(o *v1alpha1.Source) (names []string) {
+	SecretRefs: func(o *v1beta1.Source) (names []string) {
 		for _, key := range o.Spec.WriteKeys {
 			names = append(names, key.SecretKeyRef.Name)
 		}
@@ -60,14 +62,14 @@ func receiversOf(c liveconfig.Config, v Verdicts) map[string][]string {
 //
 // A Source with one unusable write key is active with the other one: an error in the new
 // key must not reject the calls with the old key.
-func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
+func (s Snapshot) source(o *v1beta1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
 	r := newResolver(s.Secrets)
-	c := liveconfig.Source{Name: o.Name, Enabled: o.Spec.Enabled == nil || *o.Spec.Enabled}
+	c := liveconfig.Source{Name: o.Name, Suspended: ptr.Deref(o.Spec.Suspend, false)}
 	for _, origin := range o.Spec.AllowedOrigins {
 		c.AllowedOrigins = append(c.AllowedOrigins, cmp.Or(liveconfig.CanonicalOrigin(origin), origin))
 	}
 	if liveconfig.BuiltIn(o.Name) {
-		r.add(v1alpha1.ReasonInvalidSpec, "metadata.name", "is the name of a built-in Source; choose another name")
+		r.add(v1beta1.ReasonInvalidSpec, "metadata.name", "is the name of a built-in Source; choose another name")
 	}
 	if limit := o.Spec.RateLimit; limit != nil {
 		c.CallsPerSecond = int(limit.CallsPerSecond)
@@ -76,12 +78,12 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 			c.Burst = int(*limit.Burst)
 		}
 		if c.CallsPerSecond < 1 || c.Burst < c.CallsPerSecond {
-			r.add(v1alpha1.ReasonInvalidSpec, "spec.rateLimit", "callsPerSecond must be at least 1 and burst at least callsPerSecond; raise them or leave them out")
+			r.add(v1beta1.ReasonInvalidSpec, "spec.rateLimit", "callsPerSecond must be at least 1 and burst at least callsPerSecond; raise them or leave them out")
 			c.CallsPerSecond, c.Burst = 0, 0
 		}
 	}
 	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys {
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d", n, maxWriteKeys)
+		r.add(v1beta1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d", n, maxWriteKeys)
 	}
 	invalid := len(r.problems) > 0
 	// refs are the references of the write keys in c, for the revision.
@@ -93,11 +95,11 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		case hash == "":
 		// The messages must not name the other Source: names of other namespaces are confidential.
 		case foreign == KeyReserved:
-			r.add(v1alpha1.ReasonWriteKeyReserved, writeKeyField(i), "this write key belonged to another namespace and is reserved for it, for 7 days after its removal; use another write key, or ask an administrator to release it")
+			r.add(v1beta1.ReasonWriteKeyReserved, writeKeyField(i), "this write key belonged to another namespace and is reserved for it, for 7 days after its removal; use another write key, or ask an administrator to release it")
 		case foreign != "":
-			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "a Source of another namespace has the same write key and keeps it; use another write key")
+			r.add(v1beta1.ReasonWriteKeyConflict, writeKeyField(i), "a Source of another namespace has the same write key and keeps it; use another write key")
 		case owner != o.Name:
-			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
+			r.add(v1beta1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
 		case slices.Contains(c.WriteKeySHA256, hash):
 			r.notes = append(r.notes, writeKeyField(i)+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
 		default:
@@ -109,9 +111,9 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		c.WriteKeySHA256, refs = nil, nil
 	}
 
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
-	if !c.Enabled {
-		v.State, v.Reason, v.Message = liveconfig.Disabled, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403"
+	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
+	if c.Suspended {
+		v.State, v.Reason, v.Message = liveconfig.Suspended, v1beta1.ReasonSuspended, "spec.suspend is true: calls are answered 503, and clients send them again"
 	}
 	switch {
 	case len(c.WriteKeySHA256) == 0:
@@ -134,7 +136,7 @@ func writeKeyField(i int) string { return fmt.Sprintf("spec.writeKeys[%d].secret
 
 // writeKey returns the hex SHA-256 of a write key. For an unusable key it adds a problem
 // and returns "".
-func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
+func writeKey(r *resolver, i int, key v1beta1.WriteKey) string {
 	value, ok := r.text(writeKeyField(i), key.SecretKeyRef)
 	if !ok {
 		return ""
@@ -142,10 +144,10 @@ func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
 	text := strings.TrimSpace(value)
 	switch {
 	case len(text) > maxWriteKeyBytes:
-		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
+		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
 		return ""
 	case !utf8.ValidString(text) || strings.Contains(text, ":") || strings.ContainsFunc(text, unicode.IsControl):
-		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
+		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
 		return ""
 	}
 	sum := sha256.Sum256([]byte(text))
@@ -154,7 +156,7 @@ func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
 
 // writeKeyOwners maps the hash of each write key in the namespace to the name of its
 // owner: the oldest Source that has it, and the first by name among Sources of equal age.
-func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
+func (s Snapshot) writeKeyOwners(sources []*v1beta1.Source) map[string]string {
 	owners := map[string]string{}
 	for _, o := range byAge(sources) {
 		for _, hash := range WriteKeySHA256(o, s.Secrets) {
@@ -167,7 +169,7 @@ func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
 }
 
 // WriteKeySHA256 returns the hashes of a Source's usable write keys.
-func WriteKeySHA256(source *v1alpha1.Source, secrets map[string]Secret) (hashes []string) {
+func WriteKeySHA256(source *v1beta1.Source, secrets map[string]Secret) (hashes []string) {
 	r := newResolver(secrets)
 	for i, key := range source.Spec.WriteKeys {
 		if hash := writeKey(r, i, key); hash != "" {

@@ -7,20 +7,20 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/check"
 )
 
 // A line break at the end of a Secret's value has the same effect wherever a destination or a Source refers to one.
 func TestLineBreakAtTheEndOfASecret(t *testing.T) {
-	ref := v1alpha1.SecretKeyReference{Name: "s", Key: "k"}
+	ref := v1beta1.SecretKeyReference{Name: "s", Key: "k"}
 	uses := map[string]func(b *builder) string{
 		"url": func(b *builder) string {
-			u, _ := b.url("spec", &v1alpha1.Endpoint{URLFrom: &v1alpha1.ValueFromSecret{SecretKeyRef: ref}})
+			u, _ := b.url("spec", &v1beta1.Endpoint{URLFrom: &v1beta1.ValueFromSecret{SecretKeyRef: ref}})
 			return strings.TrimPrefix(u.Reveal(), "https://h.example/")
 		},
 		"header": func(b *builder) string {
-			for _, h := range b.headers("spec", []v1alpha1.Header{{Name: "X-Token", ValueFrom: &v1alpha1.ValueFromSecret{SecretKeyRef: ref}}}) {
+			for _, h := range b.headers("spec", []v1beta1.Header{{Name: "X-Token", ValueFrom: &v1beta1.ValueFromSecret{SecretKeyRef: ref}}}) {
 				return h.Value.Reveal()
 			}
 			return ""
@@ -39,7 +39,7 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 			return password
 		},
 		"oauth2": func(b *builder) string {
-			if c := b.oauth2("spec", &v1alpha1.OAuth2Authentication{TokenURL: "https://t.example", ClientID: "c",
+			if c := b.oauth2("spec", &v1beta1.OAuth2Authentication{TokenURL: "https://t.example", ClientID: "c",
 				ClientSecretKeyRef: ref}); c != nil {
 				return c.ClientSecret.Reveal()
 			}
@@ -47,7 +47,7 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 		},
 		"signing":          func(b *builder) string { return b.sharedSecret("spec", "HMACSHA1", ref).Reveal() },
 		"StandardWebhooks": func(b *builder) string { return b.sharedSecret("spec", "StandardWebhooks", ref).Reveal() },
-		"write key":        func(b *builder) string { return writeKey(b.resolver, 0, v1alpha1.WriteKey{SecretKeyRef: ref}) },
+		"write key":        func(b *builder) string { return writeKey(b.resolver, 0, v1beta1.WriteKey{SecretKeyRef: ref}) },
 	}
 	for name, use := range uses {
 		plain := "canary"
@@ -79,7 +79,7 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 		}
 		for _, broken := range []string{plain + "\nx", "x\r\n" + plain, plain + "\rx\n"} {
 			got, b := run(broken)
-			if got != "" || len(b.problems) == 0 || b.problems[0].reason != v1alpha1.ReasonInvalidSecret || !strings.Contains(b.problems[0].text, "has a line break before its end; store the value in one line") {
+			if got != "" || len(b.problems) == 0 || b.problems[0].reason != v1beta1.ReasonInvalidSecret || !strings.Contains(b.problems[0].text, "has a line break before its end; store the value in one line") {
 				t.Errorf("%s as %q: got %q, problems %v", name, broken, got, b.problems)
 			}
 		}

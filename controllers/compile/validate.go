@@ -14,7 +14,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
@@ -32,12 +32,13 @@ func newResolver(secrets map[string]Secret) *resolver {
 	return &resolver{secrets: secrets, used: map[string]string{}}
 }
 
-// secret returns a Secret, or adds a problem if it does not exist.
+// secret returns a Secret, or a ConfigMap by its ConfigMapName, or adds a problem if it does not exist.
 func (r *resolver) secret(field, name string) (Secret, bool) {
 	s, ok := r.secrets[name]
 	r.used[name] = versionOf(s, ok)
 	if !ok {
-		r.add(v1alpha1.ReasonSecretNotFound, field, "Secret %q does not exist in this namespace; create it or change the reference", name)
+		k, name := valueKindOf(name)
+		r.add(k.notFound, field, "%s %q does not exist in this namespace; create it or change the reference", k.kind, name)
 		return s, false
 	}
 	return s, true
@@ -61,22 +62,15 @@ func versionOf(s Secret, exists bool) string {
 	return "v" + s.Version
 }
 
-// value returns the non-empty value of a Secret's key, or adds a problem.
-func (r *resolver) value(field string, ref v1alpha1.SecretKeyReference) ([]byte, bool) {
-	s, ok := r.secret(field, ref.Name)
-	if !ok {
-		return nil, false
-	}
-	return r.key(field, ref.Name, s, ref.Key)
-}
-
+// key returns the non-empty value of a key, or adds a problem.
 func (r *resolver) key(field, name string, s Secret, key string) ([]byte, bool) {
 	value, ok := s.Data[key]
+	k, name := valueKindOf(name)
 	switch {
 	case !ok:
-		r.add(v1alpha1.ReasonSecretKeyMissing, field, "Secret %q has no key %q; add the key or change the reference", name, key)
+		r.add(k.keyMissing, field, "%s %q has no key %q; add the key or change the reference", k.kind, name, key)
 	case len(bytes.TrimSpace(value)) == 0:
-		r.add(v1alpha1.ReasonSecretKeyMissing, field, "key %q of Secret %q is empty; set it or change the reference", key, name)
+		r.add(k.keyMissing, field, "key %q of %s %q is empty; set it or change the reference", key, k.kind, name)
 		ok = false
 	}
 	return value, ok
@@ -85,7 +79,7 @@ func (r *resolver) key(field, name string, s Secret, key string) ([]byte, bool) 
 // text returns the value of a Secret's key that is a text of one line: without the line breaks at its end, which
 // editors and echo add, and with a note about them. A value that is not UTF-8 is returned unchanged: a shared secret
 // may be any bytes.
-func (r *resolver) text(field string, ref v1alpha1.SecretKeyReference) (string, bool) {
+func (r *resolver) text(field string, ref v1beta1.SecretKeyReference) (string, bool) {
 	s, ok := r.secret(field, ref.Name)
 	if !ok {
 		return "", false
@@ -101,7 +95,7 @@ func (r *resolver) textOf(field, name string, s Secret, key string) (string, boo
 	}
 	line := strings.TrimRight(text, "\r\n")
 	if strings.ContainsAny(line, "\r\n") {
-		r.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q has a line break before its end; store the value in one line", key, name)
+		r.add(v1beta1.ReasonInvalidSecret, field, "key %q of Secret %q has a line break before its end; store the value in one line", key, name)
 		return "", false
 	}
 	if line != text {

@@ -2,11 +2,12 @@ package health
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -18,22 +19,25 @@ import (
 const maxNotifications = 200
 
 // DeletionRequests are the kind DeletionRequest.
-var DeletionRequests = NewKind(Definition[v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus, *v1alpha1.DeletionRequest]{
+var DeletionRequests = NewKind(Definition[v1beta1.DeletionRequest, v1beta1.DeletionRequestStatus, *v1beta1.DeletionRequest]{
 	Name: "DeletionRequest", Conditions: jobConditions, Compute: DeletionRequest,
-	Status: func(o *v1alpha1.DeletionRequest) (*v1alpha1.DeletionRequestStatus, *[]metav1.Condition) {
+	Status: func(o *v1beta1.DeletionRequest) (*v1beta1.DeletionRequestStatus, *[]metav1.Condition) {
 		return &o.Status, &o.Status.Conditions
 	},
-	Job:     func(o *v1alpha1.DeletionRequest) *v1alpha1.JobStatus { return &o.Status.JobStatus },
-	Expires: deletionRequestExpires,
+	Summary: func(s *v1beta1.DeletionRequestStatus) *v1beta1.Summary { return &s.Summary },
+	Job:     func(o *v1beta1.DeletionRequest) *v1beta1.JobStatus { return &o.Status.JobStatus },
+	Expires: func(o *v1beta1.DeletionRequest) (time.Time, bool) {
+		return v1beta1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
+	},
 })
 
 // DeletionRequest returns the status of a DeletionRequest, from the compiler's verdict
 // v and the reports of the ready dispatcher pods. One pod, the owner, sends the
 // notifications. Every change of a notification is a transition.
-func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod,
-	now time.Time) v1alpha1.DeletionRequestStatus {
+func DeletionRequest(old v1beta1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod,
+	now time.Time) v1beta1.DeletionRequestStatus {
 	s := *old.Status.DeepCopy()
-	if v1alpha1.JobEnded(s.JobStatus) {
+	if v1beta1.JobEnded(s.JobStatus) {
 		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
 		s.Conditions = Own(s.Conditions, jobConditions)
 		return s
@@ -54,16 +58,16 @@ func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace 
 		o = Outcome{Reason: reason, Message: "no notification is sent: " + message}
 	case owner != nil && owner.AlreadyDone:
 		s.StartTime = &f.now
-		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a DeletionRequest with the same name and spec completed within the last 30 days, so no notification was sent; set spec.requestId to run it again"}
+		o = Outcome{Complete: true, Reason: v1beta1.ReasonAlreadyDone, Message: "a DeletionRequest with the same name and spec completed within the last 30 days, so no notification was sent; set spec.requestID to run it again"}
 	case owner != nil:
-		o = outcome(&s, owner)
+		o = outcome(&s, owner, v.Destinations)
 	case s.StartTime != nil:
-		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher that sends the notifications"}
+		o = Outcome{Reason: v1beta1.ReasonRunning, Message: "waiting for the dispatcher that sends the notifications"}
 	default:
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for the dispatcher that sends the notifications"}
+		o = Outcome{Reason: v1beta1.ReasonWaiting, Message: "waiting for the dispatcher that sends the notifications"}
 	}
 	if old.Spec.Suppress && (o.Complete || o.Failed) && f.confirmed < f.ready {
-		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for all dispatchers to reject calls of the user"}
+		o = Outcome{Reason: v1beta1.ReasonRunning, Message: "waiting for all dispatchers to reject calls of the user"}
 	}
 	if o.Complete {
 		s.CompletionTime = &f.now
@@ -73,9 +77,9 @@ func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace 
 	return s
 }
 
-// outcome copies the owner's report into the status.
-func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) Outcome {
-	var delivered, pending, failed int32
+// outcome copies the owner's report into the status. suspended are the suspended destinations, sorted.
+func outcome(s *v1beta1.DeletionRequestStatus, owner *adminapi.DeletionReport, suspended []string) Outcome {
+	var delivered, pending, waiting, failed int32
 	s.Notifications = nil
 	for i, n := range owner.Notifications {
 		switch n.State {
@@ -83,12 +87,15 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 			delivered++
 		case adminapi.NotificationPending:
 			pending++
+			if _, waits := slices.BinarySearch(suspended, n.Destination); waits {
+				waiting++
+			}
 		default:
 			failed++
 		}
 		if i < maxNotifications {
-			s.Notifications = append(s.Notifications, v1alpha1.Notification{
-				Source: n.Source, Destination: n.Destination, State: v1alpha1.NotificationState(n.State),
+			s.Notifications = append(s.Notifications, v1beta1.Notification{
+				Source: n.Source, Destination: n.Destination, State: v1beta1.NotificationState(n.State),
 				Reason: compile.Truncate(n.Reason, maxFailureReasonBytes), Time: observed.Optional(n.Time),
 			})
 		}
@@ -97,30 +104,24 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 	s.StartTime, s.Total, s.Delivered, s.Pending = observed.Optional(owner.Started), &total, &delivered, &pending
 	switch {
 	case owner.DeadlineExceeded:
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %s not delivered", failed, plural.Count(total, "notification"))}
+		return Outcome{Failed: true, Reason: v1beta1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %s not delivered", failed, plural.Count(total, "notification"))}
 	case pending > 0:
-		return Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %s pending", pending, plural.Count(total, "notification"))}
+		message := fmt.Sprintf("%d of %s pending", pending, plural.Count(total, "notification"))
+		if waiting > 0 {
+			message += fmt.Sprintf("; %d of them for suspended destinations, until spec.suspend is false", waiting)
+		}
+		return Outcome{Reason: v1beta1.ReasonRunning, Message: message}
 	case failed > 0:
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %s not delivered; see status.notifications and the dead letters", failed, plural.Count(total, "notification"))}
+		return Outcome{Failed: true, Reason: v1beta1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %s not delivered; see status.notifications and the dead letters", failed, plural.Count(total, "notification"))}
 	case !owner.Completed:
-		return Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher to record the end"}
-	case total == 0 && owner.Disabled > 0:
-		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: fmt.Sprintf("no notification was sent: the affected Sources have %s, none of them enabled; enable one and create the request again with another spec.requestId", plural.Count(owner.Disabled, "WebhookDestination"))}
+		return Outcome{Reason: v1beta1.ReasonRunning, Message: "waiting for the dispatcher to record the end"}
 	case total == 0:
-		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: "no notification was sent: no WebhookDestination has an affected Source"}
+		return Outcome{Complete: true, Reason: v1beta1.ReasonNoDestinations, Message: "no notification was sent: no WebhookDestination that takes deletions (spec.deletions) has an affected Source"}
 	}
-	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: plural.Count(total, "notification") + " delivered"}
+	return Outcome{Complete: true, Reason: v1beta1.ReasonDelivered, Message: plural.Count(total, "notification") + " delivered"}
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{
 	find:    inMap(func(n *podreport.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions }),
 	running: func(r *adminapi.DeletionReport) (string, int64) { return r.Revision, r.Generation },
-}
-
-// deletionRequestExpires keeps a request that suppresses calls.
-func deletionRequestExpires(o *v1alpha1.DeletionRequest) (time.Time, bool) {
-	if o.Spec.Suppress {
-		return time.Time{}, false
-	}
-	return v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
 }

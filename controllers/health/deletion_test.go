@@ -11,19 +11,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/invariants"
 )
 
 func TestDeletionRequest(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
-	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r"}
-	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
-	request := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
+	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r"}
+	paused := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1beta1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
+	request := v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
 	pods := func(started time.Time, states ...string) []Pod {
 		report := func(owner bool) *podreport.Index {
 			d := adminapi.DeletionReport{Name: "u1", Generation: 2, Revision: "r", Owner: owner}
@@ -58,7 +59,7 @@ func TestDeletionRequest(t *testing.T) {
 		{"not started", accepted, pods(time.Time{}), "Accepted: Waiting", -1},
 		{"no pod", accepted, nil, "Accepted: Waiting", -1},
 		{"paused", paused, pods(time.Time{}), ": NoSource", -1},
-		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
+		{"invalid", compile.Verdict{Reason: v1beta1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
 		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
 		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
 		{"delivered", accepted, recorded(pods(now, delivered, delivered)), "Accepted Complete Ready: Delivered", 2},
@@ -83,8 +84,8 @@ func TestDeletionRequest(t *testing.T) {
 			if s := d.Status; c.total < 0 != (s.Total == nil) || s.Total != nil && *s.Total != c.total || len(s.Notifications) > 200 {
 				t.Errorf("total %v, %d notifications", s.Total, len(s.Notifications))
 			}
-			complete := meta.IsStatusConditionTrue(d.Status.Conditions, v1alpha1.ConditionComplete)
-			if s := d.Status; complete != (s.CompletionTime != nil) || v1alpha1.JobEnded(s.JobStatus) && s.StartTime == nil {
+			complete := meta.IsStatusConditionTrue(d.Status.Conditions, v1beta1.ConditionComplete)
+			if s := d.Status; complete != (s.CompletionTime != nil) || v1beta1.JobEnded(s.JobStatus) && s.StartTime == nil {
 				t.Errorf("started %v, completed %v", s.StartTime, s.CompletionTime)
 			}
 			if again := DeletionRequest(d, c.verdict, "shop", c.pods, now.Add(time.Hour)); !equality.Semantic.DeepEqual(again, d.Status) {
@@ -95,7 +96,7 @@ func TestDeletionRequest(t *testing.T) {
 			if !equality.Semantic.DeepEqual(gone.Notifications, d.Status.Notifications) {
 				t.Errorf("without pods: %+v", gone)
 			}
-			if !v1alpha1.JobEnded(d.Status.JobStatus) {
+			if !v1beta1.JobEnded(d.Status.JobStatus) {
 				return
 			}
 			// The end is final: other reports, another verdict or a new TTL do not change it.
@@ -110,17 +111,17 @@ func TestDeletionRequest(t *testing.T) {
 
 // jobSummary lists the conditions that are True, and the reason, and checks that
 // the conditions agree.
-func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
+func jobSummary(t *testing.T, s v1beta1.JobStatus, generation int64) string {
 	t.Helper()
 	if s.ObservedGeneration != generation {
 		t.Errorf("observedGeneration %d, want %d", s.ObservedGeneration, generation)
 	}
 	var are []string
-	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed,
-		v1alpha1.ConditionReady, v1alpha1.ConditionStalled} {
+	for _, conditionType := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionComplete, v1beta1.ConditionFailed,
+		v1beta1.ConditionReady, v1beta1.ConditionStalled} {
 		c := meta.FindStatusCondition(s.Conditions, conditionType)
 		switch {
-		case c == nil && conditionType == v1alpha1.ConditionStalled:
+		case c == nil && conditionType == v1beta1.ConditionStalled:
 			continue
 		case c == nil:
 			t.Fatalf("no condition %s in %+v", conditionType, s.Conditions)
@@ -130,7 +131,20 @@ func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
 			are = append(are, conditionType)
 		}
 	}
-	return strings.Join(are, " ") + ": " + meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionReady).Reason
+	return strings.Join(are, " ") + ": " + meta.FindStatusCondition(s.Conditions, v1beta1.ConditionReady).Reason
+}
+
+// The message of a run names the notifications that wait for suspended destinations.
+func TestMessageWithSuspendedDestinations(t *testing.T) {
+	report := adminapi.DeletionReport{Notifications: []adminapi.NotificationReport{
+		{Destination: "crm", State: adminapi.NotificationPending}, {Destination: "erp", State: adminapi.NotificationPending},
+		{Destination: "crm", State: adminapi.NotificationDelivered}}}
+	for want, suspended := range map[string][]string{
+		"2 of 3 notifications pending": {"other"},
+		"2 of 3 notifications pending; 1 of them for suspended destinations, until spec.suspend is false": {"crm", "other"},
+	} {
+		check.Equal(t, "message", outcome(new(v1beta1.DeletionRequestStatus), &report, suspended).Message, want)
+	}
 }
 
 // The message of a completed request has the number of notifications, or the reason why there are none.
@@ -138,12 +152,11 @@ func TestMessageOfACompletedDeletionRequest(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	delivered := []adminapi.NotificationReport{{State: adminapi.NotificationDelivered}, {State: adminapi.NotificationDelivered}}
 	for want, r := range map[string]adminapi.DeletionReport{
-		"Delivered: 2 notifications delivered":                                                   {Disabled: 1, Notifications: delivered},
-		"NoDestinations: no notification was sent: no WebhookDestination has an affected Source": {},
-		"NoDestinations: no notification was sent: the affected Sources have 3 WebhookDestinations, none of them enabled; enable one and create the request again with another spec.requestId": {Disabled: 3},
+		"Delivered: 2 notifications delivered": {Notifications: delivered},
+		"NoDestinations: no notification was sent: no WebhookDestination that takes deletions (spec.deletions) has an affected Source": {},
 	} {
 		r.Started, r.Completed = now, true
-		o := outcome(new(v1alpha1.DeletionRequestStatus), &r)
+		o := outcome(new(v1beta1.DeletionRequestStatus), &r, nil)
 		if got := o.Reason + ": " + o.Message; got != want || !o.Complete {
 			t.Errorf("outcome: got %q, complete %t, want %q and complete", got, o.Complete, want)
 		}
@@ -153,7 +166,7 @@ func TestMessageOfACompletedDeletionRequest(t *testing.T) {
 // A request that suppresses the user ends when every dispatcher rejects the calls.
 func TestDeletionRequestSuppresses(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
-	v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Revision: "r"}
+	v := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Revision: "r"}
 	pod := func(name, revision string, owner bool) Pod {
 		r := adminapi.DeletionReport{Name: "u1", Generation: 1, Revision: revision, Owner: owner}
 		if owner {
@@ -163,7 +176,7 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 			Report: podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop",
 				Deletions: []adminapi.DeletionReport{r}}}})}
 	}
-	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
+	d := v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1beta1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
 		s := DeletionRequest(d, v, "shop", []Pod{pod("a", "r", true), pod("b", revision, false)}, now)
 		if got := jobSummary(t, s.JobStatus, 1); got != want {
@@ -174,24 +187,23 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 
 func TestDeletionRequestExpires(t *testing.T) {
 	end := metav1.NewTime(time.Unix(1_800_000_000, 0))
-	ended := func(conditionType string) v1alpha1.DeletionRequest {
-		d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Generation: 1}}
+	ended := func(conditionType string) v1beta1.DeletionRequest {
+		d := v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Generation: 1}}
 		d.Spec.TTLSecondsAfterFinished = ptr.To(int32(60))
 		d.Status.Conditions = []metav1.Condition{{Type: conditionType, Status: metav1.ConditionTrue, LastTransitionTime: end}}
 		return d
 	}
-	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
+	for _, conditionType := range []string{v1beta1.ConditionComplete, v1beta1.ConditionFailed} {
 		o := ended(conditionType)
 		if at, ok := DeletionRequests.Expires(&o); !ok || !at.Equal(end.Add(time.Minute)) {
 			t.Errorf("%s: %v %v", conditionType, at, ok)
 		}
 	}
-	for name, change := range map[string]func(*v1alpha1.DeletionRequest){
-		"no ttl":     func(d *v1alpha1.DeletionRequest) { d.Spec.TTLSecondsAfterFinished = nil },
-		"not ended":  func(d *v1alpha1.DeletionRequest) { d.Status.Conditions = nil },
-		"suppresses": func(d *v1alpha1.DeletionRequest) { d.Spec.Suppress = true },
+	for name, change := range map[string]func(*v1beta1.DeletionRequest){
+		"no ttl":    func(d *v1beta1.DeletionRequest) { d.Spec.TTLSecondsAfterFinished = nil },
+		"not ended": func(d *v1beta1.DeletionRequest) { d.Status.Conditions = nil },
 	} {
-		changed := ended(v1alpha1.ConditionComplete)
+		changed := ended(v1beta1.ConditionComplete)
 		change(&changed)
 		if at, ok := DeletionRequests.Expires(&changed); ok {
 			t.Errorf("%s: it expires at %v", name, at)
@@ -205,25 +217,25 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 	condition := func(conditionType string, status metav1.ConditionStatus, reason string) []metav1.Condition {
 		return []metav1.Condition{{Type: conditionType, Status: status, Reason: reason, Message: "m"}}
 	}
-	const synced, complete, failed = v1alpha1.ConditionSynced, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed
+	const synced, complete, failed = v1beta1.ConditionSynced, v1beta1.ConditionComplete, v1beta1.ConditionFailed
 	for _, c := range []struct {
 		old, new []metav1.Condition
 		want     string
 	}{
-		{nil, condition(synced, "Unknown", v1alpha1.ReasonNoSyncYet), ""},
-		{condition(synced, "Unknown", v1alpha1.ReasonNoSyncYet), condition(synced, "True", v1alpha1.ReasonSynced), "Normal Synced Sync"},
-		{condition(synced, "True", v1alpha1.ReasonSynced), condition(synced, "False", v1alpha1.ReasonSyncRefused), "Warning SyncRefused Sync"},
-		{nil, condition(synced, "False", v1alpha1.ReasonNotAccepted), ""},
-		{condition(synced, "True", v1alpha1.ReasonSending), condition(synced, "True", v1alpha1.ReasonSynced), ""},
-		{condition(synced, "False", v1alpha1.ReasonSyncRefused), condition(synced, "True", v1alpha1.ReasonSynced), "Normal Synced Sync"},
-		{nil, condition(complete, "False", v1alpha1.ReasonRunning), ""},
-		{condition(complete, "Unknown", v1alpha1.ReasonPending), condition(complete, "False", v1alpha1.ReasonRunning), ""},
-		{condition(complete, "False", v1alpha1.ReasonRunning), condition(complete, "True", v1alpha1.ReasonDelivered), "Normal Delivered Run"},
-		{condition(complete, "False", v1alpha1.ReasonRunning), condition(complete, "False", v1alpha1.ReasonNotDelivered), ""},
-		{condition(failed, "False", v1alpha1.ReasonRunning), condition(failed, "True", v1alpha1.ReasonNotDelivered), "Warning NotDelivered Run"},
-		{condition(failed, "False", v1alpha1.ReasonRunning), condition(failed, "False", v1alpha1.ReasonDelivered), ""},
-		{nil, condition(v1alpha1.ConditionStalled, "True", v1alpha1.ReasonNotDelivered), ""},
-		{condition(v1alpha1.ConditionAccepted, "Unknown", v1alpha1.ReasonPending), condition(v1alpha1.ConditionAccepted, "True", v1alpha1.ReasonAccepted), ""},
+		{nil, condition(synced, "Unknown", v1beta1.ReasonNoSyncYet), ""},
+		{condition(synced, "Unknown", v1beta1.ReasonNoSyncYet), condition(synced, "True", v1beta1.ReasonSynced), "Normal Synced Sync"},
+		{condition(synced, "True", v1beta1.ReasonSynced), condition(synced, "False", v1beta1.ReasonSyncRefused), "Warning SyncRefused Sync"},
+		{nil, condition(synced, "False", v1beta1.ReasonNotAccepted), ""},
+		{condition(synced, "True", v1beta1.ReasonSending), condition(synced, "True", v1beta1.ReasonSynced), ""},
+		{condition(synced, "False", v1beta1.ReasonSyncRefused), condition(synced, "True", v1beta1.ReasonSynced), "Normal Synced Sync"},
+		{nil, condition(complete, "False", v1beta1.ReasonRunning), ""},
+		{condition(complete, "Unknown", v1beta1.ReasonPending), condition(complete, "False", v1beta1.ReasonRunning), ""},
+		{condition(complete, "False", v1beta1.ReasonRunning), condition(complete, "True", v1beta1.ReasonDelivered), "Normal Delivered Run"},
+		{condition(complete, "False", v1beta1.ReasonRunning), condition(complete, "False", v1beta1.ReasonNotDelivered), ""},
+		{condition(failed, "False", v1beta1.ReasonRunning), condition(failed, "True", v1beta1.ReasonNotDelivered), "Warning NotDelivered Run"},
+		{condition(failed, "False", v1beta1.ReasonRunning), condition(failed, "False", v1beta1.ReasonDelivered), ""},
+		{nil, condition(v1beta1.ConditionStalled, "True", v1beta1.ReasonNotDelivered), ""},
+		{condition(v1beta1.ConditionAccepted, "Unknown", v1beta1.ReasonPending), condition(v1beta1.ConditionAccepted, "True", v1beta1.ReasonAccepted), ""},
 	} {
 		got := ""
 		for _, e := range Transitions(c.old, c.new) {

@@ -9,7 +9,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -27,17 +27,18 @@ const (
 )
 
 // Destinations are the kind WebhookDestination.
-var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus, *v1alpha1.WebhookDestination]{
+var Destinations = NewKind(Definition[v1beta1.WebhookDestination, v1beta1.WebhookDestinationStatus, *v1beta1.WebhookDestination]{
 	Name: "WebhookDestination", Conditions: destinationConditions, Compute: Destination,
-	Status: func(o *v1alpha1.WebhookDestination) (*v1alpha1.WebhookDestinationStatus, *[]metav1.Condition) {
+	Status: func(o *v1beta1.WebhookDestination) (*v1beta1.WebhookDestinationStatus, *[]metav1.Condition) {
 		return &o.Status, &o.Status.Conditions
 	},
-	DelayedRecovery: v1alpha1.ConditionDelivering,
-	ObservedTime:    func(s *v1alpha1.WebhookDestinationStatus) **metav1.Time { return &s.ObservedTime },
-	WithoutIdle: func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
+	Summary:         func(s *v1beta1.WebhookDestinationStatus) *v1beta1.Summary { return &s.Summary },
+	DelayedRecovery: v1beta1.ConditionDelivering,
+	ObservedTime:    func(s *v1beta1.WebhookDestinationStatus) **metav1.Time { return &s.ObservedTime },
+	WithoutIdle: func(s v1beta1.WebhookDestinationStatus) v1beta1.WebhookDestinationStatus {
 		if s.Delivery != nil {
 			delivery := *s.Delivery
-			delivery.Filtered = 0
+			delivery.Accepted, delivery.Filtered = 0, 0
 			// Messages that the filter excludes are pending for a moment.
 			if oldest := delivery.OldestPendingTime; oldest == nil || s.ObservedTime != nil && s.ObservedTime.Sub(oldest.Time) < recoveryDelay {
 				delivery.Pending, delivery.OldestPendingTime = 0, nil
@@ -47,18 +48,18 @@ var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.Webh
 		s.ObservedTime = nil
 		return s
 	},
-	ClearNumbers: func(s *v1alpha1.WebhookDestinationStatus) {
+	ClearNumbers: func(s *v1beta1.WebhookDestinationStatus) {
 		s.ObservedTime, s.Delivery, s.LastSuccessTime = nil, present(s.Delivery), nil
 		for i, e := range s.Endpoints {
-			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
-			if e.State == v1alpha1.EndpointCircuitOpen || e.State == v1alpha1.EndpointGone {
+			s.Endpoints[i] = v1beta1.EndpointStatus{Name: e.Name}
+			if e.State == v1beta1.EndpointCircuitOpen || e.State == v1beta1.EndpointGone {
 				s.Endpoints[i].State = e.State
 			}
 		}
 	},
 })
 
-var destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
+var destinationConditions = conditionTypes(v1beta1.ConditionDelivering)
 
 // Destination returns the status of a WebhookDestination, from the compiler's verdict v
 // and the reports of the ready dispatcher pods.
@@ -66,12 +67,13 @@ var destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
 // A paused destination is in the config, so Programmed can be True; Ready is False
 // with the reason of Accepted or ResolvedRefs. Under AnyEndpoint, Delivering is True
 // while one endpoint accepts messages; its message names those that fail.
-func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod,
-	now time.Time) v1alpha1.WebhookDestinationStatus {
+func Destination(old v1beta1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod,
+	now time.Time) v1beta1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationReports)
 	f.discardAhead = discardAheadOfDestination(pods, namespace, old.Name)
-	s := v1alpha1.WebhookDestinationStatus{
+	f.belowDispatchers = int(old.Spec.Delivery.MaxInFlight) < dispatchers(pods) && old.Spec.Delivery.MaxInFlight > 0
+	s := v1beta1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,
 		RevisionTime:       old.Status.RevisionTime.DeepCopy(),
@@ -101,13 +103,26 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	if s.Delivery = old.Status.Delivery.DeepCopy(); counted {
 		s.Delivery = &merged.Delivery
 	}
+	if s.Delivery != nil && old.Spec.DeadLetters.ForwardTo == nil { // The standard CRDs do not have the field.
+		s.Delivery.DeadLettersForwarded = nil
+	}
 	delivering := f.delivering(old.Spec.SuccessPolicy, merged)
 	if failure := merged.FilterFailure; failure != nil && delivering.Status != metav1.ConditionFalse {
-		delivering = conditionOf(v1alpha1.ConditionDelivering)(metav1.ConditionFalse, v1alpha1.ReasonFilterFailed,
+		delivering = conditionOf(v1beta1.ConditionDelivering)(metav1.ConditionFalse, v1beta1.ReasonFilterFailed,
 			"spec.filter.expression fails for some calls, which become dead letters: "+compile.Truncate(failure.Message, maxQuotedBytes))
 	}
 	s.Conditions = f.conditions(true, delivering)
 	return s
+}
+
+// dispatchers counts the dispatchers that divide the limits of an object.
+func dispatchers(pods []Pod) (n int) {
+	for _, pod := range pods {
+		if !pod.Removed {
+			n++
+		}
+	}
+	return n
 }
 
 // describeStranded returns the part of the message of Ready about messages on the volumes of removed pods.
@@ -128,15 +143,12 @@ func describeStranded(volumes []string) string {
 }
 
 // counters returns the counters of a ledger that never decrease, before and now.
-func counters(before *v1alpha1.DeliveryStatus, now v1alpha1.DeliveryStatus) [][2]int64 {
+func counters(before *v1beta1.DeliveryStatus, now v1beta1.DeliveryStatus) [][2]int64 {
 	if before == nil {
 		return nil
 	}
-	accepted := func(d *v1alpha1.DeliveryStatus) int64 {
-		return d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending
-	}
 	return [][2]int64{
-		{accepted(before), accepted(&now)}, {before.Delivered, now.Delivered}, {before.Filtered, now.Filtered},
+		{before.Accepted, now.Accepted}, {before.Delivered, now.Delivered}, {before.Filtered, now.Filtered},
 		{before.DeadLettered, now.DeadLettered}, {before.Discarded, now.Discarded},
 	}
 }
@@ -152,16 +164,14 @@ var destinationReports = reports[adminapi.DestinationReport]{
 }
 
 // delivering returns the condition Delivering.
-func (f facts) delivering(success v1alpha1.SuccessPolicy, merged *observed.Destination) metav1.Condition {
-	set := conditionOf(v1alpha1.ConditionDelivering)
+func (f facts) delivering(success v1beta1.SuccessPolicy, merged *observed.Destination) metav1.Condition {
+	set := conditionOf(v1beta1.ConditionDelivering)
 	if state := f.state(); state != liveconfig.Active {
-		_, message := f.verdict.Cause()
-		if state == liveconfig.Disabled && f.verdict.Accepted {
-			message = f.verdict.Message
-		} else {
-			message = "messages are kept up to the retry window, not sent: " + message
+		if state == liveconfig.Suspended {
+			return set(metav1.ConditionFalse, v1beta1.ReasonSuspended, "spec.suspend is true: messages wait")
 		}
-		return set(metav1.ConditionFalse, v1alpha1.ReasonPaused, message)
+		_, message := f.verdict.Cause()
+		return set(metav1.ConditionFalse, v1beta1.ReasonPaused, "messages are kept up to the retry window, not sent: "+message)
 	}
 	failing, working := merged.Failing()
 	descriptions := make([]string, len(failing))
@@ -172,16 +182,16 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, merged *observed.Desti
 	switch {
 	case working == 0 && len(failing) == 0:
 		if slices.ContainsFunc(merged.Endpoints, func(e observed.Endpoint) bool { return e.LastFailure != nil }) {
-			return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent since the last change")
+			return set(metav1.ConditionUnknown, v1beta1.ReasonNoTrafficYet, "nothing has been sent since the last change")
 		}
-		if before := f.before(v1alpha1.ConditionDelivering); before != nil && before.ObservedGeneration == f.generation {
+		if before := f.before(v1beta1.ConditionDelivering); before != nil && before.ObservedGeneration == f.generation {
 			return set(before.Status, before.Reason, before.Message)
 		}
-		return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent yet")
+		return set(metav1.ConditionUnknown, v1beta1.ReasonNoTrafficYet, "nothing has been sent yet")
 	case len(failing) == 0:
-		return set(metav1.ConditionTrue, v1alpha1.ReasonDelivering, "the latest deliveries succeeded")
-	case working > 0 && success != v1alpha1.EveryEndpoint:
-		return set(metav1.ConditionTrue, v1alpha1.ReasonDelivering, "delivered to another endpoint, but "+described)
+		return set(metav1.ConditionTrue, v1beta1.ReasonDelivering, "the latest deliveries succeeded")
+	case working > 0 && success != v1beta1.EveryEndpoint:
+		return set(metav1.ConditionTrue, v1beta1.ReasonDelivering, "delivered to another endpoint, but "+described)
 	}
 	return set(metav1.ConditionFalse, commonReason(failing), described)
 }
@@ -192,7 +202,7 @@ func commonReason(failing []observed.Endpoint) string {
 	reason := reasonOf(failing[0])
 	for _, e := range failing[1:] {
 		if reasonOf(e) != reason {
-			return v1alpha1.ReasonEndpointFailing
+			return v1beta1.ReasonEndpointFailing
 		}
 	}
 	return reason
@@ -202,13 +212,13 @@ func commonReason(failing []observed.Endpoint) string {
 func reasonOf(e observed.Endpoint) string {
 	switch {
 	case e.State == adminapi.EndpointGone:
-		return v1alpha1.ReasonEndpointGone
+		return v1beta1.ReasonEndpointGone
 	case behindFailedProxy(e):
-		return v1alpha1.ReasonProxyFailed
+		return v1beta1.ReasonProxyFailed
 	case e.Open > 0:
-		return v1alpha1.ReasonCircuitOpen
+		return v1beta1.ReasonCircuitOpen
 	case e.LastFailure == nil || e.LastFailure.Reason == "":
-		return v1alpha1.ReasonEndpointFailing
+		return v1beta1.ReasonEndpointFailing
 	}
 	return compile.Truncate(e.LastFailure.Reason, maxFailureReasonBytes)
 }
@@ -216,7 +226,7 @@ func reasonOf(e observed.Endpoint) string {
 // behindFailedProxy reports whether the latest failure is the egress proxy's. The circuit is open
 // then, so that few requests reach the proxy, but that is no evidence against the endpoint.
 func behindFailedProxy(e observed.Endpoint) bool {
-	return e.State != adminapi.EndpointGone && e.LastFailure != nil && e.LastFailure.Reason == v1alpha1.ReasonProxyFailed
+	return e.State != adminapi.EndpointGone && e.LastFailure != nil && e.LastFailure.Reason == v1beta1.ReasonProxyFailed
 }
 
 // describe returns a description of a failing endpoint: its name, the failure, and the
@@ -238,7 +248,7 @@ func describe(e observed.Endpoint) string {
 		fmt.Fprintf(&b, " since %s", observed.Timestamp(e.FailingSince).Format(time.RFC3339))
 	}
 	if f := e.LastFailure; f != nil {
-		fmt.Fprintf(&b, ": %s", cmp.Or(f.Reason, v1alpha1.ReasonEndpointFailing))
+		fmt.Fprintf(&b, ": %s", cmp.Or(f.Reason, v1beta1.ReasonEndpointFailing))
 		if f.StatusCode != 0 {
 			fmt.Fprintf(&b, ", status %d", f.StatusCode)
 		}

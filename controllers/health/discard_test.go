@@ -9,7 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
@@ -36,7 +36,7 @@ func TestDiscardAhead(t *testing.T) {
 	const ready = "accepted, and every ready dispatcher runs this revision"
 	const cause = ", its connection or an endpoint was deleted; create it again to keep them"
 	noSource := accepted()
-	noSource.Unresolved = &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: strings.Repeat("x", maxMessageBytes)}
+	noSource.Unresolved = &compile.Unresolved{Reason: v1beta1.ReasonNoSource, Message: strings.Repeat("x", maxMessageBytes)}
 	for _, c := range []struct {
 		name                string
 		pods                []Pod
@@ -72,13 +72,13 @@ func TestDiscardAhead(t *testing.T) {
 		{"a pod without a report", []Pod{discarding("p1"), {Name: "p2", Absent: true}}, accepted(), "Ready: " + ready, "Ready: " + ready},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), c.verdict, c.pods, t0)
+			d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), c.verdict, c.pods, t0)
 			s := sourceStatus(t, source(), c.verdict, c.pods, t0)
 			for _, o := range []struct {
 				kind, want string
 				conditions []metav1.Condition
 			}{{"Source", c.source, s.Status.Conditions}, {"destination", c.destination, d.Status.Conditions}} {
-				got := meta.FindStatusCondition(o.conditions, v1alpha1.ConditionReady)
+				got := meta.FindStatusCondition(o.conditions, v1beta1.ConditionReady)
 				if diff := cmp.Diff(o.want, got.Reason+": "+got.Message); diff != "" {
 					t.Errorf("Ready of the %s (-want +got):\n%s", o.kind, diff)
 				}
@@ -90,7 +90,7 @@ func TestDiscardAhead(t *testing.T) {
 // A discard ahead is one transition: neither the number of messages nor the time that passes changes
 // the status.
 func TestDiscardAheadIsWrittenOnce(t *testing.T) {
-	d := destination(v1alpha1.AnyEndpoint, "a")
+	d := destination(v1beta1.AnyEndpoint, "a")
 	d.Status = pacedDestination(d, accepted(), namespace, []Pod{discarding("p1")}, t0, true)
 	ahead := adminapi.Discard{Source: "ios", Destination: "crm", Messages: 7, At: at(10 * time.Minute)}
 	first := pacedDestination(d, accepted(), namespace, []Pod{discarding("p1", ahead)}, t0, false)

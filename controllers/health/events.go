@@ -4,7 +4,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -23,14 +23,14 @@ const maxNoteBytes = 1000
 
 // actions maps a condition to the action that it describes.
 var actions = map[string]string{
-	v1alpha1.ConditionAccepted:     "Compile",
-	v1alpha1.ConditionResolvedRefs: "Resolve",
-	v1alpha1.ConditionProgrammed:   "Program",
-	v1alpha1.ConditionDelivering:   "Deliver",
-	v1alpha1.ConditionReceiving:    "Receive",
-	v1alpha1.ConditionSynced:       "Sync",
-	v1alpha1.ConditionComplete:     "Run",
-	v1alpha1.ConditionFailed:       "Run",
+	v1beta1.ConditionAccepted:     "Compile",
+	v1beta1.ConditionResolvedRefs: "Resolve",
+	v1beta1.ConditionProgrammed:   "Program",
+	v1beta1.ConditionDelivering:   "Deliver",
+	v1beta1.ConditionReceiving:    "Receive",
+	v1beta1.ConditionSynced:       "Sync",
+	v1beta1.ConditionComplete:     "Run",
+	v1beta1.ConditionFailed:       "Run",
 }
 
 // Transitions returns the Events of a change of conditions from old to new: failures,
@@ -57,29 +57,29 @@ func transition(was, is metav1.Condition) (Event, bool) {
 	}
 	quiet := func(c metav1.Condition) bool {
 		// An outage of the dispatchers is the same for all objects, and has an alert.
-		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNoDispatcher ||
-			c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+		return c.Reason == v1beta1.ReasonPending || c.Reason == v1beta1.ReasonNoDispatcher ||
+			c.Type != v1beta1.ConditionAccepted && aboutSpec(c.Reason)
 	}
 	event := Event{EventNormal, is.Reason, actions[is.Type], compile.Truncate(is.Message, maxNoteBytes)}
 	switch {
-	case is.Type == v1alpha1.ConditionReady || is.Type == v1alpha1.ConditionStalled || is.Status == metav1.ConditionUnknown || quiet(is):
+	case is.Type == v1beta1.ConditionReady || is.Type == v1beta1.ConditionStalled || is.Status == metav1.ConditionUnknown || quiet(is):
 		return Event{}, false
-	case is.Type == v1alpha1.ConditionComplete || is.Type == v1alpha1.ConditionFailed: // The end of a run.
-		if is.Type == v1alpha1.ConditionFailed {
+	case is.Type == v1beta1.ConditionComplete || is.Type == v1beta1.ConditionFailed: // The end of a run.
+		if is.Type == v1beta1.ConditionFailed {
 			event.Type = EventWarning
 		}
 		return event, is.Status == metav1.ConditionTrue
 	case is.Status == metav1.ConditionFalse:
 		event.Type = EventWarning
 		return event, true
-	case is.Type == v1alpha1.ConditionSynced: // A later successful sync has no Event.
+	case is.Type == v1beta1.ConditionSynced: // A later successful sync has no Event.
 		return event, was.Status != is.Status && !quiet(was)
 	// The status is True: a recovery, or the first traffic.
-	case is.Type == v1alpha1.ConditionDelivering || is.Type == v1alpha1.ConditionReceiving:
+	case is.Type == v1beta1.ConditionDelivering || is.Type == v1beta1.ConditionReceiving:
 		return event, !quiet(was)
-	case is.Type == v1alpha1.ConditionProgrammed:
+	case is.Type == v1beta1.ConditionProgrammed:
 		return event, was.Status == metav1.ConditionFalse && !quiet(was)
 	default: // Accepted, ResolvedRefs
-		return event, was.Status != "" || is.Reason == v1alpha1.ReasonDisabled
+		return event, was.Status != "" || is.Reason == v1beta1.ReasonSuspended
 	}
 }

@@ -6,9 +6,10 @@
 // A status has transitions and numbers. A transition must be written immediately: a
 // change of a condition (of the traffic condition, only of its status), of the revision,
 // of the generation, of a Source's destinations, or of a circuit. Numbers (counts, times,
-// failure messages) are written with a transition, or when the caller requests them. A
-// status contains no names and counts of pods, because every rollout would change it, except for the
-// volumes of removed pods that have messages. The parts of a run are counted once, at its start.
+// failure messages) are written with a transition, or when the caller requests them. The summary
+// follows the conditions and is not compared. A status contains no names and counts of pods, because
+// every rollout would change it, except for the volumes of removed pods that have messages. The parts of a
+// run are counted once, at its start.
 //
 // A pod that starts, stops or does not answer changes no status: its last report is used
 // until there is another one, and Programmed keeps its value while nothing is known about a
@@ -23,7 +24,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -63,6 +64,9 @@ func (p Pod) Answers() bool { return !p.Absent && !p.Silent && p.Report != nil }
 
 // maxMessageBytes bounds the message of a condition.
 const maxMessageBytes = 2048
+
+// maxSummaryBytes is the bound of a summary's message in the API.
+const maxSummaryBytes = 512
 
 // reports reads the reports about one kind of object.
 type reports[R any] struct {
@@ -143,6 +147,8 @@ type facts struct {
 	recompiled bool
 	// discardAhead announces the discards of the object's messages; "" if there are none.
 	discardAhead string
+	// belowDispatchers is true if a limit is smaller than the number of dispatchers, and each has 1 of it.
+	belowDispatchers bool
 	// stranded describes the object's messages on volumes of removed pods; "" if there are none.
 	stranded string
 }
@@ -190,8 +196,8 @@ func (f facts) state() liveconfig.State {
 		return f.verdict.State
 	case !f.verdict.OK():
 		return liveconfig.Paused
-	case f.verdict.Reason == v1alpha1.ReasonDisabled:
-		return liveconfig.Disabled
+	case f.verdict.Reason == v1beta1.ReasonSuspended:
+		return liveconfig.Suspended
 	}
 	return liveconfig.Active
 }
@@ -200,11 +206,11 @@ func (f facts) state() liveconfig.State {
 // and, while it is True, Stalled. programmable is false if the object has no effect on
 // the dispatchers. Ready also announces discards ahead.
 func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
-	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason,
+	accepted := metav1.Condition{Type: v1beta1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason,
 		Message: f.verdict.Message}
 	resolved := f.resolvedRefs()
 	programmed := f.programmed(programmable)
-	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady,
+	ready := metav1.Condition{Type: v1beta1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1beta1.ReasonReady,
 		Message: "accepted, and every ready dispatcher runs this revision"}
 	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The last one takes precedence.
 		if c.Status != metav1.ConditionTrue {
@@ -217,7 +223,7 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	}
 	if f.discardAhead != "" {
 		if ready.Status == metav1.ConditionTrue {
-			ready.Reason = v1alpha1.ReasonDiscardAhead
+			ready.Reason = v1beta1.ReasonDiscardAhead
 		}
 		ahead := "; " + f.discardAhead
 		ready.Message = compile.Truncate(ready.Message, maxMessageBytes-len(ahead)) + ahead
@@ -225,7 +231,7 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	all := []metav1.Condition{accepted, resolved, programmed, ready, traffic}
 	for _, c := range []metav1.Condition{accepted, resolved} {
 		if c.Status == metav1.ConditionFalse && needsPerson(c.Reason) {
-			c.Type, c.Status = v1alpha1.ConditionStalled, metav1.ConditionTrue
+			c.Type, c.Status = v1beta1.ConditionStalled, metav1.ConditionTrue
 			all = append(all, c)
 			break
 		}
@@ -241,55 +247,59 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	return out
 }
 
-// needsPerson reports whether a person has to change the spec, or a value in a Secret.
+// needsPerson reports whether a person has to change the spec, or a value in a Secret or a ConfigMap.
 // This is not so for missing objects: usually the same change or another controller
 // creates them a moment later.
 func needsPerson(reason string) bool {
 	switch reason {
-	case v1alpha1.ReasonSecretNotFound, v1alpha1.ReasonSecretKeyMissing, v1alpha1.ReasonNoSource, v1alpha1.ReasonDestinationNotFound:
+	case v1beta1.ReasonSecretNotFound, v1beta1.ReasonSecretKeyMissing, v1beta1.ReasonConfigMapNotFound, v1beta1.ReasonConfigMapKeyMissing,
+		v1beta1.ReasonNoSource, v1beta1.ReasonDestinationNotFound:
 		return false
 	}
 	return true
 }
 
 func (f facts) resolvedRefs() metav1.Condition {
-	set := conditionOf(v1alpha1.ConditionResolvedRefs)
+	set := conditionOf(v1beta1.ConditionResolvedRefs)
 	if u := f.verdict.Unresolved; u != nil {
 		return set(metav1.ConditionFalse, u.Reason, u.Message)
 	}
-	return set(metav1.ConditionTrue, v1alpha1.ReasonResolvedRefs, "every reference resolves")
+	return set(metav1.ConditionTrue, v1beta1.ReasonResolvedRefs, "every reference resolves")
 }
 
 // noEffect returns the reason of Programmed and the traffic condition of an object
 // without effect.
 func (f facts) noEffect() string {
 	if f.verdict.Accepted && f.verdict.Unresolved != nil {
-		return v1alpha1.ReasonUnresolvedRefs
+		return v1beta1.ReasonUnresolvedRefs
 	}
-	return v1alpha1.ReasonNotAccepted
+	return v1beta1.ReasonNotAccepted
 }
 
 func (f facts) programmed(programmable bool) metav1.Condition {
-	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
+	c := metav1.Condition{Type: v1beta1.ConditionProgrammed, Status: metav1.ConditionFalse}
 	switch {
 	// An object that is too large and not paused is not in the config.
-	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
+	case !programmable, f.verdict.Reason == v1beta1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
 		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
 	case f.ready > 0 && f.confirmed == f.ready:
-		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher runs this revision"
+		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1beta1.ReasonProgrammed, "every ready dispatcher runs this revision"
+		if f.belowDispatchers {
+			c.Message += "; spec.delivery.maxInFlight is less than the number of dispatchers, and each can have one request in flight to an endpoint"
+		}
 	case f.down:
-		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, noneReady
+		c.Reason, c.Message = v1beta1.ReasonNoDispatcher, noneReady
 	case f.unowned:
-		c.Reason, c.Message = v1alpha1.ReasonUnowned, "no dispatcher owns this namespace's part of the replicated log: calls are answered 503, and nothing is sent; ask an administrator to run kubectl posthorn slots"
+		c.Reason, c.Message = v1beta1.ReasonUnowned, "no dispatcher owns this namespace's part of the replicated log: calls are answered 503, and nothing is sent; ask an administrator to run kubectl posthorn slots"
 	case f.keepsProgrammed():
-		before := f.before(v1alpha1.ConditionProgrammed)
+		before := f.before(v1beta1.ConditionProgrammed)
 		c.Status, c.Reason, c.Message = before.Status, before.Reason, before.Message
 	case f.ready == 0:
-		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher is ready; check the logs of the dispatchers"
+		c.Reason, c.Message = v1beta1.ReasonNoDispatcher, "no dispatcher is ready; check the logs of the dispatchers"
 	case f.refused != "":
-		c.Reason, c.Message = v1alpha1.ReasonConfigRefused, f.refused
+		c.Reason, c.Message = v1beta1.ReasonConfigRefused, f.refused
 	default:
-		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher has confirmed this revision yet; if this persists, check the logs of the dispatchers"
+		c.Reason, c.Message = v1beta1.ReasonPending, "not every ready dispatcher has confirmed this revision yet; if this persists, check the logs of the dispatchers"
 	}
 	return c
 }
@@ -300,7 +310,7 @@ const noneReady = "no dispatcher has been ready for minutes: calls are refused, 
 // change: nothing is known about any pod that has not confirmed the object, or no pod is
 // ready.
 func (f facts) keepsProgrammed() bool {
-	before := f.before(v1alpha1.ConditionProgrammed)
+	before := f.before(v1beta1.ConditionProgrammed)
 	return before != nil && before.ObservedGeneration == f.generation && !f.recompiled && f.confirmed+f.unknown == f.ready
 }
 
@@ -314,8 +324,8 @@ func conditionOf(conditionType string) func(status metav1.ConditionStatus, reaso
 // Pending reports whether an object waits only for the confirmation of the pods, as it
 // does for a moment after every change.
 func Pending(conditions []metav1.Condition) bool {
-	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
-	return c != nil && c.Reason == v1alpha1.ReasonPending
+	c := meta.FindStatusCondition(conditions, v1beta1.ConditionProgrammed)
+	return c != nil && c.Reason == v1beta1.ReasonPending
 }
 
 // before returns a condition of the previous status, for the time in which the pods report

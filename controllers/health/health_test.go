@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -31,7 +31,7 @@ const namespace = "shop"
 
 // accepted returns the verdict of a valid object.
 func accepted() compile.Verdict {
-	return compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "fine", State: liveconfig.Active, Revision: "r1"}
+	return compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "fine", State: liveconfig.Active, Revision: "r1"}
 }
 
 func refused(reason string) compile.Verdict {
@@ -45,15 +45,15 @@ func unresolved(reason string) compile.Verdict {
 	return v
 }
 
-func disabled() compile.Verdict {
-	return compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonDisabled, Message: "off", State: liveconfig.Disabled, Revision: "r1"}
+func suspended() compile.Verdict {
+	return compile.Verdict{Accepted: true, Reason: v1beta1.ReasonSuspended, Message: "off", State: liveconfig.Suspended, Revision: "r1"}
 }
 
-func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.WebhookDestination {
-	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "crm", Generation: 4}}
+func destination(success v1beta1.SuccessPolicy, endpoints ...string) v1beta1.WebhookDestination {
+	d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "crm", Generation: 4}}
 	d.Spec.SuccessPolicy = success
 	for _, name := range endpoints {
-		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: name})
+		d.Spec.Endpoints = append(d.Spec.Endpoints, v1beta1.Endpoint{Name: name})
 	}
 	return d
 }
@@ -124,8 +124,8 @@ func recovering(name string) adminapi.EndpointReport {
 
 // destinationStatus computes a status. It checks the invariants, and that equal inputs
 // return an equal status.
-func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod,
-	now time.Time) v1alpha1.WebhookDestination {
+func destinationStatus(t *testing.T, d v1beta1.WebhookDestination, v compile.Verdict, pods []Pod,
+	now time.Time) v1beta1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
 	d.Status = pacedDestination(d, v, namespace, pods, now, true)
@@ -159,14 +159,14 @@ func overAPI[T any](t *testing.T, in T) (out T) {
 }
 
 func TestDestinationConditions(t *testing.T) {
-	any1, any2 := destination(v1alpha1.AnyEndpoint, "a"), destination(v1alpha1.AnyEndpoint, "a", "b")
-	every2 := destination(v1alpha1.EveryEndpoint, "a", "b")
-	pausedForSize := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Paused, Revision: "r2"}
-	tooLarge := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
+	any1, any2 := destination(v1beta1.AnyEndpoint, "a"), destination(v1beta1.AnyEndpoint, "a", "b")
+	every2 := destination(v1beta1.EveryEndpoint, "a", "b")
+	pausedForSize := compile.Verdict{Reason: v1beta1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Paused, Revision: "r2"}
+	tooLarge := compile.Verdict{Reason: v1beta1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
 	partial := accepted()
-	partial.Unresolved = &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "one is missing"}
-	both := unresolved(v1alpha1.ReasonSecretNotFound)
-	both.Accepted, both.Reason, both.Message = false, v1alpha1.ReasonInvalidURL, "not a URL"
+	partial.Unresolved = &compile.Unresolved{Reason: v1beta1.ReasonNoSource, Message: "one is missing"}
+	both := unresolved(v1beta1.ReasonSecretNotFound)
+	both.Accepted, both.Reason, both.Message = false, v1beta1.ReasonInvalidURL, "not a URL"
 	behind := runs("p2", healthy("a"))
 	behind.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	older := runs("p2", healthy("a"))
@@ -183,7 +183,7 @@ func TestDestinationConditions(t *testing.T) {
 
 	for _, tc := range []struct {
 		name    string
-		d       v1alpha1.WebhookDestination
+		d       v1beta1.WebhookDestination
 		v       compile.Verdict
 		pods    []Pod
 		want    string // "status/reason" of the conditions
@@ -197,17 +197,17 @@ func TestDestinationConditions(t *testing.T) {
 		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutNamespace}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted True/ResolvedRefs False/ConfigRefused False/ConfigRefused True/Delivering", ""},
 		{"rejected because of another object", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
-		{"paused", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Paused", "kept up to the retry window, not sent: spec.x: missing; create it"},
-		{"paused, pending", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Paused", ""},
-		{"paused in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
-		{"paused, with a value in a Secret that cannot be used", any1, unresolved(v1alpha1.ReasonInvalidSecret), []Pod{runs("p1", idle("a"))}, "True/Accepted False/InvalidSecret True/Programmed False/InvalidSecret False/Paused True/InvalidSecret", ""},
+		{"paused", any1, unresolved(v1beta1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Paused", "kept up to the retry window, not sent: spec.x: missing; create it"},
+		{"paused, pending", any1, unresolved(v1beta1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Paused", ""},
+		{"paused in spite of failures", any1, refused(v1beta1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
+		{"paused, with a value in a Secret that cannot be used", any1, unresolved(v1beta1.ReasonInvalidSecret), []Pod{runs("p1", idle("a"))}, "True/Accepted False/InvalidSecret True/Programmed False/InvalidSecret False/Paused True/InvalidSecret", ""},
 		{"paused for two causes", any1, both, []Pod{runs("p1", idle("a"))}, "False/InvalidURL False/SecretNotFound True/Programmed False/InvalidURL False/Paused True/InvalidURL", "not sent: not a URL"},
-		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Paused", "off"},
+		{"suspended", any1, suspended(), []Pod{runs("p1", healthy("a"))}, "True/Suspended True/ResolvedRefs True/Programmed True/Ready False/Suspended", "messages wait"},
 		{"not accepted but active", any1, partial, []Pod{runs("p1", healthy("a"))},
 			"True/Accepted False/NoSource True/Programmed False/NoSource True/Delivering", ""},
 		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/NotAccepted False/ConfigTooLarge True/Delivering True/ConfigTooLarge", ""},
 		{"config too large, paused but not confirmed yet", any1, pausedForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/Pending False/ConfigTooLarge False/Paused True/ConfigTooLarge", ""},
-		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
+		{"no state in the verdict", any1, compile.Verdict{Reason: v1beta1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
 
 		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
 		{"degraded", any1, accepted(), []Pod{runs("p1", failing("a", "ServerError", 503))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ServerError", "endpoint a fails since 2026-03-01T11:59:00Z: ServerError, status 503: the words"},
@@ -237,7 +237,7 @@ func TestDestinationConditions(t *testing.T) {
 			if got := summary(d.Status.Conditions); got != tc.want {
 				t.Errorf("got  %s\nwant %s", got, tc.want)
 			}
-			if message := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionDelivering).Message; !strings.Contains(message,
+			if message := meta.FindStatusCondition(d.Status.Conditions, v1beta1.ConditionDelivering).Message; !strings.Contains(message,
 				tc.message) {
 				t.Errorf("message %q does not contain %q", message, tc.message)
 			}
@@ -255,8 +255,8 @@ func summary(conditions []metav1.Condition) string {
 
 func TestProgrammedMessages(t *testing.T) {
 	message := func(pods ...Pod) string {
-		d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pods, t0)
-		return meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionProgrammed).Message
+		d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), pods, t0)
+		return meta.FindStatusCondition(d.Status.Conditions, v1beta1.ConditionProgrammed).Message
 	}
 	behind := runs("p2")
 	behind.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
@@ -275,7 +275,7 @@ func TestProgrammedMessages(t *testing.T) {
 
 // A store that no pod owns is not programmed, whatever the condition was. The pods that have it confirm it again.
 func TestUnowned(t *testing.T) {
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1")}, t0)
+	before := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1")}, t0)
 	unowned := runs("p1")
 	unowned.Absent, unowned.Unowned = true, true
 	for name, pods := range map[string][]Pod{
@@ -284,13 +284,13 @@ func TestUnowned(t *testing.T) {
 		"beside the store of a former mode": {unowned, {Name: "p2", Absent: true}},
 	} {
 		after := destinationStatus(t, before, accepted(), pods, at(time.Minute))
-		for _, condition := range []string{v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady} {
+		for _, condition := range []string{v1beta1.ConditionProgrammed, v1beta1.ConditionReady} {
 			if c := meta.FindStatusCondition(after.Status.Conditions, condition); c.Status != metav1.ConditionFalse || c.Reason != "Unowned" {
 				t.Errorf("%s: %s: got %s with reason %s, want False with Unowned", name, condition, c.Status, c.Reason)
 			}
 		}
 		again := destinationStatus(t, after, accepted(), []Pod{runs("p1")}, at(time.Hour))
-		if c := meta.FindStatusCondition(again.Status.Conditions, v1alpha1.ConditionProgrammed); c.Status != metav1.ConditionTrue {
+		if c := meta.FindStatusCondition(again.Status.Conditions, v1beta1.ConditionProgrammed); c.Status != metav1.ConditionTrue {
 			t.Errorf("%s, then with an owner: got %s with reason %s, want True", name, c.Status, c.Reason)
 		}
 	}
@@ -300,7 +300,7 @@ func TestUnowned(t *testing.T) {
 // cause a write of every object in the cluster.
 func TestStatusIsIndependentOfPods(t *testing.T) {
 	fails := open("b", "TimedOut")
-	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
+	one := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
 	idlePod.change(func(d *adminapi.DestinationReport) { d.Ledger, d.Retrying = adminapi.Ledger{}, 0 })
 	many := pacedDestination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
@@ -323,7 +323,7 @@ func TestPodsComeAndGo(t *testing.T) {
 	silent := func(p *Pod) { p.Silent = true }
 	absent := func(p *Pod) { p.Absent = true }
 	outdated := func(p *Pod) { p.Absent, p.Outdated = true, true }
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", fails), runs("p2", fails)}, t0)
+	before := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", fails), runs("p2", fails)}, t0)
 	for _, c := range []struct {
 		name string
 		pods []Pod
@@ -351,7 +351,7 @@ func TestPodsComeAndGo(t *testing.T) {
 	recompiled.Revision = "r2"
 	for _, c := range []struct {
 		name string
-		d    v1alpha1.WebhookDestination
+		d    v1beta1.WebhookDestination
 		v    compile.Verdict
 		pods []Pod
 		want string
@@ -378,7 +378,7 @@ func TestNoneReady(t *testing.T) {
 	last := runs("p0", healthy("a"))
 	absent := last
 	absent.Absent = true
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{last}, t0)
+	before := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{last}, t0)
 	for name, pods := range map[string][]Pod{"no pod": down, "a pod that is not ready": append(down, absent)} {
 		d := destinationStatus(t, before, accepted(), pods, at(time.Minute))
 		check.Equal(t, name, summary(d.Status.Conditions), "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher True/Delivering")
@@ -392,8 +392,8 @@ func TestNoneReady(t *testing.T) {
 	s := sourceStatus(t, source(), accepted(), []Pod{takes("p0", adminapi.SourceReport{Accepted: 1})}, t0)
 	s = sourceStatus(t, s, accepted(), down, at(time.Minute))
 	check.Equal(t, "a Source", summary(s.Status.Conditions), "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoDispatcher")
-	s = sourceStatus(t, s, disabled(), down, at(time.Minute))
-	check.Equal(t, "a disabled Source", summary(s.Status.Conditions[4:]), "False/Disabled")
+	s = sourceStatus(t, s, suspended(), down, at(time.Minute))
+	check.Equal(t, "a suspended Source", summary(s.Status.Conditions[4:]), "False/Suspended")
 }
 
 // A pod that the StatefulSet does not have any more changes no condition but Ready, which names its messages.
@@ -401,7 +401,7 @@ func TestRemovedPod(t *testing.T) {
 	live, removed := runs("p0", healthy("a")), runs("p1", open("a", "TimedOut"))
 	removed.change(func(d *adminapi.DestinationReport) { d.Delivered, d.Pending = 7, 3 })
 	removed.Absent, removed.Outdated, removed.Removed = true, true, true
-	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
+	d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
 	check.Equal(t, "conditions", summary(d.Status.Conditions), "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering")
 	check.Same(t, "delivered and pending", []int64{d.Status.Delivery.Delivered, d.Status.Delivery.Pending}, []int64{12, 5})
 	const want = "stranded: 3 messages on the volume of p1, which does not run"
@@ -413,17 +413,17 @@ func TestRemovedPod(t *testing.T) {
 	d = destinationStatus(t, d, accepted(), []Pod{live, without}, at(time.Minute))
 	check.Equal(t, "delivered with a removed pod that never had the destination", d.Status.Delivery.Delivered, 5)
 	unknown := Pod{Name: "p1", Absent: true, Outdated: true, Removed: true}
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
+	before := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{live, removed}, t0)
 	d = destinationStatus(t, before, accepted(), []Pod{live, unknown}, at(time.Hour))
 	check.Same(t, "numbers without the ledgers", d.Status.Delivery, before.Status.Delivery)
 }
 
 func TestDefaultsAndForeignConditions(t *testing.T) {
-	fresh := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
-	d := destination(v1alpha1.AnyEndpoint, "a")
+	fresh := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
+	d := destination(v1beta1.AnyEndpoint, "a")
 	for _, conditionType := range destinationConditions[:5] {
 		d.Status.Conditions = append(d.Status.Conditions,
-			metav1.Condition{Type: conditionType, Status: metav1.ConditionUnknown, Reason: v1alpha1.ReasonPending,
+			metav1.Condition{Type: conditionType, Status: metav1.ConditionUnknown, Reason: v1beta1.ReasonPending,
 				Message: "waiting for the operator", LastTransitionTime: metav1.Unix(0, 0)})
 	}
 	if got := destinationStatus(t, d, accepted(), []Pod{runs("p1", idle("a"))}, t0); cmp.Diff(fresh.Status, got.Status) != "" {
@@ -446,12 +446,14 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
 	p1.change(func(d *adminapi.DestinationReport) {
 		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1",
-			Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1,
+			Ledger: adminapi.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2,
+			Retrying:      1,
 			OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: d.Endpoints}
 	})
 	p2.change(func(d *adminapi.DestinationReport) {
 		*d = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1",
-			Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10,
+			Ledger: adminapi.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20,
+			Retrying:      10,
 			OldestPending: at(-2 * time.Hour), Endpoints: d.Endpoints}
 	})
 	p1.change(func(d *adminapi.DestinationReport) {
@@ -460,16 +462,17 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	p2.change(func(d *adminapi.DestinationReport) {
 		d.Endpoints[0].FirstAttemptsPending, d.Endpoints[0].FirstAttemptsSkipped = 30, 50
 	})
-	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
+	d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := observed.Timestamp(at(d)); return &x }
-	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44,
+	want := &v1beta1.DeliveryStatus{Accepted: 165, Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55,
+		Pending:  44,
 		Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
 	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 		t.Error(diff)
 	}
-	wantEndpoints := []v1alpha1.EndpointStatus{{
-		Name: "a", State: v1alpha1.EndpointDegraded, LastSuccessTime: sec(-time.Second),
-		LastFailure:          &v1alpha1.DeliveryFailure{Time: *sec(-time.Second), Reason: "TimedOut", Message: "the words"},
+	wantEndpoints := []v1beta1.EndpointStatus{{
+		Name: "a", State: v1beta1.EndpointDegraded, LastSuccessTime: sec(-time.Second),
+		LastFailure:          &v1beta1.DeliveryFailure{Time: *sec(-time.Second), Reason: "TimedOut", Message: "the words"},
 		FirstAttemptsPending: 33, FirstAttemptsSkipped: 55,
 	}}
 	if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
@@ -491,11 +494,11 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	t.Run("after a restart of the operator, a pod is not ready", func(t *testing.T) {
 		more := runs("p1", healthy("a"))
 		more.change(func(d *adminapi.DestinationReport) {
-			d.Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 43}
+			d.Ledger = adminapi.Ledger{Accepted: 165, Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 43}
 		})
 		fewer := runs("p1", healthy("a"))
 		fewer.change(func(d *adminapi.DestinationReport) {
-			d.Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 1}
+			d.Ledger = adminapi.Ledger{Accepted: 123, Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 1}
 		})
 		for name, c := range map[string]struct {
 			pod  Pod
@@ -525,7 +528,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "False/TimedOut") {
 			t.Error(got)
 		}
-		wantEndpoints[0].State = v1alpha1.EndpointIdle
+		wantEndpoints[0].State = v1beta1.EndpointIdle
 		if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
 			t.Error(diff)
 		}
@@ -554,7 +557,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 }
 
 func TestTransitionTimes(t *testing.T) {
-	d := destination(v1alpha1.AnyEndpoint, "a")
+	d := destination(v1beta1.AnyEndpoint, "a")
 	step := func(now time.Time, v compile.Verdict, e adminapi.EndpointReport, want map[string]time.Duration) {
 		t.Helper()
 		d = destinationStatus(t, d, v, []Pod{runs("p1", e)}, now)
@@ -569,7 +572,7 @@ func TestTransitionTimes(t *testing.T) {
 	step(at(time.Minute), accepted(), healthy("a"), map[string]time.Duration{"Ready": 0, "Delivering": time.Minute})
 	step(at(2*time.Minute), accepted(), failing("a", "TimedOut", 0), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
 	step(at(3*time.Minute), accepted(), open("a", "TimedOut"), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
-	step(at(4*time.Minute), refused(v1alpha1.ReasonInvalidURL), open("a", "TimedOut"),
+	step(at(4*time.Minute), refused(v1beta1.ReasonInvalidURL), open("a", "TimedOut"),
 		map[string]time.Duration{"Ready": 4 * time.Minute, "Accepted": 4 * time.Minute, "Programmed": 0, "Delivering": 2 * time.Minute})
 	if got := d.Status.RevisionTime; !got.Time.Equal(observed.Timestamp(t0).Time) {
 		t.Errorf("revisionTime %v", got)
@@ -584,7 +587,7 @@ func TestTransitionTimes(t *testing.T) {
 
 func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 	base := runs("p1", healthy("a"))
-	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{base}, t0)
+	d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{base}, t0)
 	for _, tc := range []struct {
 		name      string
 		v         compile.Verdict
@@ -601,12 +604,12 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"},
 			func(*adminapi.DestinationReport) {}, true},
 		{"pod behind", accepted(), func(r *adminapi.DestinationReport) { r.Revision = "r0" }, true},
-		{"disabled", disabled(), func(*adminapi.DestinationReport) {}, true},
+		{"suspended", suspended(), func(*adminapi.DestinationReport) {}, true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			pod := runs("p1", healthy("a"))
 			pod.change(tc.change)
-			due := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second))
+			due := pacedDestination(d, tc.v, namespace, []Pod{pod}, at(time.Second), true)
 			if equality.Semantic.DeepEqual(d.Status, due) {
 				t.Error("no change, although the numbers are due")
 			}
@@ -624,7 +627,7 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 // While an endpoint fails, other reasons are written when numbers are due. A circuit that
 // opens, and the recovery after a delay, are written immediately.
 func TestPaceOfFailures(t *testing.T) {
-	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
+	d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
 	soon := func(e adminapi.EndpointReport, after time.Duration) string {
 		d := d.DeepCopy()
 		d.Status = pacedDestination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
@@ -661,17 +664,17 @@ func TestLongTextsAreCut(t *testing.T) {
 	long := strings.Repeat("ä", 40000)
 	e := failing("a", long, 500)
 	e.LastFailure.Message = long
-	v := refused(v1alpha1.ReasonInvalidURL)
+	v := refused(v1beta1.ReasonInvalidURL)
 	v.Message = long
-	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
+	destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
 	pod := runs("p1")
 	pod.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
 	pod.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Error: long + "\xff"}
-	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
+	destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
 }
 
-func source() v1alpha1.Source {
-	return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 2}}
+func source() v1beta1.Source {
+	return v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 2}}
 }
 
 func takes(name string, r adminapi.SourceReport) Pod {
@@ -681,7 +684,7 @@ func takes(name string, r adminapi.SourceReport) Pod {
 			Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
 }
 
-func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
+func sourceStatus(t *testing.T, s v1beta1.Source, v compile.Verdict, pods []Pod, now time.Time) v1beta1.Source {
 	t.Helper()
 	s.Status = pacedSource(s, v, namespace, pods, now, true)
 	if err := invariants.Source(s); err != nil {
@@ -719,8 +722,8 @@ func TestSourceConditions(t *testing.T) {
 		{"quota used up", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, StoragePressure: true, Share: &adminapi.StorageShare{UsedBytes: 1_000_000, MaxBytes: 1_000_000, Quota: true}})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "the undelivered calls of this Source use 1 MB, and its quota on dispatcher p1 is 1 MB"},
 		{"storage full within the share", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, StoragePressure: true, Share: &adminapi.StorageShare{UsedBytes: 1_000_000, MaxBytes: 2_000_000}})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher's storage is full"},
 		{"disk full", accepted(), []Pod{takes("p1", adminapi.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher's storage is full"},
-		{"disabled", disabled(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
-		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},
+		{"suspended", suspended(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "True/Suspended True/ResolvedRefs True/Programmed True/Ready False/Suspended", "503"},
+		{"not accepted", refused(v1beta1.ReasonWriteKeyConflict), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := sourceStatus(t, source(), tc.v, tc.pods, t0)
@@ -744,11 +747,11 @@ func TestSourceNumbers(t *testing.T) {
 	p2 := takes("p2", adminapi.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second),
 		Messages: adminapi.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
 	s := sourceStatus(t, source(), v, []Pod{p1, p2}, t0)
-	want := &v1alpha1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
+	want := &v1beta1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
 	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
 		t.Error(diff)
 	}
-	messages := &v1alpha1.MessageCounts{Accepted: 165, Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 44, Pending: 55}
+	messages := &v1beta1.MessageCounts{Accepted: 165, Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 44, Pending: 55}
 	if diff := cmp.Diff(messages, s.Status.Messages); diff != "" {
 		t.Error(diff)
 	}
@@ -769,7 +772,7 @@ func TestSourceNumbers(t *testing.T) {
 	if next := pacedSource(s, v, namespace, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
 		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
 	}
-	if next := pacedSource(s, disabled(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
+	if next := pacedSource(s, suspended(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
 		t.Errorf("the transition does not include the numbers: %+v", next.Calls)
 	}
 }
@@ -798,7 +801,7 @@ func TestClockAhead(t *testing.T) {
 		e.LastSuccess, e.LastFailure.Time = at(when), at(when)
 		return []Pod{runs("p1", e)}
 	}
-	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), report(24*time.Hour), at(24*time.Hour))
+	d := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), report(24*time.Hour), at(24*time.Hour))
 	d = destinationStatus(t, d, accepted(), report(time.Minute), at(time.Minute))
 	e := d.Status.Endpoints[0]
 	for what, got := range map[string]time.Time{"lastSuccessTime": d.Status.LastSuccessTime.Time, "the endpoint's": e.LastSuccessTime.Time,
@@ -818,7 +821,7 @@ func TestClockAhead(t *testing.T) {
 }
 
 func TestTransitions(t *testing.T) {
-	d := destination(v1alpha1.AnyEndpoint, "a")
+	d := destination(v1beta1.AnyEndpoint, "a")
 	noPods := []Pod{}
 	refusingPod := runs("p1", healthy("a"))
 	refusingPod.change(func(d *adminapi.DestinationReport) { d.Revision = "r0" })
@@ -828,16 +831,16 @@ func TestTransitions(t *testing.T) {
 		pods []Pod
 		want string
 	}{
-		{unresolved(v1alpha1.ReasonSecretNotFound), []Pod{{Name: "p1"}}, "Warning SecretNotFound"},
-		{unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, ""},
-		{unresolved(v1alpha1.ReasonSecretKeyMissing), []Pod{runs("p1", idle("a"))}, "Warning SecretKeyMissing"},
+		{unresolved(v1beta1.ReasonSecretNotFound), []Pod{{Name: "p1"}}, "Warning SecretNotFound"},
+		{unresolved(v1beta1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, ""},
+		{unresolved(v1beta1.ReasonSecretKeyMissing), []Pod{runs("p1", idle("a"))}, "Warning SecretKeyMissing"},
 		{accepted(), []Pod{runs("p1", idle("a"))}, "Normal ResolvedRefs"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, ""},
 		{accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "Warning TimedOut"},
 		{accepted(), []Pod{runs("p1", open("a", "TimedOut"))}, "Warning CircuitOpen"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
-		{disabled(), []Pod{runs("p1", healthy("a"))}, "Normal Disabled"},
+		{suspended(), []Pod{runs("p1", healthy("a"))}, "Normal Suspended"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Accepted"},
 		{accepted(), noPods, ""},
 		{accepted(), []Pod{refusingPod}, "Warning ConfigRefused"},
@@ -858,9 +861,9 @@ func TestTransitions(t *testing.T) {
 			t.Errorf("step %d: got %v, want %q", i, got, step.want)
 		}
 	}
-	var none v1alpha1.SourceStatus
+	var none v1beta1.SourceStatus
 	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
-	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure ||
+	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1beta1.ReasonStoragePressure ||
 		got[0].Type != EventWarning {
 		t.Errorf("got %+v", got)
 	}
@@ -868,27 +871,41 @@ func TestTransitions(t *testing.T) {
 
 // The checks of the invariants find violations.
 func TestInvariantsAreChecked(t *testing.T) {
-	good := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", healthy("a"))}, t0)
-	for name, spoil := range map[string]func(*v1alpha1.WebhookDestination){
-		"no condition":   func(d *v1alpha1.WebhookDestination) { d.Status.Conditions = nil },
-		"ready":          func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[0].Status = metav1.ConditionFalse },
-		"generation":     func(d *v1alpha1.WebhookDestination) { d.Status.ObservedGeneration = 5 },
-		"its generation": func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
-		"reason":         func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[4].Reason = "" },
-		"stalled": func(d *v1alpha1.WebhookDestination) {
+	good := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", healthy("a"))}, t0)
+	for name, spoil := range map[string]func(*v1beta1.WebhookDestination){
+		"no condition":   func(d *v1beta1.WebhookDestination) { d.Status.Conditions = nil },
+		"ready":          func(d *v1beta1.WebhookDestination) { d.Status.Conditions[0].Status = metav1.ConditionFalse },
+		"generation":     func(d *v1beta1.WebhookDestination) { d.Status.ObservedGeneration = 5 },
+		"its generation": func(d *v1beta1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
+		"reason":         func(d *v1beta1.WebhookDestination) { d.Status.Conditions[4].Reason = "" },
+		"stalled": func(d *v1beta1.WebhookDestination) {
 			d.Status.Conditions = append(d.Status.Conditions,
-				metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m",
+				metav1.Condition{Type: v1beta1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m",
 					LastTransitionTime: observed.Timestamp(t0)})
 		},
-		"message":           func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
-		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].LastTransitionTime = metav1.Time{} },
-		"endpoints":         func(d *v1alpha1.WebhookDestination) { d.Status.Endpoints[0].Name = "b" },
-		"revision's moment": func(d *v1alpha1.WebhookDestination) { d.Status.RevisionTime = nil },
+		"message":           func(d *v1beta1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
+		"time":              func(d *v1beta1.WebhookDestination) { d.Status.Conditions[3].LastTransitionTime = metav1.Time{} },
+		"endpoints":         func(d *v1beta1.WebhookDestination) { d.Status.Endpoints[0].Name = "b" },
+		"revision's moment": func(d *v1beta1.WebhookDestination) { d.Status.RevisionTime = nil },
 	} {
 		d := good.DeepCopy()
 		spoil(d)
 		if invariants.Destination(*d) == nil {
 			t.Errorf("%s: not found", name)
 		}
+	}
+}
+
+// The standard CRDs do not have the field deadLettersForwarded: it is present only with spec.deadLetters.forwardTo.
+func TestForwardedOnlyWithATarget(t *testing.T) {
+	d := destination(v1beta1.AnyEndpoint, "a")
+	forwarding := runs("p1", healthy("a"))
+	forwarding.change(func(d *adminapi.DestinationReport) { d.DeadLettersForwarded = 3 })
+	if got := destinationStatus(t, d, accepted(), []Pod{forwarding}, t0).Status.Delivery.DeadLettersForwarded; got != nil {
+		t.Errorf("without forwardTo: got %d, want none", *got)
+	}
+	d.Spec.DeadLetters.ForwardTo = &v1beta1.ForwardTo{DestinationRef: v1beta1.ObjectReference{Name: "ops"}}
+	if got := destinationStatus(t, d, accepted(), []Pod{forwarding}, t0).Status.Delivery.DeadLettersForwarded; got == nil || *got != 3 {
+		t.Errorf("with forwardTo: got %v, want 3", got)
 	}
 }

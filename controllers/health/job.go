@@ -6,7 +6,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -20,7 +20,7 @@ type Outcome struct {
 // Failed and Ready have the reason and the message of the outcome. Generic clients of
 // kstatus do not evaluate Complete and Failed: they recognize a run in progress by
 // Ready, which is not True, and a failed run by Stalled.
-func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, accepted metav1.Condition, o Outcome) {
+func SetJobConditions(s *v1beta1.JobStatus, generation int64, now metav1.Time, accepted metav1.Condition, o Outcome) {
 	s.ObservedGeneration = generation
 	s.Conditions = slices.Clone(s.Conditions)
 	set := func(conditionType string, is bool, reason, message string) {
@@ -29,20 +29,20 @@ func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, 
 			ObservedGeneration: generation, LastTransitionTime: now,
 		})
 	}
-	set(v1alpha1.ConditionAccepted, accepted.Status == metav1.ConditionTrue, accepted.Reason, accepted.Message)
-	set(v1alpha1.ConditionComplete, o.Complete, o.Reason, o.Message)
-	set(v1alpha1.ConditionFailed, o.Failed, o.Reason, o.Message)
-	set(v1alpha1.ConditionReady, o.Complete, o.Reason, o.Message)
+	set(v1beta1.ConditionAccepted, accepted.Status == metav1.ConditionTrue, accepted.Reason, accepted.Message)
+	set(v1beta1.ConditionComplete, o.Complete, o.Reason, o.Message)
+	set(v1beta1.ConditionFailed, o.Failed, o.Reason, o.Message)
+	set(v1beta1.ConditionReady, o.Complete, o.Reason, o.Message)
 	if o.Failed || accepted.Status != metav1.ConditionTrue && needsPerson(accepted.Reason) {
-		set(v1alpha1.ConditionStalled, true, o.Reason, o.Message)
+		set(v1beta1.ConditionStalled, true, o.Reason, o.Message)
 	} else {
-		meta.RemoveStatusCondition(&s.Conditions, v1alpha1.ConditionStalled)
+		meta.RemoveStatusCondition(&s.Conditions, v1beta1.ConditionStalled)
 	}
 }
 
 // ObserveEnded returns the status of a run that has ended, with another observed
 // generation. The rest of the status is final, because only the TTL can be changed.
-func ObserveEnded(s v1alpha1.JobStatus, generation int64) v1alpha1.JobStatus {
+func ObserveEnded(s v1beta1.JobStatus, generation int64) v1beta1.JobStatus {
 	s.ObservedGeneration = generation
 	s.Conditions = slices.Clone(s.Conditions)
 	for _, conditionType := range jobConditions {

@@ -8,7 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -39,7 +39,9 @@ type Kind struct {
 	// if it does not.
 	ChangesAt func(compile.Object) (time.Time, bool)
 	// Job returns the common status of a kind that runs once; nil for other kinds.
-	Job func(compile.Object) *v1alpha1.JobStatus
+	Job func(compile.Object) *v1beta1.JobStatus
+	// Summarize sets the summary of a status from its conditions.
+	Summarize func(compile.Object)
 }
 
 // Definition defines a Kind: O is a pointer to T, the type of its objects, and S the type
@@ -51,6 +53,8 @@ type Definition[T, S any, O pointer[T]] struct {
 	Compute func(old T, v compile.Verdict, namespace string, pods []Pod, now time.Time) S
 	// Status returns an object's status, and the conditions in it.
 	Status func(O) (*S, *[]metav1.Condition)
+	// Summary returns the summary in a status.
+	Summary func(*S) *v1beta1.Summary
 	// ClearNumbers removes the numbers from a status, so that the rest has only
 	// transitions; nil if every change is one.
 	ClearNumbers    func(*S)
@@ -62,7 +66,7 @@ type Definition[T, S any, O pointer[T]] struct {
 	// DelayedRecovery is the condition to which recoveryDelay applies; empty for none.
 	DelayedRecovery string
 	// Job returns the common part of the status of a kind that runs once.
-	Job func(O) *v1alpha1.JobStatus
+	Job func(O) *v1beta1.JobStatus
 	// Expires returns when an object is to be deleted; nil for kinds without a TTL.
 	Expires func(O) (time.Time, bool)
 	// ChangesAt returns when the status changes even if no report does; nil for kinds whose
@@ -70,7 +74,7 @@ type Definition[T, S any, O pointer[T]] struct {
 	ChangesAt func(O) (time.Time, bool)
 }
 
-// pointer is a pointer to a type of package v1alpha1.
+// pointer is a pointer to a type of package v1beta1.
 type pointer[T any] interface {
 	*T
 	compile.Object
@@ -87,6 +91,7 @@ func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
 			next := copyOf[T](old)
 			status, _ := d.Status(next)
 			*status = d.Compute(*old, v, namespace, pods, now)
+			d.summarize(next)
 			if d.onlyObserved(old, next) {
 				return old, old
 			}
@@ -108,12 +113,23 @@ func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
 		},
 		Expires:   timeOf(d.Expires),
 		ChangesAt: timeOf(d.ChangesAt),
-		Job: func(o compile.Object) *v1alpha1.JobStatus {
+		Job: func(o compile.Object) *v1beta1.JobStatus {
 			if d.Job == nil {
 				return nil
 			}
 			return d.Job(o.(O))
 		},
+		Summarize: func(o compile.Object) { d.summarize(o.(O)) },
+	}
+}
+
+// summarize sets the summary of a status from its conditions.
+func (d Definition[T, S, O]) summarize(o O) {
+	status, conditions := d.Status(o)
+	summary := d.Summary(status)
+	if *summary = (v1beta1.Summary{}); len(*conditions) > 0 {
+		worst := v1beta1.Worst(*conditions)
+		summary.Reason, summary.Message = worst.Reason, compile.Truncate(worst.Message, maxSummaryBytes)
 	}
 }
 
@@ -152,6 +168,7 @@ func (d Definition[T, S, O]) transition(old, next O, now time.Time) O {
 		_, before := d.Status(old)
 		_, after := d.Status(next)
 		*after = delayRecovery(*before, *after, d.DelayedRecovery, now)
+		d.summarize(next)
 	}
 	transitions := func(o O) S {
 		var only T // Without the metadata and the spec, which are not compared.
@@ -160,6 +177,7 @@ func (d Definition[T, S, O]) transition(old, next O, now time.Time) O {
 		*status = *from
 		status, conditions := d.Status(O(&only).DeepCopyObject().(O))
 		*conditions = withoutNumbers(*conditions)
+		*d.Summary(status) = v1beta1.Summary{}
 		d.ClearNumbers(status)
 		return *status
 	}
@@ -176,13 +194,13 @@ func copyOf[T any, O pointer[T]](o O) O {
 }
 
 // The condition types of the kinds that run once, in their order in a status.
-var jobConditions = []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady,
-	v1alpha1.ConditionStalled}
+var jobConditions = []string{v1beta1.ConditionAccepted, v1beta1.ConditionComplete, v1beta1.ConditionFailed, v1beta1.ConditionReady,
+	v1beta1.ConditionStalled}
 
 // conditionTypes returns the condition types of another kind, with its traffic condition.
 func conditionTypes(traffic string) []string {
-	return []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic,
-		v1alpha1.ConditionStalled}
+	return []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs, v1beta1.ConditionProgrammed, v1beta1.ConditionReady, traffic,
+		v1beta1.ConditionStalled}
 }
 
 // Own returns the conditions of these types that the operator has written, in the order
@@ -199,5 +217,5 @@ func Own(conditions []metav1.Condition, types []string) (own []metav1.Condition)
 
 // isDefault reports whether a condition is the default of the CRD.
 func isDefault(c metav1.Condition) bool {
-	return c.Status == metav1.ConditionUnknown && c.Reason == v1alpha1.ReasonPending
+	return c.Status == metav1.ConditionUnknown && c.Reason == v1beta1.ReasonPending
 }

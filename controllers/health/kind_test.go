@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/observed"
@@ -20,31 +20,31 @@ func paced[O compile.Object](k Kind, o O, v compile.Verdict, namespace string, p
 }
 
 // pacedDestination, pacedSource and pacedAudience return the status that Kind.Next computes.
-func pacedDestination(o v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time,
-	numbersDue bool) v1alpha1.WebhookDestinationStatus {
+func pacedDestination(o v1beta1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time,
+	numbersDue bool) v1beta1.WebhookDestinationStatus {
 	return paced(Destinations, &o, v, namespace, pods, now, numbersDue).Status
 }
 
-func pacedSource(o v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
+func pacedSource(o v1beta1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1beta1.SourceStatus {
 	return paced(Sources, &o, v, namespace, pods, now, numbersDue).Status
 }
 
-func pacedAudience(o v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time,
-	numbersDue bool) v1alpha1.AudienceStatus {
+func pacedAudience(o v1beta1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time,
+	numbersDue bool) v1beta1.AudienceStatus {
 	return paced(Audiences, &o, v, namespace, pods, now, numbersDue).Status
 }
 
 // observedTime is the time of the numbers: it changes only with a status, and remains while
 // nothing is reported.
 func TestObservedTime(t *testing.T) {
-	observed := func(d v1alpha1.WebhookDestination, pods []Pod, after time.Duration, due bool) (v1alpha1.WebhookDestination, time.Duration) {
+	observed := func(d v1beta1.WebhookDestination, pods []Pod, after time.Duration, due bool) (v1beta1.WebhookDestination, time.Duration) {
 		t.Helper()
 		d.Status = pacedDestination(d, accepted(), namespace, pods, at(after), due)
 		return d, d.Status.ObservedTime.Sub(observed.Timestamp(t0).Time)
 	}
 	more := runs("p1", healthy("a"))
 	more.change(func(d *adminapi.DestinationReport) { d.Delivered++ })
-	d, _ := observed(destination(v1alpha1.AnyEndpoint, "a"), []Pod{runs("p1", healthy("a"))}, 0, false)
+	d, _ := observed(destination(v1beta1.AnyEndpoint, "a"), []Pod{runs("p1", healthy("a"))}, 0, false)
 	var got time.Duration
 	for _, step := range []struct {
 		name  string

@@ -9,7 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/test/check"
@@ -36,8 +36,8 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 		return adminapi.Ledger{Accepted: number(), Delivered: number(), Filtered: number(), DeadLettered: number(), Discarded: number(),
 			Pending: number()}
 	}
-	d := destination(v1alpha1.AnyEndpoint, "primary")
-	source := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 4}}
+	d := destination(v1beta1.AnyEndpoint, "primary")
+	source := v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 4}}
 	report := func(seed uint64) Pod {
 		state = rand.New(rand.NewPCG(seed, 0))
 		discards := []adminapi.Discard{{Source: "web", Destination: "old", Messages: 1 + number(), At: []time.Time{at(0), at(time.Minute)}[state.IntN(2)]}, {Source: "old", Destination: d.Name, At: when()}}
@@ -54,7 +54,8 @@ func TestNumbersCauseNoTransition(t *testing.T) {
 				}},
 				Destinations: []adminapi.DestinationReport{{
 					Name: d.Name, Generation: 4, Revision: []string{"r0", "r1"}[state.IntN(2)], Ledger: ledger(),
-					DeadLettersStored: number(), DeadLettersForwarded: number(), Retrying: number(), OldestPending: when(), NextAttempt: when(),
+					DeadLettersStored: number(), DeadLettersForwarded: number(), Retrying: number(), OldestPending: when(), OldestExpires: when(),
+					NextAttempt: when(),
 					Endpoints: []adminapi.EndpointReport{{
 						Name: "primary", State: states[state.IntN(len(states))], LastSuccess: when(),
 						ConsecutiveFailures: state.IntN(2) * (1 + random.IntN(3)),
@@ -94,7 +95,7 @@ func TestIdleNumbers(t *testing.T) {
 		p.change(func(d *adminapi.DestinationReport) { d.Pending, d.Retrying = 0, 0; change(d) })
 		return []Pod{p}
 	}
-	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(),
+	before := destinationStatus(t, destination(v1beta1.AnyEndpoint, "a"), accepted(),
 		pod(func(d *adminapi.DestinationReport) { d.Filtered = 5 }), t0)
 	for name, c := range map[string]struct {
 		change func(*adminapi.DestinationReport)

@@ -7,7 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // recoveryDelay is the minimum time that the traffic condition remains False while
@@ -50,7 +50,7 @@ func SameStatuses(a, b []metav1.Condition) bool {
 // reason describes the spec.
 func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 	out := slices.Clone(conditions)
-	for _, conditionType := range []string{v1alpha1.ConditionDelivering, v1alpha1.ConditionReceiving, v1alpha1.ConditionSynced} {
+	for _, conditionType := range []string{v1beta1.ConditionDelivering, v1beta1.ConditionReceiving, v1beta1.ConditionSynced} {
 		if c := meta.FindStatusCondition(out, conditionType); c != nil && !aboutSpec(c.Reason) {
 			c.Reason, c.Message = "", ""
 		}
@@ -60,9 +60,5 @@ func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 
 // aboutSpec reports whether the reason of a traffic condition describes the spec.
 func aboutSpec(reason string) bool {
-	switch reason {
-	case v1alpha1.ReasonPaused, v1alpha1.ReasonDisabled, v1alpha1.ReasonNotAccepted, v1alpha1.ReasonUnresolvedRefs:
-		return true
-	}
-	return false
+	return slices.Contains(v1beta1.ReasonsOfSpec, reason)
 }

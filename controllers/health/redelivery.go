@@ -7,8 +7,9 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -25,30 +26,31 @@ const (
 )
 
 // Redeliveries are the kind Redelivery.
-var Redeliveries = NewKind(Definition[v1alpha1.Redelivery, v1alpha1.RedeliveryStatus, *v1alpha1.Redelivery]{
+var Redeliveries = NewKind(Definition[v1beta1.Redelivery, v1beta1.RedeliveryStatus, *v1beta1.Redelivery]{
 	Name: "Redelivery", Conditions: jobConditions, Compute: Redelivery,
-	Status: func(o *v1alpha1.Redelivery) (*v1alpha1.RedeliveryStatus, *[]metav1.Condition) {
+	Status: func(o *v1beta1.Redelivery) (*v1beta1.RedeliveryStatus, *[]metav1.Condition) {
 		return &o.Status, &o.Status.Conditions
 	},
+	Summary:         func(s *v1beta1.RedeliveryStatus) *v1beta1.Summary { return &s.Summary },
 	NumbersInterval: redeliveryInterval,
-	ClearNumbers: func(s *v1alpha1.RedeliveryStatus) {
-		s.Matched, s.Redelivered = 0, 0
+	ClearNumbers: func(s *v1beta1.RedeliveryStatus) {
+		s.Matched, s.Redelivered = nil, nil
 		for i := range s.Conditions {
-			if c := &s.Conditions[i]; c.Reason == v1alpha1.ReasonRunning {
+			if c := &s.Conditions[i]; c.Reason == v1beta1.ReasonRunning {
 				c.Message = ""
 			}
 		}
 	},
-	Job: func(o *v1alpha1.Redelivery) *v1alpha1.JobStatus { return &o.Status.JobStatus },
-	Expires: func(o *v1alpha1.Redelivery) (time.Time, bool) {
-		return v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
+	Job: func(o *v1beta1.Redelivery) *v1beta1.JobStatus { return &o.Status.JobStatus },
+	Expires: func(o *v1beta1.Redelivery) (time.Time, bool) {
+		return v1beta1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
 	},
 	ChangesAt: redeliveryChangesAt,
 })
 
 // redeliveryChangesAt returns the end of the deadline, or of the wait for an unavailable pod.
-func redeliveryChangesAt(o *v1alpha1.Redelivery) (at time.Time, ok bool) {
-	if v1alpha1.JobEnded(o.Status.JobStatus) || o.Status.StartTime == nil {
+func redeliveryChangesAt(o *v1beta1.Redelivery) (at time.Time, ok bool) {
+	if v1beta1.JobEnded(o.Status.JobStatus) || o.Status.StartTime == nil {
 		return time.Time{}, false
 	}
 	if limit := o.Spec.ActiveDeadlineSeconds; limit != nil {
@@ -66,9 +68,9 @@ func redeliveryChangesAt(o *v1alpha1.Redelivery) (at time.Time, ok bool) {
 // The status determines the phase of the run (compile.RedeliveryPhase): startTime is set
 // when every ready pod has recorded its part, and the run is complete when the
 // participating pods have recorded that all parts are done.
-func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.RedeliveryStatus {
+func Redelivery(old v1beta1.Redelivery, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1beta1.RedeliveryStatus {
 	s := *old.Status.DeepCopy()
-	if v1alpha1.JobEnded(s.JobStatus) {
+	if v1beta1.JobEnded(s.JobStatus) {
 		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
 		s.Conditions = Own(s.Conditions, jobConditions)
 		return s
@@ -84,14 +86,14 @@ func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, po
 	case !v.OK():
 		o = Outcome{Reason: reason, Message: "nothing is redelivered: " + message}
 	case v.Waits != "":
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: v.Waits}
+		o = Outcome{Reason: v1beta1.ReasonWaiting, Message: v.Waits}
 	case p.alreadyDone:
 		s.StartTime = &f.now
-		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again"}
+		o = Outcome{Complete: true, Reason: v1beta1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestID to run it again"}
 	case f.ready == 0:
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "no dispatcher is ready"}
+		o = Outcome{Reason: v1beta1.ReasonWaiting, Message: "no dispatcher is ready"}
 	case p.begun < f.ready:
-		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for every dispatcher to record the run"}
+		o = Outcome{Reason: v1beta1.ReasonWaiting, Message: "waiting for every dispatcher to record the run"}
 		switch {
 		case f.refused != "":
 			o.Message = f.refused
@@ -102,11 +104,11 @@ func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, po
 		// Rounded up to the precision of the API, so that no dead letter is excluded.
 		start := observed.Timestamp(now.Add(time.Second - 1))
 		s.StartTime = &start
-		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(f.ready)}
-		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "the dispatchers count the dead letters"}
+		s.Parts = &v1beta1.RedeliveryParts{Total: int32(f.ready)}
+		o = Outcome{Reason: v1beta1.ReasonRunning, Message: "the dispatchers count the dead letters"}
 	}
 	if o.Failed && !old.Spec.DryRun {
-		s.NotRedelivered = max(0, s.Matched-s.Redelivered)
+		s.NotRedelivered = ptr.To(max(0, ptr.Deref(s.Matched, 0)-ptr.Deref(s.Redelivered, 0)))
 	}
 	if o.Complete {
 		s.CompletionTime = &f.now
@@ -126,7 +128,7 @@ type parts struct {
 }
 
 // partsOf uses only the reports of pods that answer, because a run waits for the others.
-func partsOf(o v1alpha1.Redelivery, namespace string, pods []Pod) (p parts) {
+func partsOf(o v1beta1.Redelivery, namespace string, pods []Pod) (p parts) {
 	pods = slices.DeleteFunc(slices.Clone(pods), func(p Pod) bool { return !p.Answers() })
 	redeliveryReports.each(pods, namespace, o.Name, func(_ Pod, r *adminapi.RedeliveryReport) {
 		if r.UID != string(o.UID) { // The report is about a deleted object with the same name.
@@ -153,11 +155,12 @@ func partsOf(o v1alpha1.Redelivery, namespace string, pods []Pod) (p parts) {
 }
 
 // run updates the status of a run that has started.
-func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, now time.Time) Outcome {
+func (p parts) run(s *v1beta1.RedeliveryStatus, spec v1beta1.RedeliverySpec, now time.Time) Outcome {
 	// The status may include the numbers of pods that do not answer now.
-	s.Matched, s.Redelivered = max(s.Matched, p.matched), max(s.Redelivered, p.redelivered)
+	matched, redelivered := max(ptr.Deref(s.Matched, 0), p.matched), max(ptr.Deref(s.Redelivered, 0), p.redelivered)
+	s.Matched, s.Redelivered = &matched, &redelivered
 	if s.Parts == nil { // The status was changed by another client.
-		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(max(1, p.begun))}
+		s.Parts = &v1beta1.RedeliveryParts{Total: int32(max(1, p.begun))}
 	}
 	d := s.Parts
 	d.Total = max(d.Total, int32(p.begun)) // A pod that was not ready at the start may have recorded its part.
@@ -175,27 +178,27 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 	if missing > 0 {
 		p.problem = cmp.Or(p.problem, "a dispatcher is not ready or does not answer")
 	}
-	counts := fmt.Sprintf("%d of %s redelivered", s.Redelivered, plural.Count(s.Matched, "dead letter"))
+	counts := fmt.Sprintf("%d of %s redelivered", redelivered, plural.Count(matched, "dead letter"))
 	problem := ""
 	if p.problem != "" {
 		problem = "; " + compile.Truncate(p.problem, maxQuotedBytes)
 	}
-	running := Outcome{Reason: v1alpha1.ReasonRunning, Message: counts + " so far" + problem}
+	running := Outcome{Reason: v1beta1.ReasonRunning, Message: counts + " so far" + problem}
 	if p.completed > 0 { // Then all parts were done, so other pods are not waited for.
 		if spec.DryRun {
-			return Outcome{Complete: true, Reason: v1alpha1.ReasonCounted, Message: plural.Count(s.Matched, "dead letter") + " would be redelivered"}
+			return Outcome{Complete: true, Reason: v1beta1.ReasonCounted, Message: plural.Count(matched, "dead letter") + " would be redelivered"}
 		}
-		return Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: plural.Count(s.Redelivered, "dead letter") + " redelivered"}
+		return Outcome{Complete: true, Reason: v1beta1.ReasonRedelivered, Message: plural.Count(redelivered, "dead letter") + " redelivered"}
 	}
 	if limit := spec.ActiveDeadlineSeconds; limit != nil && now.Sub(s.StartTime.Time) >= time.Duration(*limit)*time.Second {
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded,
+		return Outcome{Failed: true, Reason: v1beta1.ReasonDeadlineExceeded,
 			Message: "the run did not end within spec.activeDeadlineSeconds; " + counts}
 	}
 	switch {
 	case p.done < p.begun || missing > 0 && now.Sub(d.UnavailableSince.Time) < maxUnavailable:
 		return running
 	case missing > 0 && d.Done < d.Total || p.failed || p.left > 0:
-		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotRedelivered, Message: counts + problem}
+		return Outcome{Failed: true, Reason: v1beta1.ReasonNotRedelivered, Message: counts + problem}
 	}
 	running.Message = counts + "; waiting for the dispatchers to record the end"
 	return running

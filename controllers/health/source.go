@@ -8,7 +8,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -25,31 +25,32 @@ const (
 )
 
 // Sources are the kind Source.
-var Sources = NewKind(Definition[v1alpha1.Source, v1alpha1.SourceStatus, *v1alpha1.Source]{
+var Sources = NewKind(Definition[v1beta1.Source, v1beta1.SourceStatus, *v1beta1.Source]{
 	Name: "Source", Conditions: sourceConditions, Compute: Source,
-	Status: func(o *v1alpha1.Source) (*v1alpha1.SourceStatus, *[]metav1.Condition) {
+	Status: func(o *v1beta1.Source) (*v1beta1.SourceStatus, *[]metav1.Condition) {
 		return &o.Status, &o.Status.Conditions
 	},
-	DelayedRecovery: v1alpha1.ConditionReceiving,
-	ObservedTime:    func(s *v1alpha1.SourceStatus) **metav1.Time { return &s.ObservedTime },
-	ClearNumbers: func(s *v1alpha1.SourceStatus) {
+	Summary:         func(s *v1beta1.SourceStatus) *v1beta1.Summary { return &s.Summary },
+	DelayedRecovery: v1beta1.ConditionReceiving,
+	ObservedTime:    func(s *v1beta1.SourceStatus) **metav1.Time { return &s.ObservedTime },
+	ClearNumbers: func(s *v1beta1.SourceStatus) {
 		s.ObservedTime, s.Calls, s.Messages, s.LastReceivedTime = nil, present(s.Calls), present(s.Messages), nil
 	},
 })
 
-var sourceConditions = conditionTypes(v1alpha1.ConditionReceiving)
+var sourceConditions = conditionTypes(v1beta1.ConditionReceiving)
 
 // Source returns the status of a Source, from the compiler's verdict v and the reports
 // of the ready dispatcher pods.
 //
 // A Source without a usable write key has no effect, so it is not programmed (reason
-// NotAccepted or UnresolvedRefs). A disabled Source is programmed: its calls are
-// answered 403.
-func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.SourceStatus {
+// NotAccepted or UnresolvedRefs). A suspended Source is programmed: its calls are
+// answered 503.
+func Source(old v1beta1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1beta1.SourceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourceReports)
 	f.discardAhead = discardAheadOfSource(pods, namespace, old.Name)
-	s := v1alpha1.SourceStatus{
+	s := v1beta1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 	}
@@ -88,8 +89,8 @@ var sourceReports = reports[adminapi.SourceReport]{
 type traffic struct {
 	// pods counts the reports that are not outdated.
 	pods                       int
-	calls                      v1alpha1.CallCounts
-	messages                   v1alpha1.MessageCounts
+	calls                      v1beta1.CallCounts
+	messages                   v1beta1.MessageCounts
 	lastAccepted, lastRejected time.Time
 	lastRejection              string
 	// pressure is why calls are answered 503; empty if they are not.
@@ -142,31 +143,31 @@ func size(bytes int64) string {
 
 // receiving returns the condition Receiving.
 func (f facts) receiving(t traffic) metav1.Condition {
-	set := conditionOf(v1alpha1.ConditionReceiving)
+	set := conditionOf(v1beta1.ConditionReceiving)
 	switch {
-	case f.state() == liveconfig.Disabled:
-		return set(metav1.ConditionFalse, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403")
+	case f.state() == liveconfig.Suspended:
+		return set(metav1.ConditionFalse, v1beta1.ReasonSuspended, "spec.suspend is true: calls are answered 503, and clients send them again")
 	case f.state() == liveconfig.Paused:
 		_, message := f.verdict.Cause()
 		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
 	case f.down:
-		return set(metav1.ConditionUnknown, v1alpha1.ReasonNoDispatcher, noneReady)
+		return set(metav1.ConditionUnknown, v1beta1.ReasonNoDispatcher, noneReady)
 	case t.pressure != "":
-		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
+		return set(metav1.ConditionFalse, v1beta1.ReasonStoragePressure,
 			"calls are answered 503: "+t.pressure+"; see the pending messages of the destinations")
 	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
 		message := "all of the latest calls were rejected"
 		if t.lastRejection != "" {
 			message += ": " + compile.Truncate(t.lastRejection, maxQuotedBytes)
 		}
-		return set(metav1.ConditionFalse, v1alpha1.ReasonRejectingCalls, message)
+		return set(metav1.ConditionFalse, v1beta1.ReasonRejectingCalls, message)
 	case t.calls.Accepted > 0:
-		return set(metav1.ConditionTrue, v1alpha1.ReasonReceiving, "calls are accepted")
+		return set(metav1.ConditionTrue, v1beta1.ReasonReceiving, "calls are accepted")
 	}
 	if t.pods == 0 {
-		if before := f.before(v1alpha1.ConditionReceiving); before != nil {
+		if before := f.before(v1beta1.ConditionReceiving); before != nil {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	}
-	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "no call has been received yet")
+	return set(metav1.ConditionUnknown, v1beta1.ReasonNoTrafficYet, "no call has been received yet")
 }

@@ -14,7 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 )
@@ -46,17 +46,17 @@ type Table []Kind
 // All are the kinds of the API, in the order in which they are compiled: the verdicts of
 // Sources refer to the verdicts of destinations.
 var All = Table{
-	{New: newObject[v1alpha1.WebhookDestination], NewList: newList[v1alpha1.WebhookDestinationList], Compile: compile.Destinations,
+	{New: newObject[v1beta1.WebhookDestination], NewList: newList[v1beta1.WebhookDestinationList], Compile: compile.Destinations,
 		Health: health.Destinations},
-	{New: newObject[v1alpha1.Source], NewList: newList[v1alpha1.SourceList], Compile: compile.Sources, Health: health.Sources},
-	{New: newObject[v1alpha1.Audience], NewList: newList[v1alpha1.AudienceList], Compile: compile.Audiences, Health: health.Audiences},
-	{New: newObject[v1alpha1.DeletionRequest], NewList: newList[v1alpha1.DeletionRequestList], Compile: compile.Deletions,
+	{New: newObject[v1beta1.Source], NewList: newList[v1beta1.SourceList], Compile: compile.Sources, Health: health.Sources},
+	{New: newObject[v1beta1.Audience], NewList: newList[v1beta1.AudienceList], Compile: compile.Audiences, Health: health.Audiences},
+	{New: newObject[v1beta1.DeletionRequest], NewList: newList[v1beta1.DeletionRequestList], Compile: compile.Deletions,
 		Health: health.DeletionRequests, Input: func(o compile.Object) string {
-			return fmt.Sprint(v1alpha1.JobEnded(o.(*v1alpha1.DeletionRequest).Status.JobStatus))
+			return fmt.Sprint(v1beta1.JobEnded(o.(*v1beta1.DeletionRequest).Status.JobStatus))
 		}},
-	{New: newObject[v1alpha1.Redelivery], NewList: newList[v1alpha1.RedeliveryList], Compile: compile.Redeliveries,
+	{New: newObject[v1beta1.Redelivery], NewList: newList[v1beta1.RedeliveryList], Compile: compile.Redeliveries,
 		Health: health.Redeliveries, Input: func(o compile.Object) string {
-			return string(compile.RedeliveryPhase(o.(*v1alpha1.Redelivery)))
+			return string(compile.RedeliveryPhase(o.(*v1beta1.Redelivery)))
 		}},
 }
 

@@ -20,6 +20,8 @@ type Problem struct {
 	Object string `json:"object,omitempty"`
 	// Message names the field, the rule and the fix.
 	Message string `json:"message"`
+	// Reason is the reason of the condition of a valid object; empty for a rejected manifest.
+	Reason string `json:"reason,omitempty"`
 	// Since is when posthorn run found the problem first. It and the fields below are empty in
 	// the output of posthorn compile.
 	Since time.Time `json:"since,omitzero"`
@@ -38,8 +40,8 @@ type Problems struct {
 	// NotAccepted are the valid objects that do not work: of the spec, or of what it refers to, such as
 	// a missing Secret.
 	NotAccepted []Problem `json:"notAccepted"`
-	// Ignored are the objects of other kinds.
-	Ignored []Problem `json:"ignored"`
+	// Warnings are the ignored objects of other kinds, and the experimental fields.
+	Warnings []Problem `json:"warnings"`
 }
 
 // EffectOfParked is the effect of a problem of a parked object of a kind.

@@ -10,23 +10,26 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 )
 
 // Destination is the traffic of a destination over all dispatchers. NewDestination returns one.
 type Destination struct {
 	// Delivery has the sums of the numbers.
-	Delivery v1alpha1.DeliveryStatus
+	Delivery v1beta1.DeliveryStatus
 	// Endpoints has the endpoints of the spec, in its order.
 	Endpoints []Endpoint
+	// Expires is the end of the first retry window; zero if it is not known, without pending messages, and while the destination
+	// is suspended.
+	Expires time.Time
 	// FilterFailure is the last failure of the filter; nil if there was none lately.
 	FilterFailure *adminapi.Failure
 }
 
 // NewDestination returns the traffic of a destination without reports.
-func NewDestination(spec []v1alpha1.Endpoint) *Destination {
-	d := &Destination{Endpoints: make([]Endpoint, len(spec))}
+func NewDestination(spec []v1beta1.Endpoint) *Destination {
+	d := &Destination{Endpoints: make([]Endpoint, len(spec)), Delivery: v1beta1.DeliveryStatus{DeadLettersForwarded: new(int64)}}
 	for i := range spec {
 		d.Endpoints[i] = Endpoint{Name: spec[i].Name, State: adminapi.EndpointIdle}
 	}
@@ -37,15 +40,17 @@ func NewDestination(spec []v1alpha1.Endpoint) *Destination {
 // that are not in the spec.
 func (d *Destination) Add(r *adminapi.DestinationReport, outdated bool) {
 	s := &d.Delivery
+	s.Accepted += r.Accepted
 	s.Delivered += r.Delivered
 	s.Filtered += r.Filtered
 	s.DeadLettered += r.DeadLettered
 	s.DeadLettersStored += r.DeadLettersStored
-	s.DeadLettersForwarded += r.DeadLettersForwarded
+	*s.DeadLettersForwarded += r.DeadLettersForwarded
 	s.Discarded += r.Discarded
 	s.Pending += r.Pending
 	s.Retrying += r.Retrying
 	s.OldestPendingTime = earliest(s.OldestPendingTime, r.OldestPending)
+	d.Expires = Earlier(d.Expires, r.OldestExpires)
 	s.NextAttemptTime = earliest(s.NextAttemptTime, r.NextAttempt)
 	if f := r.FilterFailure; f != nil && !outdated && (d.FilterFailure == nil || f.Time.After(d.FilterFailure.Time)) {
 		d.FilterFailure = f
@@ -83,10 +88,10 @@ func (d *Destination) Failing() (failing []Endpoint, working int) {
 
 // Statuses returns the statuses of the endpoints. before are the previous ones, whose times and failures
 // are kept if they are later, and counted is true if the numbers replace the previous ones.
-func (d *Destination) Statuses(before []v1alpha1.EndpointStatus, now time.Time, counted bool) (list []v1alpha1.EndpointStatus) {
+func (d *Destination) Statuses(before []v1beta1.EndpointStatus, now time.Time, counted bool) (list []v1beta1.EndpointStatus) {
 	for _, e := range d.Endpoints {
-		var old v1alpha1.EndpointStatus
-		if i := slices.IndexFunc(before, func(s v1alpha1.EndpointStatus) bool { return s.Name == e.Name }); i >= 0 {
+		var old v1beta1.EndpointStatus
+		if i := slices.IndexFunc(before, func(s v1beta1.EndpointStatus) bool { return s.Name == e.Name }); i >= 0 {
 			old = before[i]
 		}
 		list = append(list, e.status(old, now, counted))
@@ -142,9 +147,9 @@ func severity(s adminapi.EndpointState) int {
 		adminapi.EndpointCircuitOpen, adminapi.EndpointGone}, s)
 }
 
-func (e Endpoint) status(before v1alpha1.EndpointStatus, now time.Time, counted bool) v1alpha1.EndpointStatus {
-	s := v1alpha1.EndpointStatus{
-		Name: e.Name, State: v1alpha1.EndpointState(e.State),
+func (e Endpoint) status(before v1beta1.EndpointStatus, now time.Time, counted bool) v1beta1.EndpointStatus {
+	s := v1beta1.EndpointStatus{
+		Name: e.Name, State: v1beta1.EndpointState(e.State),
 		LastSuccessTime: Latest(before.LastSuccessTime, e.LastSuccess, now),
 		LastFailure:     before.LastFailure.DeepCopy(),
 
@@ -157,11 +162,11 @@ func (e Endpoint) status(before v1alpha1.EndpointStatus, now time.Time, counted 
 		s.State = before.State
 	}
 	if severity(adminapi.EndpointState(s.State)) < 0 {
-		s.State = v1alpha1.EndpointIdle
+		s.State = v1beta1.EndpointIdle
 	}
 	if f := e.LastFailure; f != nil && (s.LastFailure == nil || Ahead(&s.LastFailure.Time, now) ||
 		!Timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
-		s.LastFailure = &v1alpha1.DeliveryFailure{Time: Timestamp(f.Time), Reason: f.Reason, StatusCode: int32(f.StatusCode), Message: f.Message}
+		s.LastFailure = &v1beta1.DeliveryFailure{Time: Timestamp(f.Time), Reason: f.Reason, StatusCode: int32(f.StatusCode), Message: f.Message}
 	}
 	return s
 }

@@ -14,7 +14,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
@@ -45,10 +45,10 @@ type view struct {
 	missing error            // why other pods are not connected
 	only    string           // the namespace that is shown; "" is all
 
-	sources      map[string][]v1alpha1.Source
-	destinations map[key]*v1alpha1.WebhookDestination
-	audiences    []v1alpha1.Audience
-	deletions    []v1alpha1.DeletionRequest
+	sources      map[string][]v1beta1.Source
+	destinations map[key]*v1beta1.WebhookDestination
+	audiences    []v1beta1.Audience
+	deletions    []v1beta1.DeletionRequest
 	problems     []manifest.Problem
 	unknownKeys  []adminapi.UnknownKey
 }
@@ -176,14 +176,14 @@ func (p *Page) readReports(ctx context.Context) {
 }
 
 func (p *Page) readObjects(ctx context.Context) error {
-	prefix := "/apis/" + v1alpha1.GroupVersion.String()
+	prefix := "/apis/" + v1beta1.GroupVersion.String()
 	if p.options.Namespace != "" {
 		prefix += "/namespaces/" + url.PathEscape(p.options.Namespace)
 	}
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
-	var audiences v1alpha1.AudienceList
-	var deletions v1alpha1.DeletionRequestList
+	var sources v1beta1.SourceList
+	var destinations v1beta1.WebhookDestinationList
+	var audiences v1beta1.AudienceList
+	var deletions v1beta1.DeletionRequestList
 	var problems manifest.Problems
 	paths := map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, prefix + "/audiences": &audiences,
 		prefix + "/deletionrequests": &deletions}
@@ -196,7 +196,7 @@ func (p *Page) readObjects(ctx context.Context) error {
 		}
 	}
 	l := &p.live
-	l.sources, l.destinations = map[string][]v1alpha1.Source{}, map[key]*v1alpha1.WebhookDestination{}
+	l.sources, l.destinations = map[string][]v1beta1.Source{}, map[key]*v1beta1.WebhookDestination{}
 	for _, s := range sources.Items {
 		l.sources[s.Namespace] = append(l.sources[s.Namespace], s)
 	}

@@ -13,7 +13,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/why"
 )
@@ -165,7 +165,7 @@ const hidden = "(hidden)"
 
 // shownConfig is a spec as YAML. Values of headers, and all parts of a URL but its host, can be
 // secrets, although they should be in Secrets.
-func shownConfig(spec v1alpha1.WebhookDestinationSpec) (string, error) {
+func shownConfig(spec v1beta1.WebhookDestinationSpec) (string, error) {
 	s := spec.DeepCopy()
 	for i := range s.Endpoints {
 		e := &s.Endpoints[i]

@@ -16,7 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/observed"
 	"github.com/posthorn/posthorn/controllers/why"
@@ -213,7 +213,7 @@ func newSources(v view) (list []sourceRow) {
 					r.add(n.Sources[s.Name])
 				}
 			}
-			ready := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionReady)
+			ready := meta.FindStatusCondition(s.Status.Conditions, v1beta1.ConditionReady)
 			switch {
 			case ready != nil && ready.Status == metav1.ConditionFalse:
 				r.State, r.Words = "problem", ready.Message
@@ -315,9 +315,9 @@ func newDeletions(v view) (list []deletion) {
 		d := deletion{key: key{o.Namespace, o.Name}, State: "notice", Words: "in progress"}
 		d.Total, d.Delivered, d.Pending = number(o.Status.Total), number(o.Status.Delivered), number(o.Status.Pending)
 		switch {
-		case meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionComplete):
+		case meta.IsStatusConditionTrue(o.Status.Conditions, v1beta1.ConditionComplete):
 			d.State, d.Words = "ok", "complete"
-		case meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed):
+		case meta.IsStatusConditionTrue(o.Status.Conditions, v1beta1.ConditionFailed):
 			d.State, d.Words = "problem", message(o.Status.Conditions)
 		default:
 			d.Words = cmp.Or(message(o.Status.Conditions), d.Words)
@@ -335,7 +335,7 @@ func newDeletions(v view) (list []deletion) {
 }
 
 func message(conditions []metav1.Condition) string {
-	if c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady); c != nil {
+	if c := meta.FindStatusCondition(conditions, v1beta1.ConditionReady); c != nil {
 		return c.Message
 	}
 	return ""
@@ -526,8 +526,12 @@ func (p *Page) redeliver(k key, reason string, code int, hour time.Time) string 
 	if !p.options.Standalone {
 		verb = "redeliver"
 	}
-	return fmt.Sprintf("%s %s %s -n %s --reason %s --code %d --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason,
-		code, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
+	response := fmt.Sprintf("--status-code %d", code)
+	if code == 0 {
+		response = "--no-response"
+	}
+	return fmt.Sprintf("%s %s %s -n %s --reason %s %s --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason,
+		response, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
 }
 
 // hit is an attempt or a dead letter of a message.

@@ -19,7 +19,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 )
@@ -50,9 +50,9 @@ func TestDenied(t *testing.T) {
 }
 
 func TestShownConfig(t *testing.T) {
-	spec := v1alpha1.WebhookDestinationSpec{Endpoints: []v1alpha1.Endpoint{{
+	spec := v1beta1.WebhookDestinationSpec{Endpoints: []v1beta1.Endpoint{{
 		Name: "a", URL: "https://user:password@hooks.example/path-token/in?token=query#part",
-		Headers: []v1alpha1.Header{{Name: "X-Token", Value: ptr.To("value")}},
+		Headers: []v1beta1.Header{{Name: "X-Token", Value: ptr.To("value")}},
 	}}}
 	text, err := shownConfig(spec)
 	if err != nil {
@@ -75,12 +75,12 @@ func TestShownConfig(t *testing.T) {
 // destination.
 func TestIdleSourceIsANotice(t *testing.T) {
 	v := view{indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Ready: true})},
-		destinations: map[key]*v1alpha1.WebhookDestination{}}
-	v.sources = map[string][]v1alpha1.Source{"shop": {{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}}
+		destinations: map[key]*v1beta1.WebhookDestination{}}
+	v.sources = map[string][]v1beta1.Source{"shop": {{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}}
 	for i := range 20 {
-		d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%02d", i), Namespace: "shop"}}
-		d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
-		d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue}}
+		d := &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%02d", i), Namespace: "shop"}}
+		d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "web"}}
+		d.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionAccepted, Status: metav1.ConditionTrue}}
 		v.destinations[key{"shop", d.Name}] = d
 	}
 	o := New(Options{}).newOverview(v, "")
@@ -169,7 +169,7 @@ func TestDeadLettersAreReadOnce(t *testing.T) {
 	p := New(Options{Dispatchers: dispatchers(dispatcher.URL)})
 	crm := key{"shop", "crm"}
 	v := view{
-		destinations: map[key]*v1alpha1.WebhookDestination{crm: {}},
+		destinations: map[key]*v1beta1.WebhookDestination{crm: {}},
 		indices: map[string]*podreport.Index{"a": podreport.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
 			Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm", DeadLettersStored: 1}},
 		}}})},
@@ -311,9 +311,9 @@ func TestOneNamespace(t *testing.T) {
 			http.Error(w, "forbidden", http.StatusForbidden)
 			return
 		}
-		list := v1alpha1.WebhookDestinationList{}
+		list := v1beta1.WebhookDestinationList{}
 		if strings.HasSuffix(r.URL.Path, "/webhookdestinations") {
-			d := v1alpha1.WebhookDestination{}
+			d := v1beta1.WebhookDestination{}
 			d.Namespace, d.Name = "shop", "crm-of-shop"
 			list.Items = append(list.Items, d)
 		}

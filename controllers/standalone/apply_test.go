@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
@@ -25,7 +25,7 @@ kind: Secret
 metadata: {name: web-key, namespace: NAMESPACE}
 stringData: {writeKey: KEY}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: NAMESPACE, labels: {app: shop}}
 spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}
@@ -35,13 +35,13 @@ kind: Secret
 metadata: {name: hook, namespace: NAMESPACE}
 stringData: {sharedSecret: HOOK}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: hook, namespace: NAMESPACE}
 spec:
   sourceSelector: {matchLabels: {app: shop}}
   endpoints: [{name: primary, url: "https://hooks.example/NAMESPACE"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: hook, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: hook, key: sharedSecret}}]}
 `)
 }
 
@@ -108,12 +108,12 @@ func TestApplyCompilesAffectedNamespaces(t *testing.T) {
 			load()
 		}
 	}
-	const jobs = `apiVersion: posthorn.dev/v1alpha1
+	const jobs = `apiVersion: posthorn.dev/v1beta1
 kind: Redelivery
 metadata: {name: again, namespace: c}
 spec: {destinationRef: {name: hook}}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip, namespace: d}
 spec: {sourceRef: {name: web}, displayName: First Name}
@@ -172,14 +172,14 @@ spec: {sourceRef: {name: web}, displayName: First Name}
 		}, []string{"b"}},
 		{"the namespace again", write("b.yaml", b), []string{"b"}},
 		{"a status that the compiler does not read", change("WebhookDestination", "a", "hook", func(o compile.Object) {
-			o.(*v1alpha1.WebhookDestination).Status.ObservedGeneration++
+			o.(*v1beta1.WebhookDestination).Status.ObservedGeneration++
 		}), nil},
 		{"the start of a run", change("Redelivery", "c", "again", func(o compile.Object) {
 			now := metav1.NewTime(time.Now())
-			o.(*v1alpha1.Redelivery).Status.StartTime = &now
+			o.(*v1beta1.Redelivery).Status.StartTime = &now
 		}), []string{"c"}},
 		{"the key of an Audience", change("Audience", "d", "vip", func(o compile.Object) {
-			o.(*v1alpha1.Audience).Status.Key = "other"
+			o.(*v1beta1.Audience).Status.Key = "other"
 		}), []string{"d"}},
 	} {
 		compiled := compiledNamespaces(t, c, r, step.name, step.do)

@@ -15,7 +15,7 @@ import (
 type Compiled struct {
 	Namespaces []CompiledNamespace `json:"namespaces"`
 	Problems   []manifest.Problem  `json:"problems,omitempty"`
-	Ignored    []manifest.Problem  `json:"ignored,omitempty"`
+	Warnings   []manifest.Problem  `json:"warnings,omitempty"`
 	// NotAccepted has a problem for each condition Accepted or ResolvedRefs that is False in
 	// Namespaces, with the position of the object.
 	NotAccepted []manifest.Problem `json:"-"`
@@ -57,8 +57,8 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 	s := newStore()
 	s.secretValues = slices.Clone(values)
 	s.load(marks, time.Now())
-	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored, Objects: len(s.objects)}
-	snapshots := s.snapshots(policy)
+	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Warnings: s.warnings, Objects: len(s.objects)}
+	snapshots, at := s.snapshots(policy), s.positions()
 	var expressions compile.Expressions
 	expressions.Set(objectsOf(snapshots))
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
@@ -72,29 +72,26 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 		}
 		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision,
 			EncodedBytes: encoded.Chunks.Len(), Config: encoded.Config, Verdicts: encoded.Verdicts})
-		out.NotAccepted = append(out.NotAccepted, s.notAccepted(namespace, encoded.Verdicts)...)
+		problems, warnings := at.judged(namespace, encoded.Verdicts)
+		out.NotAccepted, out.Warnings = append(out.NotAccepted, problems...), append(out.Warnings, warnings...)
 	}
 	return out, nil
 }
 
-// notAccepted returns the conditions of a namespace's verdicts that are False.
-func (s *store) notAccepted(namespace string, verdicts compile.Verdicts) (list []manifest.Problem) {
-	for _, o := range s.sortedIf(func(o *stored) bool { return o.resource != nil && o.namespace == namespace }) {
+// judged returns the conditions of a namespace's verdicts that are False, and warnings about accepted objects.
+func (at positions) judged(namespace string, verdicts compile.Verdicts) (problems, warnings []manifest.Problem) {
+	for _, o := range at.sortedIf(func(o *stored) bool { return o.resource != nil && o.namespace == namespace }) {
 		v, ok := verdicts[o.of.Compile.Section][o.name]
 		if !ok {
 			continue
 		}
 		if !v.Accepted {
-			list = append(list, o.problem(v.Message, v.Reason))
+			problems = append(problems, at.problems(o, v.Message, v.Reason)...)
 		}
 		if v.Unresolved != nil {
-			list = append(list, o.problem(v.Unresolved.Message, v.Unresolved.Reason))
+			problems = append(problems, at.problems(o, v.Unresolved.Message, v.Unresolved.Reason)...)
 		}
+		warnings = append(warnings, at.warnings(o, v)...)
 	}
-	return list
-}
-
-// problem returns a condition of the object as a problem at its position.
-func (o *stored) problem(message, reason string) manifest.Problem {
-	return manifest.Problem{File: o.file, Line: o.line, Object: o.String(), Message: fmt.Sprintf("%s (%s)", message, reason)}
+	return problems, warnings
 }

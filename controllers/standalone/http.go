@@ -17,7 +17,7 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
@@ -25,7 +25,7 @@ import (
 )
 
 // Prefix is the path of the kinds of posthorn.dev in Handler.
-const Prefix = "/apis/posthorn.dev/v1alpha1"
+const Prefix = "/apis/posthorn.dev/v1beta1"
 
 // Handler serves the objects read-only, with the paths and formats of a Kubernetes API
 // server, so that kubectl and other clients can read them: lists, single objects, and
@@ -42,17 +42,17 @@ func (c *Control) Handler() http.Handler {
 		write(w, http.StatusOK, metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{}})
 	})
 	mux.HandleFunc("GET /apis", func(w http.ResponseWriter, _ *http.Request) {
-		version := metav1.GroupVersionForDiscovery{GroupVersion: v1alpha1.GroupVersion.String(), Version: v1alpha1.GroupVersion.Version}
+		version := metav1.GroupVersionForDiscovery{GroupVersion: v1beta1.GroupVersion.String(), Version: v1beta1.GroupVersion.Version}
 		write(w, http.StatusOK, metav1.APIGroupList{
 			TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"},
-			Groups: []metav1.APIGroup{{Name: v1alpha1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version},
+			Groups: []metav1.APIGroup{{Name: v1beta1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version},
 				PreferredVersion: version}},
 		})
 	})
 	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, r *http.Request) {
 		c.refresh(r.Context())
-		problems, ignored := c.Problems()
-		write(w, http.StatusOK, manifest.Problems{Problems: problems, NotAccepted: c.notAccepted(), Ignored: ignored})
+		problems, warnings := c.Problems()
+		write(w, http.StatusOK, manifest.Problems{Problems: problems, NotAccepted: c.notAccepted(), Warnings: warnings})
 	})
 	mux.HandleFunc("POST /discard", c.serveDiscard)
 	return mux
@@ -65,7 +65,7 @@ func discover(w http.ResponseWriter) {
 		return
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
-		GroupVersion: v1alpha1.GroupVersion.String()}
+		GroupVersion: v1beta1.GroupVersion.String()}
 	for _, k := range kinds.All {
 		n := crds[k.Name()].names
 		list.APIResources = append(list.APIResources, metav1.APIResource{
@@ -89,7 +89,7 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	}
 	query := r.URL.Query()
 	if watch := query.Get("watch"); watch != "" && watch != "0" && watch != "false" {
-		fail(w, apierrors.NewMethodNotSupported(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, "watch"))
+		fail(w, apierrors.NewMethodNotSupported(schema.GroupResource{Group: v1beta1.GroupVersion.Group, Resource: resource}, "watch"))
 		return
 	}
 	selector, err := labels.Parse(query.Get("labelSelector"))
@@ -98,7 +98,7 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	i := slices.IndexFunc(kinds.All, func(k kinds.Kind) bool { return crds[k.Name()].names.Plural == resource })
-	group := schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}
+	group := schema.GroupResource{Group: v1beta1.GroupVersion.Group, Resource: resource}
 	if i < 0 {
 		fail(w, apierrors.NewNotFound(group, name))
 		return

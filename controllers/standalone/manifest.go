@@ -30,13 +30,14 @@ import (
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
 const (
 	kindSecret      = "Secret"
+	kindConfigMap   = "ConfigMap"
 	kindSource      = "Source"
 	kindDestination = "WebhookDestination"
 )
@@ -56,17 +57,19 @@ func (i id) compare(o id) int {
 // object is a valid manifest.
 type object struct {
 	id
-	// of is the kind in the table, and resource the object; nil for a Secret.
+	// of is the kind in the table, and resource the object; nil for a Secret or a ConfigMap, which has values.
 	of       *kinds.Kind
 	resource client.Object
-	secret   map[string][]byte
-	// content is the hash of the JSON of the spec, or of the Secret's data. Its changes count as
+	values   map[string][]byte
+	// content is the hash of the JSON of the spec, or of the values. Its changes count as
 	// generations.
 	content [sha256.Size]byte
 	// manifest is the JSON of the object with its defaults; see state.
 	manifest []byte
-	// line is where the object's document begins in its file, from 1.
-	line int
+	// line is where the object's document begins in its file, from 1; document is the number of the document, from 1,
+	// and path the object's path in it, empty or with a dot at its end.
+	line, document int
+	path           string
 }
 
 // parsed is the content of a file.
@@ -84,11 +87,27 @@ type parsed struct {
 	problems []manifest.Problem
 	// ignored are the objects of other kinds.
 	ignored []manifest.Problem
+	// warnings are the experimental fields of valid objects.
+	warnings []manifest.Problem
 }
 
 // parse reads the documents of a file. An invalid document does not affect the others.
 func parse(file string, text []byte) parsed {
 	p := parsed{blank: true}
+	documents, err := documentsOf(file, text)
+	for _, d := range documents {
+		p.document(d)
+	}
+	if err != nil {
+		p.unreadable = true
+		p.problems = append(p.problems, manifest.Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
+	}
+	p.blank = p.blank && err == nil
+	return p
+}
+
+// documentsOf divides a file into its documents; after an error, those before it.
+func documentsOf(file string, text []byte) ([]*document, error) {
 	// The YAML reader ends each line so; place finds the documents then.
 	text = bytes.ReplaceAll(bytes.TrimPrefix(text, []byte("\uFEFF")), []byte("\r\n"), newline)
 	if !bytes.HasSuffix(text, newline) {
@@ -99,16 +118,7 @@ func parse(file string, text []byte) parsed {
 		split = splitJSON
 	}
 	texts, err := split(text)
-	documents := place(file, text, texts)
-	for _, d := range documents {
-		p.document(d)
-	}
-	if err != nil {
-		p.unreadable = true
-		p.problems = append(p.problems, manifest.Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
-	}
-	p.blank = p.blank && err == nil
-	return p
+	return place(file, text, texts), err
 }
 
 func splitYAML(text []byte) (documents [][]byte, err error) {
@@ -217,13 +227,13 @@ func (p *parsed) content(d *document, path string, content map[string]any) {
 	problem := func(object string, err error) {
 		p.problems = append(p.problems, d.problem(path, object, err))
 	}
-	want := v1alpha1.GroupVersion.String()
+	want := v1beta1.GroupVersion.String()
 	of := kinds.All.ByName(kind)
 	known := of != nil
-	if kind == kindSecret {
+	if hasValues(kind) {
 		want, known = "v1", true
 	}
-	inGroup := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
+	inGroup := strings.HasPrefix(apiVersion, v1beta1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":
 		p.unreadable = true
@@ -238,31 +248,37 @@ func (p *parsed) content(d *document, path string, content map[string]any) {
 			named := id{kind, metadata.Namespace, metadata.Name}
 			object, p.misspelt = named.String(), append(p.misspelt, named)
 		}
-		problem(object, fieldErrorf("kind", "%q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
+		problem(object, fieldErrorf("kind", "%q is unknown in %s; use one of %s%s", kind, apiVersion, kinds.All, didYouMean(kind, strings.Split(kinds.All.String(), ", "))))
 		return
-	case !known || kind != kindSecret && !inGroup:
+	case !known || !hasValues(kind) && !inGroup:
 		p.ignored = append(p.ignored, d.problem(path, apiVersion+" "+kind, errors.New("ignored: this is not a kind of posthorn.dev")))
 		return
 	}
 	object := &object{id: id{kind: kind}, of: of}
 	var metadata metav1.ObjectMeta
-	errs := readMetadata(content, &metadata)
+	errs, unpromised := readMetadata(content, &metadata), []string(nil)
 	object.namespace, object.name = metadata.Namespace, metadata.Name
-	if apiVersion != want {
+	switch {
+	case len(errs) > 0:
+	case apiVersion == replacedVersion:
+		content["apiVersion"] = want
+		errs, _ = object.readResource(content, &metadata)
+		errs = append([]error{fieldErrorf("apiVersion", "%s was replaced by %s; change it, and the fields that %s does not have", apiVersion, want, want)}, errs...)
+	case apiVersion != want:
 		errs = append(errs, fieldErrorf("apiVersion", "%q is unknown for this kind; use %s", apiVersion, want))
-	}
-	if len(errs) == 0 {
-		if kind == kindSecret {
-			errs = object.readSecret(content, &metadata)
-		} else {
-			errs = object.readResource(content, &metadata)
-		}
+	case hasValues(kind):
+		errs = object.readValues(content, &metadata)
+	default:
+		errs, unpromised = object.readResource(content, &metadata)
 	}
 	if len(errs) == 0 {
 		var err error
 		if object.manifest, err = json.Marshal(content); err == nil {
-			object.line = d.begin()
+			object.line, object.document, object.path = d.begin(), d.number, path
 			p.objects = append(p.objects, object)
+			for _, field := range unpromised {
+				p.warnings = append(p.warnings, d.problem(path, object.String(), fieldErrorf(field, "experimental: the field can change or be removed in a minor release")))
+			}
 			return
 		}
 		errs = append(errs, err)
@@ -307,23 +323,24 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	return nil
 }
 
-// readResource reads an object of a kind of posthorn.dev.
-func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMeta) []error {
+// readResource reads an object of a kind of posthorn.dev. unpromised are its experimental fields.
+func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMeta) (errs []error, unpromised []string) {
 	crds, err := definitions()
 	if err != nil {
-		return []error{err}
+		return []error{err}, nil
 	}
+	unpromised = experimental("", content, crds[o.kind].structural)
 	if errs := crds[o.kind].admit(content, metadata); len(errs) > 0 {
-		return errs
+		return errs, nil
 	}
 	o.resource = o.of.New()
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.resource); err != nil {
-		return []error{err}
+		return []error{err}, nil
 	}
 	if err := o.hash(content["spec"]); err != nil {
-		return []error{err}
+		return []error{err}, nil
 	}
-	return nil
+	return nil, unpromised
 }
 
 // hash sets the hash of the object's content.
@@ -333,21 +350,29 @@ func (o *object) hash(content any) error {
 	return err
 }
 
-// secretFields are the fields of a Secret.
-var secretFields = []string{"apiVersion", "kind", "metadata", "data", "stringData", "type", "immutable"}
+// hasValues reports whether a kind has values that objects refer to: Secret and ConfigMap.
+func hasValues(kind string) bool { return kind == kindSecret || kind == kindConfigMap }
 
-// readSecret reads a Secret. It does not use the generic decoder, whose errors can contain
+// valueFields are the fields of a Secret and of a ConfigMap with values in base64 and in plain text.
+var valueFields = map[string]struct{ base64, plain string }{kindSecret: {"data", "stringData"}, kindConfigMap: {"binaryData", "data"}}
+
+// readValues reads a Secret or a ConfigMap. It does not use the generic decoder, whose errors can contain
 // values.
-func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta) (errs []error) {
+func (o *object) readValues(content map[string]any, metadata *metav1.ObjectMeta) (errs []error) {
 	for _, err := range apivalidation.ValidateObjectMeta(metadata, true, apivalidation.NameIsDNSSubdomain, field.NewPath("metadata")) {
 		errs = append(errs, withoutValue(err))
 	}
+	own := valueFields[o.kind]
+	fields := []string{"apiVersion", "kind", "metadata", own.base64, own.plain, "immutable"}
+	if o.kind == kindSecret {
+		fields = append(fields, "type")
+	}
 	for name := range content {
-		if !slices.Contains(secretFields, name) {
-			errs = append(errs, unknownField(name, secretFields))
+		if !slices.Contains(fields, name) {
+			errs = append(errs, unknownField(name, fields))
 		}
 	}
-	o.secret = map[string][]byte{}
+	o.values = map[string][]byte{}
 	size := 0
 	read := func(name string, decode func(string) ([]byte, error)) {
 		values, ok := content[name].(map[string]any)
@@ -362,29 +387,29 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 			}
 			decoded, err := decode(text)
 			if err != nil {
-				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "must be base64; use stringData for plain text"))
+				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "must be base64; use %s for plain text", own.plain))
 			}
 			for _, message := range utilvalidation.IsConfigMapKey(key) {
 				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "%s", message))
 			}
 			size += len(decoded)
-			o.secret[key] = decoded
+			o.values[key] = decoded
 		}
 	}
-	read("data", base64.StdEncoding.DecodeString)
-	read("stringData", func(text string) ([]byte, error) { return []byte(text), nil })
+	read(own.base64, base64.StdEncoding.DecodeString)
+	read(own.plain, func(text string) ([]byte, error) { return []byte(text), nil })
 	if size > corev1.MaxSecretSize {
 		errs = append(errs, fieldErrorf("data", "must have at most %d bytes in total", corev1.MaxSecretSize))
 	}
 	if content["type"] == string(corev1.SecretTypeTLS) {
 		for _, key := range []string{corev1.TLSCertKey, corev1.TLSPrivateKeyKey} {
-			if _, ok := o.secret[key]; !ok {
+			if _, ok := o.values[key]; !ok {
 				errs = append(errs, fieldErrorf(fmt.Sprintf("data[%s]", key), "must be set in a Secret of type %s", corev1.SecretTypeTLS))
 			}
 		}
 	}
 	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
-	if err := o.hash(o.secret); err != nil {
+	if err := o.hash(o.values); err != nil {
 		errs = append(errs, err)
 	}
 	return errs

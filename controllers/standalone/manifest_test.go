@@ -12,7 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // test/cel runs the same cases against an API server. This package accepts the same
@@ -58,22 +58,23 @@ func TestSameResultsAsAPIServer(t *testing.T) {
 
 func TestDefaultsAreSet(t *testing.T) {
 	p := parse("a.yaml", []byte(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/in"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: k}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: k}}]}
 status: {observedGeneration: 99}
 `))
 	if len(p.problems) > 0 || len(p.objects) != 1 {
 		t.Fatalf("%v", p.problems)
 	}
-	d := p.objects[0].resource.(*v1alpha1.WebhookDestination)
+	d := p.objects[0].resource.(*v1beta1.WebhookDestination)
 	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 1000 ||
 		d.Spec.Delivery.Retry.Window.Duration != 4*time.Hour ||
-		d.Spec.SuccessPolicy != v1alpha1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1alpha1.HMACSHA1 || !*d.Spec.Enabled ||
+		d.Spec.SuccessPolicy != v1beta1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1beta1.HMACSHA1 || d.Spec.Suspend == nil ||
+		*d.Spec.Suspend ||
 		d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
 		b, _ := json.Marshal(d)
 		t.Errorf("defaults are missing: %s", b)
@@ -106,8 +107,8 @@ func TestBadManifests(t *testing.T) {
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
 		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
 		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
-		{"old version", "a.yaml", "apiVersion: posthorn.dev/v1\nkind: Source\nmetadata: {name: a}", `apiVersion: "posthorn.dev/v1" is unknown for this kind; use posthorn.dev/v1alpha1`, 0, false},
-		{"an unknown kind of posthorn.dev", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use one of WebhookDestination, Source, Audience, DeletionRequest, Redelivery`, 0, false},
+		{"old version", "a.yaml", "apiVersion: posthorn.dev/v1\nkind: Source\nmetadata: {name: a}", `apiVersion: "posthorn.dev/v1" is unknown for this kind; use posthorn.dev/v1beta1`, 0, false},
+		{"an unknown kind of posthorn.dev", "a.yaml", "apiVersion: posthorn.dev/v1beta1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1beta1; use one of WebhookDestination, Source, Audience, DeletionRequest, Redelivery`, 0, false},
 		{"another group", "a.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: a}", "", 0, false},
 		{"a list", "a.yaml", "apiVersion: v1\nkind: List\nitems: [{apiVersion: v1, kind: Secret, metadata: {name: a}}]", "", 1, false},
 		{"secret: not base64", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {k: canary!}", "Secret default/a: data[k]: must be base64; use stringData for plain text", 0, false},
@@ -145,6 +146,28 @@ func TestBadManifests(t *testing.T) {
 	}
 }
 
+// An experimental field is accepted with a warning that has its line.
+func TestExperimentalFields(t *testing.T) {
+	p := parse("a.yaml", []byte(`apiVersion: posthorn.dev/v1beta1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sourceRefs: [{name: web}]
+  endpoints: [{name: a, url: "https://hooks.example/in"}]
+  deadLetters:
+    retention: 1h
+    forwardTo: {destinationRef: {name: ops}}
+`))
+	var got []string
+	for _, w := range p.warnings {
+		got = append(got, w.String())
+	}
+	want := []string{"a.yaml:9: WebhookDestination default/crm: spec.deadLetters.forwardTo: experimental: the field can change or be removed in a minor release"}
+	if diff := cmp.Diff(want, got); diff != "" || len(p.objects) != 1 || len(p.problems) != 0 {
+		t.Errorf("%d objects, problems %v, warnings (-want +got):\n%s", len(p.objects), p.problems, diff)
+	}
+}
+
 // A problem has the line of its field, or of the nearest parent that exists.
 func TestProblemLines(t *testing.T) {
 	const text = `# a comment
@@ -157,7 +180,7 @@ stringData:
 ---
 
 # the second document
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata:
   name: crm
@@ -170,7 +193,7 @@ spec:
 apiVersion: v1
 kind: List
 items:
-- apiVersion: posthorn.dev/v1alpha1
+- apiVersion: posthorn.dev/v1beta1
   kind: Source
   metadata: {name: web}
   spec:
@@ -212,17 +235,84 @@ func TestSyntaxErrorLines(t *testing.T) {
 	}
 }
 
+// A manifest of the version before names the new one and, with its line, each field to change.
+func TestReplacedVersion(t *testing.T) {
+	for name, c := range map[string]struct{ text, want string }{
+		"source": {`apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  enabled: false
+  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]
+`, `a.yaml:1: Source default/web: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
+a.yaml:5: Source default/web: unknown field "spec.enabled"; it is now spec.suspend, with the opposite value`},
+		"destination": {`apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sourceRefs: [{name: web}]
+  endpoints:
+  - name: a
+    url: https://hooks.example/in
+    tls:
+      caSecretKeyRef: {name: ca, key: ca.crt}
+    authentication:
+      oauth2:
+        tokenURL: https://login.example
+        clientID: a
+        clientSecretKeyRef: {name: crm, key: client}
+        tls:
+          caSecretKeyRef: {name: ca, key: ca.crt}
+  signing:
+    schemes:
+    - type: HMACSHA1
+      secretKeyRef: {name: crm, key: sharedSecret}
+`, `a.yaml:1: WebhookDestination default/crm: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
+a.yaml:17: WebhookDestination default/crm: unknown field "spec.endpoints[0].authentication.oauth2.tls.caSecretKeyRef"; it is now tls.ca.secretKeyRef
+a.yaml:10: WebhookDestination default/crm: unknown field "spec.endpoints[0].tls.caSecretKeyRef"; it is now tls.ca.secretKeyRef
+a.yaml:20: WebhookDestination default/crm: spec.signing.schemes[0].name: Required value`},
+		"redelivery": {`apiVersion: posthorn.dev/v1alpha1
+kind: Redelivery
+metadata: {name: again}
+spec:
+  destinationRef: {name: crm}
+  selector: {statusCodes: [0]}
+  rate: 5
+  requestId: b
+`, `a.yaml:1: Redelivery default/again: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
+a.yaml:7: Redelivery default/again: unknown field "spec.rate"; it is now spec.deadLettersPerSecond
+a.yaml:8: Redelivery default/again: unknown field "spec.requestId"; it is now spec.requestID
+a.yaml:6: Redelivery default/again: unknown field "spec.selector"; it is now spec.match, in which noResponse: true replaces the status code 0`},
+		"deletion": {`apiVersion: posthorn.dev/v1alpha1
+kind: DeletionRequest
+metadata: {name: u1}
+spec: {userId: u1}
+`, `a.yaml:1: DeletionRequest default/u1: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
+a.yaml:4: DeletionRequest default/u1: unknown field "spec.userId"; it is now spec.userID
+a.yaml:4: DeletionRequest default/u1: spec.userID: Required value`},
+	} {
+		p := parse("a.yaml", []byte(c.text))
+		var got []string
+		for _, problem := range p.problems {
+			got = append(got, problem.String())
+		}
+		if diff := cmp.Diff(strings.Split(c.want, "\n"), got); diff != "" || len(p.objects) != 0 || len(p.broken) != 1 {
+			t.Errorf("%s: %d objects, %d broken, want 0 and 1; problems (-want +got):\n%s", name, len(p.objects), len(p.broken), diff)
+		}
+	}
+}
+
 func TestNearest(t *testing.T) {
-	known := []string{"endpoints", "sourceRefs", "signing", "enabled"}
+	known := []string{"endpoints", "sourceRefs", "signing", "suspend"}
 	for _, tc := range []struct{ typed, want string }{
 		{"endpionts", "endpoints"},
 		{"endpoint", "endpoints"},
 		{"sourcerefs", "sourceRefs"},
-		{"enable", "enabled"},
+		{"suspended", "suspend"},
 		{"filter", ""},
 		{"x", ""},
 	} {
-		if got := nearest([]string{tc.typed}, known); got != tc.want {
+		if got := nearest(tc.typed, known); got != tc.want {
 			t.Errorf("nearest to %q: got %q, want %q", tc.typed, got, tc.want)
 		}
 	}
@@ -230,8 +320,28 @@ func TestNearest(t *testing.T) {
 
 func TestSecretData(t *testing.T) {
 	p := parse("a.yaml", []byte("apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {a: AQI=, b: AQI=}\nstringData: {b: text}"))
-	if diff := cmp.Diff(map[string][]byte{"a": {1, 2}, "b": []byte("text")}, p.objects[0].secret); diff != "" {
+	if diff := cmp.Diff(map[string][]byte{"a": {1, 2}, "b": []byte("text")}, p.objects[0].values); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// A ConfigMap has plain text in data, and base64 in binaryData; it has no type.
+func TestConfigMapData(t *testing.T) {
+	const head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n"
+	p := parse("a.yaml", []byte(head+"data: {a: text}\nbinaryData: {b: AQI=}"))
+	if diff := cmp.Diff(map[string][]byte{"a": []byte("text"), "b": {1, 2}}, p.objects[0].values); diff != "" {
+		t.Error(diff)
+	}
+	for text, want := range map[string]string{
+		"type: Opaque":           `unknown field "type"`,
+		"stringData: {a: b}":     `unknown field "stringData"`,
+		"data: {a: 5}":           "data[a]: must be a string; put it in quotes",
+		"binaryData: {a: \"!\"}": "binaryData[a]: must be base64; use data for plain text",
+	} {
+		p := parse("a.yaml", []byte(head+text))
+		if len(p.problems) != 1 || !strings.HasPrefix(p.problems[0].Message, want) {
+			t.Errorf("%s: got problems %v, want one: %s", text, p.problems, want)
+		}
 	}
 }
 
@@ -268,7 +378,7 @@ func TestEscapes(t *testing.T) {
 			p := parse(c.file, []byte(c.text))
 			var value, problem string
 			if len(p.objects) > 0 {
-				value = string(p.objects[0].secret["k"])
+				value = string(p.objects[0].values["k"])
 			}
 			if len(p.problems) > 0 {
 				problem = p.problems[0].String()

@@ -2,6 +2,7 @@ package standalone
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -127,6 +128,11 @@ func child(node *yamlv3.Node, step string) (position, value *yamlv3.Node) {
 		if i, err := strconv.Atoi(step); err == nil && i >= 0 && i < len(node.Content) {
 			return node.Content[i], node.Content[i]
 		}
+		for _, item := range node.Content { // A list by name; the only item may have the default name.
+			if _, name := child(item, "name"); name != nil && name.Value == step || len(node.Content) == 1 {
+				return item, item
+			}
+		}
 	}
 	return nil, nil
 }
@@ -156,26 +162,27 @@ func fieldErrorf(path, format string, args ...any) error {
 	return fieldError{path, fmt.Errorf("%s: "+format, append([]any{path}, args...)...)}
 }
 
+var withoutIndices = regexp.MustCompile(`\[[^\]]*\]`)
+
 // unknownField returns the error of a field that the schema does not have. known are the names of
 // the fields beside it.
 func unknownField(path string, known []string) error {
-	advice := "remove it or correct its name"
 	steps := pathSteps(path)
-	if name := nearest(steps[max(0, len(steps)-1):], known); name != "" {
-		advice = fmt.Sprintf("did you mean %q?", name)
+	advice := "; remove it or correct its name"
+	if now := replacedFields[withoutIndices.ReplaceAllString(path, "")]; now != "" {
+		advice = "; it is now " + now
+	} else if len(steps) > 0 {
+		advice = cmp.Or(didYouMean(steps[len(steps)-1], known), advice)
 	}
-	return fieldError{path, fmt.Errorf("unknown field %q; %s", path, advice)}
+	return fieldError{path, fmt.Errorf("unknown field %q%s", path, advice)}
 }
 
 // nearest returns the known name that differs least from the typed one, and at most in a third of
 // its letters; "" if there is none.
-func nearest(typed, known []string) (found string) {
-	if len(typed) != 1 {
-		return ""
-	}
-	best := len(typed[0])/3 + 1
+func nearest(typed string, known []string) (found string) {
+	best := len(typed)/3 + 1
 	for _, name := range known {
-		if d := editDistance(strings.ToLower(typed[0]), strings.ToLower(name)); d < best {
+		if d := editDistance(strings.ToLower(typed), strings.ToLower(name)); d < best {
 			found, best = name, d
 		}
 	}

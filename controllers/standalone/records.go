@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
@@ -42,7 +42,7 @@ func (o *stored) record() (r record, err error) {
 	if o.resource == nil {
 		return r, nil
 	}
-	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+	if a, ok := o.resource.(*v1beta1.Audience); ok {
 		r.AudienceKey = a.Status.Key
 	}
 	if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
@@ -65,7 +65,7 @@ func (r record) replaced(by string) []string {
 	return list[:min(len(list), maxPrevious)]
 }
 
-// hashed returns the hash of the spec, as a record has it; empty for a Secret.
+// hashed returns the hash of the spec, as a record has it; empty for a Secret or a ConfigMap.
 func (o *object) hashed() string {
 	if o.resource == nil {
 		return ""
@@ -142,7 +142,7 @@ func (r record) isOf(o *stored) bool {
 
 // restoreStatus sets the status of an object.
 func (r record) restoreStatus(o *stored) error {
-	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+	if a, ok := o.resource.(*v1beta1.Audience); ok {
 		a.Status.Key = r.AudienceKey
 	}
 	if o.resource == nil || len(r.Status) == 0 {
@@ -225,7 +225,7 @@ func NewLacks(o Options) func(values map[string][]byte) []string {
 			compared = nil
 		}
 		for id, r := range s.records {
-			if status := r.jobStatus(); status == nil || !v1alpha1.JobEnded(*status) {
+			if status := r.jobStatus(); status == nil || !v1beta1.JobEnded(*status) {
 				found = append(found, id.String())
 			}
 		}
@@ -246,7 +246,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		}
 	}
 	for _, object := range slices.SortedFunc(maps.Keys(s.records), id.compare) {
-		message := fmt.Sprintf("the log has this object, and the manifests of this process lack it; copy the manifest of the last owner, or run posthorn discard %s/%s to delete the object", object.namespace, object.name)
+		message := fmt.Sprintf("the log has this object, and the manifests of this process lack it; copy the manifest of the last owner, or run posthorn discard %s -n %s to delete the object", object.name, object.namespace)
 		at, isFound := found[object]
 		switch {
 		case isFound && at.path == "": // Its manifest has a problem of its own.
@@ -259,7 +259,7 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 		switch {
 		case s.records[object].isUnfinished():
 			p.Effect = "its run has begun, so its namespace is parked: the messages are kept and not sent, and calls are answered 503"
-		case object.kind == kindSecret:
+		case hasValues(object.kind):
 			p.Effect = "what uses it does not work"
 		default:
 			p.Effect = "it is parked: " + manifest.EffectOfParked(object.kind)
@@ -270,8 +270,8 @@ func (s *store) parkedProblems(now time.Time) (list []manifest.Problem) {
 }
 
 // jobStatus returns the status of a record of a run that has begun, and otherwise nil.
-func (r record) jobStatus() *v1alpha1.JobStatus {
-	var status v1alpha1.JobStatus
+func (r record) jobStatus() *v1beta1.JobStatus {
+	var status v1beta1.JobStatus
 	if json.Unmarshal(r.Status, &status) != nil {
 		return nil
 	}
@@ -281,7 +281,7 @@ func (r record) jobStatus() *v1alpha1.JobStatus {
 // isUnfinished reports whether a record belongs to a run that has begun and not ended.
 func (r record) isUnfinished() bool {
 	status := r.jobStatus()
-	return status != nil && !v1alpha1.JobEnded(*status)
+	return status != nil && !v1beta1.JobEnded(*status)
 }
 
 // lacksRun reports whether this process did not load a run of a namespace that has begun and not ended. The dispatcher

@@ -12,7 +12,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/test/check"
 )
@@ -71,7 +71,7 @@ func (p *standby) object(kind, name string) *stored {
 	return o
 }
 
-const forget = "apiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userId: u1}\n"
+const forget = "apiVersion: posthorn.dev/v1beta1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userID: u1}\n"
 
 // The next owner of a replicated log has the same objects as the last one, and not new ones.
 func TestRecordsOfTheLastOwner(t *testing.T) {
@@ -79,8 +79,8 @@ func TestRecordsOfTheLastOwner(t *testing.T) {
 	records, begin := metaStore{"deletion/x": []byte("{}")}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	first := newStandby(t, files)
 	first.own(records, begin)
-	put(t, first.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {enabled: false, ", 1))
-	request := first.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+	put(t, first.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {suspend: true, ", 1))
+	request := first.object("DeletionRequest", "forget").resource.(*v1beta1.DeletionRequest)
 	start := metav1.NewTime(begin)
 	request.Status.StartTime = &start
 	first.reload(records, begin.Add(time.Minute))
@@ -99,7 +99,7 @@ func TestRecordsOfTheLastOwner(t *testing.T) {
 		check.Equal(t, "UID of "+o.String(), next.objects[o].resource.GetUID(), first.objects[o].resource.GetUID())
 	}
 	check.Equal(t, "generation of the Source with another spec", next.object("Source", "web").Generation, 3)
-	got := next.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+	got := next.object("DeletionRequest", "forget").resource.(*v1beta1.DeletionRequest)
 	check.Equal(t, "start of the run", got.Status.StartTime != nil && got.Status.StartTime.Time.Equal(begin), true)
 	version := func(p *standby) string {
 		return p.snapshots(compile.Policy{})["default"].Secrets["web-key"].Version
@@ -156,7 +156,7 @@ func TestRecordsAreNewerThanTheState(t *testing.T) {
 	check.Equal(t, "the UID of the Source differs", after.object("Source", "web").resource.GetUID() != before.object("Source",
 		"web").resource.GetUID(), true)
 	check.Equal(t, "the run has started", after.object("DeletionRequest",
-		"forget").resource.(*v1alpha1.DeletionRequest).Status.StartTime != nil, true)
+		"forget").resource.(*v1beta1.DeletionRequest).Status.StartTime != nil, true)
 }
 
 // A request that another process has run, and that was deleted and created again since, runs with the process that
@@ -171,7 +171,7 @@ func TestRecordsOfARequestThatWasCreatedAgain(t *testing.T) {
 			records, begin := metaStore{}, time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 			first := newStandby(t, files)
 			first.own(records, begin)
-			former := first.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+			former := first.object("DeletionRequest", "forget").resource.(*v1beta1.DeletionRequest)
 			start := metav1.NewTime(begin)
 			former.Status.StartTime = &start
 			check.NoError(t, "write the records", first.writeRecords(records))
@@ -191,7 +191,7 @@ func TestRecordsOfARequestThatWasCreatedAgain(t *testing.T) {
 			third := &standby{t, first.dir, newStore()}
 			check.NoError(t, "restore the state", third.restore(path, nil))
 			third.own(records, begin.Add(4*time.Hour))
-			got := third.object("DeletionRequest", "forget").resource.(*v1alpha1.DeletionRequest)
+			got := third.object("DeletionRequest", "forget").resource.(*v1beta1.DeletionRequest)
 			check.Equal(t, "UID of the request that was created again", got.GetUID(), again.GetUID())
 			check.Equal(t, "start of its run", got.Status.StartTime, (*metav1.Time)(nil))
 		})
@@ -221,7 +221,7 @@ func TestRecordsOfWhatAFolderLacks(t *testing.T) {
 	for _, o := range first.objects {
 		if o.kind == "DeletionRequest" {
 			start := metav1.NewTime(begin)
-			o.resource.(*v1alpha1.DeletionRequest).Status.StartTime = &start
+			o.resource.(*v1beta1.DeletionRequest).Status.StartTime = &start
 		}
 	}
 	check.NoError(t, "write the records", first.writeRecords(records))
@@ -235,8 +235,8 @@ func TestRecordsOfWhatAFolderLacks(t *testing.T) {
 	next.reload(records, begin.Add(30*24*time.Hour))
 	got := next.parkedObjects()
 	for object, want := range map[string]string{
-		"Secret default/web-key":         "posthorn discard default/web-key",
-		"Source default/web":             "posthorn discard default/web",
+		"Secret default/web-key":         "posthorn discard web-key -n default",
+		"Source default/web":             "posthorn discard web -n default",
 		"DeletionRequest default/forget": "the log has this object",
 		"WebhookDestination default/crm": "the log has a newer version",
 	} {
@@ -327,7 +327,7 @@ func TestLacks(t *testing.T) {
 	check.NoError(t, "save the state", p.save(state))
 	put(t, p.dir, "web.yaml", "{")
 	want("with a last valid form")
-	put(t, owner.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {enabled: false, ", 1))
+	put(t, owner.dir, "web.yaml", strings.Replace(webSource, "spec: {", "spec: {suspend: true, ", 1))
 	owner.own(records, begin.Add(2*time.Hour))
 	want("with an outdated last valid form", "Source default/web")
 	check.NoError(t, "remove the Source", os.Remove(filepath.Join(p.dir, "web.yaml")))

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -27,7 +28,7 @@ import (
 	"k8s.io/apiserver/pkg/registry/rest"
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/config/crd"
 	"github.com/posthorn/posthorn/controllers/kinds"
 )
@@ -44,7 +45,7 @@ type definition struct {
 // definitions returns the embedded CRDs by kind. It reads them once, because the
 // compilation of the CEL rules is slow.
 var definitions = sync.OnceValues(func() (map[string]*definition, error) {
-	files, err := fs.Glob(crd.Files, "*.yaml")
+	files, err := fs.Glob(crd.Files, "experimental/*.yaml")
 	if err != nil {
 		return nil, err
 	}
@@ -57,9 +58,6 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 		var resource apiextensionsv1.CustomResourceDefinition
 		if err := yaml.Unmarshal(text, &resource); err != nil {
 			return nil, fmt.Errorf("%s: %w", file, err)
-		}
-		if resource.Kind != "CustomResourceDefinition" {
-			continue // kustomization.yaml
 		}
 		d, err := newDefinition(resource)
 		if err != nil {
@@ -77,7 +75,7 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 
 func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definition, error) {
 	for _, version := range resource.Spec.Versions {
-		if version.Name != v1alpha1.GroupVersion.Version || version.Schema == nil {
+		if version.Name != v1beta1.GroupVersion.Version || version.Schema == nil {
 			continue
 		}
 		var internal apiextensions.CustomResourceValidation
@@ -99,7 +97,7 @@ func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definiti
 		}
 		return d, nil
 	}
-	return nil, errors.New("the CRD has no version " + v1alpha1.GroupVersion.Version)
+	return nil, errors.New("the CRD has no version " + v1beta1.GroupVersion.Version)
 }
 
 // admit processes an object as an API server does at its creation with strict field
@@ -159,15 +157,39 @@ func blocks(errs field.ErrorList) bool {
 func withoutValue(err *field.Error) error {
 	detail := strings.TrimPrefix(err.Detail, err.Field+" in body ")
 	switch err.Type {
-	case field.ErrorTypeNotSupported, field.ErrorTypeTooMany, field.ErrorTypeTooLong, field.ErrorTypeRequired:
+	case field.ErrorTypeNotSupported:
+		return fieldError{err.Field, fmt.Errorf("%w%s", err, nearestValue(err))}
+	case field.ErrorTypeTooMany, field.ErrorTypeTooLong, field.ErrorTypeRequired:
 		return fieldError{err.Field, err}
 	case field.ErrorTypeInvalid, field.ErrorTypeTypeInvalid:
-		return fieldErrorf(err.Field, "%s", detail)
+		return fieldErrorf(err.Field, "%s", typeAdvice(detail))
 	}
 	if detail == "" {
 		return fieldErrorf(err.Field, "%s", err.Type)
 	}
 	return fieldErrorf(err.Field, "%s: %s", err.Type, detail)
+}
+
+// typeAdvice replaces the text about a wrong type, which names the types of JSON, by how to write the value.
+func typeAdvice(detail string) string {
+	switch {
+	case strings.HasPrefix(detail, `must be of type string: "integer"`), strings.HasPrefix(detail, `must be of type string: "number"`):
+		return "must be a string; write a duration with its unit, such as 5s, and other numbers in quotes"
+	case strings.HasPrefix(detail, `must be of type object: "string"`):
+		return "must be an object, such as {name: web}"
+	}
+	return detail
+}
+
+var quotedValue = regexp.MustCompile(`"([^"]*)"`)
+
+// nearestValue suggests one of the supported values, which the detail of an error lists.
+func nearestValue(err *field.Error) string {
+	var known []string
+	for _, m := range quotedValue.FindAllStringSubmatch(err.Detail, -1) {
+		known = append(known, m[1])
+	}
+	return didYouMean(fmt.Sprint(err.BadValue), known)
 }
 
 // fieldsBeside returns the names of the fields that the schema has beside a field.
@@ -188,4 +210,27 @@ func (d *definition) fieldsBeside(path string) []string {
 		}
 	}
 	return slices.Sorted(maps.Keys(schema.Properties))
+}
+
+// experimental returns the paths of the fields of a value that only the experimental CRDs have.
+func experimental(path string, value any, schema *structuralschema.Structural) (fields []string) {
+	if schema == nil { // The object is invalid.
+		return nil
+	}
+	if strings.HasPrefix(schema.Description, crd.Experimental) {
+		return []string{path}
+	}
+	switch value := value.(type) {
+	case map[string]any:
+		for _, name := range slices.Sorted(maps.Keys(value)) {
+			if property, ok := schema.Properties[name]; ok {
+				fields = append(fields, experimental(strings.TrimPrefix(path+"."+name, "."), value[name], &property)...)
+			}
+		}
+	case []any:
+		for i := range value {
+			fields = append(fields, experimental(fmt.Sprintf("%s[%d]", path, i), value[i], schema.Items)...)
+		}
+	}
+	return fields
 }

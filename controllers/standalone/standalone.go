@@ -23,7 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -282,12 +282,12 @@ func (c *Control) load(marks []mark) []mark {
 		c.store.load(files, time.Now())
 		c.store.explainProblems(before, time.Now())
 	}
-	problems, parked, ignored := c.store.problems, c.store.parked, c.store.ignored
+	problems, parked, warnings := c.store.problems, c.store.parked, c.store.warnings
 	added := c.store.added
 	c.store.added = nil
 	sources := slices.ContainsFunc(slices.Collect(maps.Values(c.store.objects)), func(o *stored) bool { return o.kind == kindSource })
 	c.mu.Unlock()
-	c.logProblems(problems, parked, ignored)
+	c.logProblems(problems, parked, warnings)
 	for _, o := range added {
 		c.log.Warn("object created that the log does not have; if the last owner deleted it, remove its manifest here, too", "kind", o.kind, "namespace", o.namespace, "name", o.name)
 	}
@@ -474,7 +474,7 @@ func (c *Control) saveRecords() {
 }
 
 // logProblems logs each problem once.
-func (c *Control) logProblems(problems, parked, ignored []manifest.Problem) {
+func (c *Control) logProblems(problems, parked, warnings []manifest.Problem) {
 	logged := map[string]bool{}
 	once := func(log func(string, ...any), message string, list []manifest.Problem) {
 		for _, p := range list {
@@ -484,7 +484,7 @@ func (c *Control) logProblems(problems, parked, ignored []manifest.Problem) {
 			}
 		}
 	}
-	once(c.log.Warn, "manifest ignored", ignored)
+	once(c.log.Warn, "manifest has a warning", warnings)
 	once(c.log.Error, "manifest rejected", problems)
 	once(c.log.Error, "object parked", parked)
 	c.logged = logged
@@ -614,18 +614,19 @@ func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.O
 		return o.resource != nil && o.kind == kind.Name() && (namespace == "" || namespace == o.namespace) && selected(o.resource)
 	}) {
 		item := o.resource.DeepCopyObject().(compile.Object)
-		item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name()))
+		item.GetObjectKind().SetGroupVersionKind(v1beta1.GroupVersion.WithKind(kind.Name()))
 		if p, ok := rejected[o.String()]; ok {
 			_, conditions := o.of.Health.Status(item)
 			meta.SetStatusCondition(conditions, metav1.Condition{
-				Type: v1alpha1.ConditionReady, Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonManifestRejected, Message: p.Detail(),
+				Type: v1beta1.ConditionReady, Status: metav1.ConditionFalse, Reason: v1beta1.ReasonManifestRejected, Message: p.Detail(),
 				LastTransitionTime: metav1.NewTime(p.Since), ObservedGeneration: item.GetGeneration(),
 			})
+			o.of.Health.Summarize(item)
 		}
 		items = append(items, item)
 	}
 	list := kind.NewList()
-	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name() + "List"))
+	list.GetObjectKind().SetGroupVersionKind(v1beta1.GroupVersion.WithKind(kind.Name() + "List"))
 	list.SetResourceVersion(strconv.FormatInt(c.store.writes, 10))
 	if err := meta.SetList(list, items); err != nil {
 		panic(fmt.Sprintf("standalone: %v", err)) // Impossible: the items are of the list's kind.
@@ -637,27 +638,27 @@ func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.O
 func (c *Control) notAccepted() []manifest.Problem {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	found := []manifest.Problem{}
+	found, at := []manifest.Problem{}, c.store.positions()
 	for _, o := range c.store.sorted() {
 		if o.resource == nil {
 			continue
 		}
 		_, conditions := o.of.Health.Status(o.resource)
-		for _, condition := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs} {
+		for _, condition := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs} {
 			if no := meta.FindStatusCondition(*conditions, condition); no != nil && no.Status == metav1.ConditionFalse {
-				found = append(found, o.problem(no.Message, no.Reason))
+				found = append(found, at.problems(o, no.Message, no.Reason)...)
 			}
 		}
 	}
 	return found
 }
 
-// Problems returns the present problems of the manifests, the parked objects among them, and the ignored objects of
-// other kinds.
-func (c *Control) Problems() (problems, ignored []manifest.Problem) {
+// Problems returns the present problems of the manifests, the parked objects among them, and the warnings: ignored
+// objects of other kinds, and experimental fields.
+func (c *Control) Problems() (problems, warnings []manifest.Problem) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	return append(append([]manifest.Problem{}, c.store.problems...), c.parkedProblems()...), append([]manifest.Problem{}, c.store.ignored...)
+	return append(append([]manifest.Problem{}, c.store.problems...), c.parkedProblems()...), append([]manifest.Problem{}, c.store.warnings...)
 }
 
 // parkedProblems returns a problem for each parked object, also for those without a record: the state file was lost, or
@@ -676,7 +677,7 @@ func (c *Control) parkedProblems() []manifest.Problem {
 			}
 			list = append(list, manifest.Problem{
 				Object: object.String(), Since: p.Since, Effect: "it is parked: " + manifest.EffectOfParked(object.kind), Parked: true,
-				Message: fmt.Sprintf("the store has this object, and no manifest has it, although it was not deleted; restore its manifest, or run posthorn discard %s/%s to delete the object", object.namespace, object.name),
+				Message: fmt.Sprintf("the store has this object, and no manifest has it, although it was not deleted; restore its manifest, or run posthorn discard %s -n %s to delete the object", object.name, object.namespace),
 			})
 		}
 	}

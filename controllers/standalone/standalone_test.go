@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -22,20 +23,21 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/invariants"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
 const (
 	secret         = "apiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData: {writeKey: canary-key}\n"
-	webSource      = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}\n"
-	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sourceRefs: [{name: web}], endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
+	webSource      = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}\n"
+	webDestination = "apiVersion: posthorn.dev/v1beta1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sourceRefs: [{name: web}], endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
 )
 
 // runner is a fake dispatcher. It accepts and records every config.
@@ -117,12 +119,12 @@ func kindOf(name string) kinds.Kind {
 	return *k
 }
 
-func (f *folder) sources(namespace string) *v1alpha1.SourceList {
-	return f.control.list(kindOf("Source"), namespace, func(client.Object) bool { return true }).(*v1alpha1.SourceList)
+func (f *folder) sources(namespace string) *v1beta1.SourceList {
+	return f.control.list(kindOf("Source"), namespace, func(client.Object) bool { return true }).(*v1beta1.SourceList)
 }
 
-func (f *folder) destinations(namespace string) *v1alpha1.WebhookDestinationList {
-	return f.control.list(kindOf("WebhookDestination"), namespace, func(client.Object) bool { return true }).(*v1alpha1.WebhookDestinationList)
+func (f *folder) destinations(namespace string) *v1beta1.WebhookDestinationList {
+	return f.control.list(kindOf("WebhookDestination"), namespace, func(client.Object) bool { return true }).(*v1beta1.WebhookDestinationList)
 }
 
 // folder is a folder of manifests with a running Control.
@@ -233,8 +235,8 @@ func TestRunAppliesChanges(t *testing.T) {
 	}
 
 	// A change of the spec increments the generation; a change of a comment does not.
-	put(t, dir, "crm.yaml", "# a comment\n"+strings.Replace(webDestination, "spec: {", "spec: {enabled: false, ", 1))
-	f.runs("default/crm Disabled")
+	put(t, dir, "crm.yaml", "# a comment\n"+strings.Replace(webDestination, "spec: {", "spec: {suspend: true, ", 1))
+	f.runs("default/crm Suspended")
 	f.until("generation 2", func() bool { return f.destinations("").Items[0].Status.ObservedGeneration == 2 })
 	if again := f.destinations("").Items[0]; again.UID != d.UID || !again.CreationTimestamp.Equal(&d.CreationTimestamp) {
 		t.Error("a change created a new object")
@@ -253,22 +255,52 @@ func TestRunAppliesChanges(t *testing.T) {
 	})
 	put(t, dir, "web.yaml", webSource)
 	f.until("SecretNotFound", func() bool {
-		return meta.FindStatusCondition(f.sources("").Items[0].Status.Conditions, "Ready").Reason == v1alpha1.ReasonSecretNotFound
+		return meta.FindStatusCondition(f.sources("").Items[0].Status.Conditions, "Ready").Reason == v1beta1.ReasonSecretNotFound
 	})
 
 	// Another namespace is added and removed.
-	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sourceSelector":{},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
-	f.runs("default/crm Disabled", "other/x Paused")
+	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1beta1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sourceSelector":{},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
+	f.runs("default/crm Suspended", "other/x Paused")
 	if err := os.Remove(filepath.Join(dir, "other.json")); err != nil {
 		t.Fatal(err)
 	}
-	f.runs("default/crm Disabled")
+	f.runs("default/crm Suspended")
 	f.runner.mu.Lock()
 	defer f.runner.mu.Unlock()
 	x := liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "x"}
 	if other := f.runner.configs["other"]; !other.Head.Buried(x) {
 		t.Errorf("head of the removed namespace: got %+v, want a tombstone of %s", other.Head, x)
 	}
+}
+
+// The CAs of an endpoint follow the ConfigMap in a manifest.
+func TestAuthoritiesOfAConfigMap(t *testing.T) {
+	pem, err := os.ReadFile("../compile/testdata/ca.pem")
+	check.NoError(t, "read a certificate", err)
+	dir, bundle := t.TempDir(), func(text string) string {
+		return "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: bundle}\ndata: {ca.crt: " + strconv.Quote(text) + "}\n"
+	}
+	put(t, dir, "web.yaml", secret+"---\n"+webSource)
+	put(t, dir, "crm.yaml", strings.Replace(webDestination, "/in\"", "/in\", tls: {ca: {configMapKeyRef: {name: bundle, key: ca.crt}}}", 1))
+	f := start(t, dir, "")
+	resolved := func(reason string) {
+		f.until(reason, func() bool {
+			list := f.destinations("default").Items
+			return len(list) == 1 && meta.FindStatusCondition(list[0].Status.Conditions, "ResolvedRefs").Reason == reason
+		})
+	}
+	resolved("ConfigMapNotFound")
+	for _, text := range []string{"# one\n" + string(pem), string(pem) + "# again\n" + string(pem)} {
+		put(t, dir, "bundle.yaml", bundle(text))
+		f.until("the certificates", func() bool {
+			f.runner.mu.Lock()
+			defer f.runner.mu.Unlock()
+			d := f.runner.configs["default"].Destinations[0]
+			return d.State == liveconfig.Active && strings.Count(d.Endpoints[0].TLS.CA, "BEGIN") == strings.Count(text, "BEGIN")
+		})
+	}
+	put(t, dir, "bundle.yaml", bundle("none"))
+	resolved("InvalidConfigMap")
 }
 
 func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
@@ -329,7 +361,7 @@ func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
 func TestAudienceIdentity(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
 	audience := func(spec string) string {
-		return "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {" + spec + "}\n"
+		return "apiVersion: posthorn.dev/v1beta1\nkind: Audience\nmetadata: {name: vip}\nspec: {" + spec + "}\n"
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource)
 	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: First Name`))
@@ -471,11 +503,11 @@ func TestWriteKeysOfTwoNamespaces(t *testing.T) {
 		}
 		return list.Items[0].Status.Conditions[0].Reason
 	}
-	decided := func(reason string) bool { return reason != "" && reason != v1alpha1.ReasonPending }
+	decided := func(reason string) bool { return reason != "" && reason != v1beta1.ReasonPending }
 	f.until("both", func() bool { return decided(reason("aaa")) && decided(reason("default")) })
 	// Objects of the same second have equal age, so the name is decisive.
 	got := []string{reason("aaa"), reason("default")}
-	if slices.Sort(got); !slices.Equal(got, []string{v1alpha1.ReasonAccepted, v1alpha1.ReasonWriteKeyConflict}) {
+	if slices.Sort(got); !slices.Equal(got, []string{v1beta1.ReasonAccepted, v1beta1.ReasonWriteKeyConflict}) {
 		t.Errorf("got %v", got)
 	}
 }
@@ -517,7 +549,7 @@ func TestCompile(t *testing.T) {
 		t.Error(diff)
 	}
 	denied, err := Compile(dir, nil, compile.Policy{CheckHost: func(string) error { return fmt.Errorf("denied") }})
-	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts["destinations"]["crm"].Reason != v1alpha1.ReasonEgressDenied {
+	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts["destinations"]["crm"].Reason != v1beta1.ReasonEgressDenied {
 		t.Errorf("%+v %v", denied, err)
 	}
 	put(t, dir, "b.yaml", "kind: [")
@@ -550,8 +582,8 @@ func TestExpressionsAboveTheBudget(t *testing.T) {
 	var text string
 	f.until("the condition of b", func() bool {
 		for _, d := range f.destinations("default").Items {
-			if c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionAccepted); d.Name == "b" && c != nil &&
-				c.Reason == v1alpha1.ReasonExpressionBudget {
+			if c := meta.FindStatusCondition(d.Status.Conditions, v1beta1.ConditionAccepted); d.Name == "b" && c != nil &&
+				c.Reason == v1beta1.ReasonExpressionBudget {
 				text = c.Message
 			}
 		}
@@ -605,17 +637,17 @@ func TestHandler(t *testing.T) {
 	}
 	const table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 
-	var list v1alpha1.WebhookDestinationList
+	var list v1beta1.WebhookDestinationList
 	if get(Prefix+"/webhookdestinations", "application/json", &list); len(list.Items) != 2 || list.Kind != "WebhookDestinationList" ||
 		list.Items[0].Kind != "WebhookDestination" {
 		t.Errorf("%+v", list)
 	}
-	var one v1alpha1.WebhookDestination
+	var one v1beta1.WebhookDestination
 	if get(Prefix+"/namespaces/other/webhookdestinations/crm", "application/json", &one); one.Namespace != "other" ||
 		one.Kind != "WebhookDestination" {
 		t.Errorf("%+v", one)
 	}
-	var sources v1alpha1.SourceList
+	var sources v1beta1.SourceList
 	if get(Prefix+"/namespaces/default/sources?labelSelector=app%3Dshop", "", &sources); len(sources.Items) != 1 {
 		t.Errorf("%+v", sources)
 	}
@@ -637,7 +669,7 @@ func TestHandler(t *testing.T) {
 	if len(rows.Rows) != 1 || rows.Kind != "Table" {
 		t.Fatalf("%+v", rows)
 	}
-	if diff := cmp.Diff([]any{"crm", "True", "Ready", "Unknown", float64(2), float64(0), nil}, rows.Rows[0].Cells[:7]); diff != "" {
+	if diff := cmp.Diff([]any{"crm", "True", "NoTrafficYet", "Unknown", float64(2), float64(0), nil}, rows.Rows[0].Cells[:7]); diff != "" {
 		t.Error(diff)
 	}
 	if raw := string(rows.Rows[0].Object.Raw); !strings.Contains(raw, `"PartialObjectMetadata"`) || strings.Contains(raw, `"spec"`) {
@@ -662,7 +694,7 @@ func TestHandler(t *testing.T) {
 	}
 
 	var resources metav1.APIResourceList
-	if get(Prefix, "", &resources); len(resources.APIResources) != len(kinds.All) || !slices.Equal(resources.APIResources[0].ShortNames, []string{"whd"}) {
+	if get(Prefix, "", &resources); len(resources.APIResources) != len(kinds.All) || !slices.Equal(resources.APIResources[0].ShortNames, []string{"whd", "pwhd"}) {
 		t.Errorf("%+v", resources)
 	}
 	var groups metav1.APIGroupList
@@ -691,9 +723,9 @@ func TestProblemsOfReferences(t *testing.T) {
 	}
 	f.until("the missing Secret is a problem", func() bool { return len(answer().NotAccepted) == 1 })
 	p := answer()
-	if got := p.NotAccepted[0]; len(p.Problems) != 0 || filepath.Base(got.Position()) != "all.yaml:2" ||
+	if got := p.NotAccepted[0]; len(p.Problems) != 0 || filepath.Base(got.Position()) != "all.yaml:5" ||
 		!strings.HasSuffix(got.Message, "(SecretNotFound)") {
-		t.Errorf("got %+v, want SecretNotFound at all.yaml:2 and no rejected manifest", p)
+		t.Errorf("got %+v, want SecretNotFound at all.yaml:5 and no rejected manifest", p)
 	}
 	put(t, dir, "secret.yaml", secret)
 	f.until("no problem remains", func() bool { return len(answer().NotAccepted) == 0 })

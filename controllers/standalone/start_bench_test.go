@@ -30,7 +30,7 @@ kind: Secret
 metadata: {name: web-key, namespace: n%[1]d}
 stringData: {writeKey: key-of-n%[1]d}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: n%[1]d}
 spec:
@@ -43,13 +43,13 @@ kind: Secret
 metadata: {name: hook-%[2]d, namespace: n%[1]d}
 stringData: {sharedSecret: the-secret-of-n%[1]d-%[2]d}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: hook-%[2]d, namespace: n%[1]d}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/n%[1]d/%[2]d"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: hook-%[2]d, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: hook-%[2]d, key: sharedSecret}}]}
   filter: {events: [hook-%[2]d]}
 `, n, i)
 		}

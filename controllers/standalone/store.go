@@ -22,7 +22,7 @@ import (
 	apiruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/manifest"
@@ -38,7 +38,8 @@ type store struct {
 	// writes counts changes. Resource versions are values of it.
 	writes   int64
 	problems []manifest.Problem
-	ignored  []manifest.Problem
+	// warnings are ignored objects of other kinds, and experimental fields.
+	warnings []manifest.Problem
 	// parked are problems of the objects that the log has and this process did not load.
 	parked       []manifest.Problem
 	secretValues []SecretValue
@@ -99,9 +100,9 @@ func (s *store) load(marks []mark, now time.Time) {
 		marks = append([]mark{{path: secretValuesFile}}, marks...)
 	}
 	next, files, problems := merge(s.objects, s.read(marks), s.isOutdated)
-	s.ignored, s.unread = nil, false
+	s.warnings, s.unread = nil, false
 	for _, f := range files {
-		s.ignored, s.unread = append(s.ignored, f.ignored...), s.unread || f.unread
+		s.warnings, s.unread = slices.Concat(s.warnings, f.ignored, f.warnings), s.unread || f.unread
 		if !f.unreadable {
 			f.good = f.text
 		}
@@ -405,8 +406,8 @@ func (o *object) admitUpdate(old *stored) []error {
 // the display name changes and, because it is in the state file, after a restart.
 func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.Verdict) {
 	for name, v := range verdicts {
-		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" && o.resource.(*v1alpha1.Audience).Status.Key != v.Key {
-			a := o.resource.DeepCopyObject().(*v1alpha1.Audience) // Other goroutines may read the present object.
+		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" && o.resource.(*v1beta1.Audience).Status.Key != v.Key {
+			a := o.resource.DeepCopyObject().(*v1beta1.Audience) // Other goroutines may read the present object.
 			a.Status.Key = v.Key
 			o.resource = a
 		}
@@ -421,7 +422,7 @@ func (s *store) nextVersion() string {
 // setServerFields sets the metadata that a server sets, and copies the status of the old
 // object.
 func (o *stored) setServerFields(old *stored, resourceVersion string) {
-	if o.kind == kindSecret {
+	if o.resource == nil {
 		return
 	}
 	o.resource.SetGeneration(o.Generation)
@@ -459,7 +460,7 @@ func (all objects) byFile() map[string][]*stored {
 }
 
 // snapshots returns the snapshots to compile, by namespace. A namespace that has only
-// Secrets has no snapshot.
+// Secrets and ConfigMaps has no snapshot.
 func (s *store) snapshots(policy compile.Policy) map[string]*snapshot {
 	out := map[string]*snapshot{}
 	objects := s.sorted()
@@ -477,16 +478,20 @@ func (s *store) snapshots(policy compile.Policy) map[string]*snapshot {
 		of.Objects, of.inputs.objects = append(of.Objects, o.resource), append(of.inputs.objects, inputOf(o))
 	}
 	for _, o := range objects {
-		if of := out[o.namespace]; o.kind == kindSecret && of != nil {
-			of.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.Created.Unix(), o.Generation), Data: o.secret}
+		if of := out[o.namespace]; o.resource == nil && of != nil {
+			name := o.name
+			if o.kind == kindConfigMap {
+				name = compile.ConfigMapName(name)
+			}
+			of.Secrets[name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.Created.Unix(), o.Generation), Data: o.values}
 			of.inputs.objects = append(of.inputs.objects, inputOf(o))
 		}
 	}
 	// A write key belongs to the oldest Source that has it.
-	users := map[string][]*v1alpha1.Source{}
+	users := map[string][]*v1beta1.Source{}
 	for _, of := range out {
 		for _, o := range of.Objects {
-			if source, ok := o.(*v1alpha1.Source); ok {
+			if source, ok := o.(*v1beta1.Source); ok {
 				for _, hash := range compile.WriteKeySHA256(source, of.Secrets) {
 					users[hash] = append(users[hash], source)
 				}
@@ -533,7 +538,7 @@ type input struct {
 
 func inputOf(o *stored) input {
 	in := input{id: o.id, manifest: o.manifest, generation: o.Generation, created: o.Created}
-	if a, ok := o.resource.(*v1alpha1.Audience); ok {
+	if a, ok := o.resource.(*v1beta1.Audience); ok {
 		in.status = a.Status.Key
 	} else if o.resource != nil && o.of.Input != nil {
 		in.status = o.resource // It is replaced with each change of the status.
@@ -546,7 +551,7 @@ func (i input) equal(other input) bool {
 		i.created.Equal(&other.created) && i.status == other.status
 }
 
-func byAge(a, b *v1alpha1.Source) int {
+func byAge(a, b *v1beta1.Source) int {
 	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace),
 		strings.Compare(a.Name, b.Name))
 }

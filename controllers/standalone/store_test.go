@@ -21,7 +21,7 @@ import (
 // in a store that has only the state file of an earlier process.
 func TestIncompleteFiles(t *testing.T) {
 	const (
-		source = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
+		source = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
 		good   = secret + "---\n" + source + "---\n" + webDestination
 		empty  = "the file is empty, and the last valid version of 3 objects is kept"
 		within = "the file ends within a document of its last valid form"
@@ -49,7 +49,7 @@ func TestIncompleteFiles(t *testing.T) {
 		"the end of the last document":   {text: good + "# a comment", objects: all},
 		"another beginning":              {text: "# mine\n" + secret, objects: []string{key}},
 		"an empty List":                  {text: noObjects},
-		"another kind alone":             {text: "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n"},
+		"another kind alone":             {text: "apiVersion: v1\nkind: Service\nmetadata: {name: a}\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")

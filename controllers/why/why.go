@@ -15,8 +15,9 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
@@ -47,6 +48,11 @@ type Finding struct {
 	Text string `json:"text"`
 	// Fix is the action for the user; empty if none is necessary.
 	Fix string `json:"fix,omitempty"`
+	// Reason is the reason of the condition or of the failed attempt, Since the time of its begin, and StatusCode the
+	// status code of the last failed attempt; empty if there is none.
+	Reason     string    `json:"reason,omitempty"`
+	Since      time.Time `json:"since,omitzero"`
+	StatusCode int32     `json:"statusCode,omitempty"`
 	// Idle is true for a Source that has never had a call, as in a new installation.
 	Idle bool `json:"idle,omitempty"`
 }
@@ -55,8 +61,8 @@ type Finding struct {
 type Facts struct {
 	Namespace, Name string
 	// Destinations and Sources of the namespace.
-	Destinations []v1alpha1.WebhookDestination
-	Sources      []v1alpha1.Source
+	Destinations []v1beta1.WebhookDestination
+	Sources      []v1beta1.Source
 	// Reports of the dispatchers, if available: all of them, as their numbers replace the numbers of
 	// the status.
 	Reports []*podreport.Index
@@ -77,7 +83,7 @@ type Facts struct {
 
 // Explain returns the findings along the delivery path. Cause selects the one to fix first.
 func Explain(f Facts) []Finding {
-	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
+	i := slices.IndexFunc(f.Destinations, func(d v1beta1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
 		e := explainer{Facts: f}
 		e.operator()
@@ -141,7 +147,7 @@ const aboutDisk = "Disk"
 func DiskFull(r *podreport.Index, namespace string) Finding {
 	const mib, most = 1 << 20, 3
 	s := r.Storage
-	f := Finding{Level: Problem, About: aboutDisk}
+	f := Finding{Level: Problem, About: aboutDisk, Reason: v1beta1.ReasonStoragePressure}
 	f.Text = fmt.Sprintf("the disk of dispatcher %s is full, so new calls are answered 503", r.Pod)
 	if s.LackingBytes > 0 {
 		f.Text += fmt.Sprintf(" until %d MiB become free", s.LackingBytes/mib)
@@ -190,7 +196,7 @@ func DiskFull(r *podreport.Index, namespace string) Finding {
 
 type explainer struct {
 	Facts
-	d     *v1alpha1.WebhookDestination
+	d     *v1beta1.WebhookDestination
 	found []Finding
 	// paused is true if nothing is sent because of the spec.
 	paused bool
@@ -198,6 +204,10 @@ type explainer struct {
 	filterFailure string
 	// lineBreak is true if a Secret's value ends with a line break, which is not used.
 	lineBreak bool
+	// failing has the times since when endpoints fail, of the reports.
+	failing map[string]time.Time
+	// expires is observed.Destination.Expires.
+	expires time.Time
 	// delivers is true if an endpoint accepts all messages, so that another one that fails does not
 	// prevent the delivery.
 	delivers bool
@@ -207,12 +217,18 @@ func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 	e.found = append(e.found, Finding{Level: level, About: about, Text: fmt.Sprintf(format, args...), Fix: fix})
 }
 
+// because adds the machine-readable cause to the last finding.
+func (e *explainer) because(reason string, since time.Time, statusCode int32) {
+	f := &e.found[len(e.found)-1]
+	f.Reason, f.Since, f.StatusCode = reason, since, statusCode
+}
+
 // observe replaces the numbers and the states of the endpoints in the destination's status by the numbers
 // and states of the reports.
 func (e *explainer) observe() {
-	delivering := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionDelivering)
+	delivering := meta.FindStatusCondition(e.d.Status.Conditions, v1beta1.ConditionDelivering)
 	if e.delivers = delivering != nil && delivering.Status == metav1.ConditionTrue; delivering != nil &&
-		delivering.Reason == v1alpha1.ReasonFilterFailed {
+		delivering.Reason == v1beta1.ReasonFilterFailed {
 		e.filterFailure = delivering.Message
 	}
 	live, reported := observed.NewDestination(e.d.Spec.Endpoints), false
@@ -220,6 +236,7 @@ func (e *explainer) observe() {
 	for _, x := range e.Reports {
 		if x.Namespace(e.Namespace).ReadDestination(e.Name, &r) {
 			live.Add(&r, false)
+			e.addFailing(r.Endpoints)
 			reported = true
 		}
 	}
@@ -228,12 +245,38 @@ func (e *explainer) observe() {
 	}
 	d := *e.d // The object belongs to the caller.
 	e.d = &d
+	e.expires = live.Expires
 	d.Status.Delivery, d.Status.Endpoints = &live.Delivery, live.Statuses(d.Status.Endpoints, e.Now, true)
 	if e.filterFailure = ""; live.FilterFailure != nil {
 		e.filterFailure = fmt.Sprintf("the expression fails for some calls, which become dead letters; the last one %s: %s", ago(e.Now, live.FilterFailure.Time), live.FilterFailure.Message)
 	}
 	_, working := live.Failing()
-	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1alpha1.EveryEndpoint
+	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1beta1.EveryEndpoint
+}
+
+// addFailing records since when the endpoints of a report fail: the earliest time of all reports.
+func (e *explainer) addFailing(endpoints []adminapi.EndpointReport) {
+	for _, ep := range endpoints {
+		if before, ok := e.failing[ep.Name]; ep.State != adminapi.EndpointHealthy && ep.State != adminapi.EndpointIdle &&
+			(!ok || ep.Since.Before(before)) {
+			if e.failing == nil {
+				e.failing = map[string]time.Time{}
+			}
+			e.failing[ep.Name] = ep.Since
+		}
+	}
+}
+
+// failingSince returns since when an endpoint fails: from the reports, or without them from the condition Delivering. It is
+// zero if that is not known.
+func (e *explainer) failingSince(endpoint string) time.Time {
+	if since, ok := e.failing[endpoint]; ok {
+		return since
+	}
+	if c := meta.FindStatusCondition(e.d.Status.Conditions, v1beta1.ConditionDelivering); c != nil && c.Status == metav1.ConditionFalse {
+		return c.LastTransitionTime.Time
+	}
+	return time.Time{}
 }
 
 // operatorAway is the age of the operator's Lease from which the statuses are outdated. A replica takes over within
@@ -300,6 +343,7 @@ func Manifests(problems []manifest.Problem, kind, namespace, name string, now ti
 					continue
 				}
 				found = append(found, Finding{Level: level, About: "Manifest", Text: fmt.Sprintf("rejected %s: %s", ago(now, p.Since), p.Detail()),
+					Reason: v1beta1.ReasonManifestRejected, Since: p.Since,
 					Fix: "correct the manifest"})
 			}
 		}
@@ -318,28 +362,31 @@ func Parked(p manifest.Problem, now time.Time) Finding {
 
 // fixes maps a reason of Accepted, ResolvedRefs or Receiving to the action for the user.
 var fixes = map[string]struct{ about, fix string }{
-	v1alpha1.ReasonSecretNotFound:       {"Secret", "create the Secret in this namespace; no restart is necessary"},
-	v1alpha1.ReasonSecretKeyMissing:     {"Secret", "add the key to the Secret, or correct the reference"},
-	v1alpha1.ReasonInvalidSecret:        {"Secret", "correct the value in the Secret"},
-	v1alpha1.ReasonInvalidURL:           {"Destination", "correct the URL: http:// or https:// and a host"},
-	v1alpha1.ReasonInvalidFilter:        {"Filter", "correct spec.filter.expression"},
-	v1alpha1.ReasonNoSource:             {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
-	v1alpha1.ReasonDestinationNotFound:  {"Dead letters", "create the destination, or correct spec.deadLetters.forwardTo"},
-	v1alpha1.ReasonInvalidForwardTarget: {"Dead letters", "change the destination that the message names, or name another one"},
-	v1alpha1.ReasonCeilingExceeded:      {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
-	v1alpha1.ReasonEgressDenied:         {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
-	v1alpha1.ReasonExpressionBudget:     {"Filter", "remove or shorten filter expressions, or filter by types and events"},
-	v1alpha1.ReasonConfigTooLarge:       {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
-	v1alpha1.ReasonInvalidSpec:          {"Destination", "correct the spec; it was stored under older rules"},
-	v1alpha1.ReasonWriteKeyConflict:     {"Source", "set another write key"},
-	v1alpha1.ReasonWriteKeyReserved:     {"Source", "set another write key, or ask an administrator to release it"},
-	v1alpha1.ReasonStoragePressure:      {aboutDisk, "fix the destinations with the largest backlog, or ask an administrator for disk space"},
-	v1alpha1.ReasonRejectingCalls:       {"Source", "fix the sender; the message gives the reason"},
+	v1beta1.ReasonSecretNotFound:       {"Secret", "create the Secret in this namespace; no restart is necessary"},
+	v1beta1.ReasonSecretKeyMissing:     {"Secret", "add the key to the Secret, or correct the reference"},
+	v1beta1.ReasonInvalidSecret:        {"Secret", "correct the value in the Secret"},
+	v1beta1.ReasonConfigMapNotFound:    {"ConfigMap", "create the ConfigMap in this namespace; no restart is necessary"},
+	v1beta1.ReasonConfigMapKeyMissing:  {"ConfigMap", "add the key to the ConfigMap, or correct the reference"},
+	v1beta1.ReasonInvalidConfigMap:     {"ConfigMap", "correct the value in the ConfigMap"},
+	v1beta1.ReasonInvalidURL:           {"Destination", "correct the URL: http:// or https:// and a host"},
+	v1beta1.ReasonInvalidFilter:        {"Filter", "correct spec.filter.expression"},
+	v1beta1.ReasonNoSource:             {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
+	v1beta1.ReasonDestinationNotFound:  {"Dead letters", "create the destination, or correct spec.deadLetters.forwardTo"},
+	v1beta1.ReasonInvalidForwardTarget: {"Dead letters", "change the destination that the message names, or name another one"},
+	v1beta1.ReasonCeilingExceeded:      {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
+	v1beta1.ReasonEgressDenied:         {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
+	v1beta1.ReasonExpressionBudget:     {"Filter", "remove or shorten filter expressions, or filter by types and events"},
+	v1beta1.ReasonConfigTooLarge:       {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
+	v1beta1.ReasonInvalidSpec:          {"Destination", "correct the spec; it was stored under older rules"},
+	v1beta1.ReasonWriteKeyConflict:     {"Source", "set another write key"},
+	v1beta1.ReasonWriteKeyReserved:     {"Source", "set another write key, or ask an administrator to release it"},
+	v1beta1.ReasonStoragePressure:      {aboutDisk, "fix the destinations with the largest backlog, or ask an administrator for disk space"},
+	v1beta1.ReasonRejectingCalls:       {"Source", "fix the sender; the message gives the reason"},
 }
 
 // refusals returns the conditions Accepted and ResolvedRefs that are False.
 func refusals(conditions []metav1.Condition) (list []metav1.Condition) {
-	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs} {
+	for _, conditionType := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs} {
 		if c := meta.FindStatusCondition(conditions, conditionType); c != nil && c.Status == metav1.ConditionFalse {
 			list = append(list, *c)
 		}
@@ -352,7 +399,7 @@ func refusals(conditions []metav1.Condition) (list []metav1.Condition) {
 const lineBreakNote = "ends with a line break"
 
 func (e *explainer) spec() {
-	accepted, refused := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionAccepted), refusals(e.d.Status.Conditions)
+	accepted, refused := meta.FindStatusCondition(e.d.Status.Conditions, v1beta1.ConditionAccepted), refusals(e.d.Status.Conditions)
 	switch {
 	case accepted == nil || accepted.ObservedGeneration < e.d.Generation:
 		e.add(Problem, "Destination", "check the operator's log", "the operator has not processed this version of the destination yet")
@@ -363,20 +410,31 @@ func (e *explainer) spec() {
 				fix.about = "Destination"
 			}
 			then := ""
-			if !slices.Contains(v1alpha1.ReasonsWithDelivery, c.Reason) {
+			if !slices.Contains(v1beta1.ReasonsWithDelivery, c.Reason) {
 				e.paused, then = true, "; messages are kept, not sent"
 			}
 			e.add(Problem, fix.about, fix.fix, "%s (%s)%s", c.Message, c.Reason, then)
+			e.because(c.Reason, c.LastTransitionTime.Time, 0)
 		}
-	case e.d.Spec.Enabled != nil && !*e.d.Spec.Enabled:
-		e.paused = true
-		e.add(Problem, "Destination", "set spec.enabled to true", "the destination is disabled; messages are kept up to the retry window and sent when it is enabled again")
-	case strings.Contains(accepted.Message, lineBreakNote):
-		e.lineBreak = true
+		e.suspended()
+	case e.suspended():
+	case strings.Contains(accepted.Message, "; spec."): // notes about unusual values
+		e.lineBreak = strings.Contains(accepted.Message, lineBreakNote)
 		e.add(Notice, "Destination", "", "%s", accepted.Message)
 	default:
 		e.add(Fine, "Destination", "", "%s", cmp.Or(accepted.Message, "the spec is valid"))
 	}
+}
+
+// suspended reports a suspension, which can be beside other problems.
+func (e *explainer) suspended() bool {
+	if !ptr.Deref(e.d.Spec.Suspend, false) {
+		return false
+	}
+	e.paused = true
+	e.add(Problem, "Destination", "set spec.suspend to false", "the destination is suspended; messages wait, and the time does not count towards their retry windows")
+	e.because(v1beta1.ReasonSuspended, time.Time{}, 0)
+	return true
 }
 
 // discardNote begins the announcement of discards ahead in the message of Ready. Package health writes it.
@@ -385,7 +443,7 @@ const discardNote = "pending messages "
 // AnnouncedDiscard returns the announcement of discards ahead in the conditions of an object; "" if there is
 // none.
 func AnnouncedDiscard(conditions []metav1.Condition) string {
-	ready := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+	ready := meta.FindStatusCondition(conditions, v1beta1.ConditionReady)
 	if ready == nil {
 		return ""
 	}
@@ -402,7 +460,7 @@ const strandedNote = "stranded: "
 // Stranded returns the messages on volumes that no dispatcher uses, from the conditions of an object; "" if
 // there are none.
 func Stranded(conditions []metav1.Condition) string {
-	ready := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+	ready := meta.FindStatusCondition(conditions, v1beta1.ConditionReady)
 	if ready == nil {
 		return ""
 	}
@@ -481,7 +539,7 @@ func (e *explainer) config() {
 			e.add(Notice, "Config", "", "the disk of dispatcher %s is full in at most %s at the present rate; then calls are answered 503", r.Pod, plural.Count(days, "day"))
 		}
 	}
-	programmed := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionProgrammed)
+	programmed := meta.FindStatusCondition(e.d.Status.Conditions, v1beta1.ConditionProgrammed)
 	if programmed == nil || programmed.Status == metav1.ConditionUnknown || withoutEffect(programmed.Reason) {
 		return
 	}
@@ -491,33 +549,34 @@ func (e *explainer) config() {
 	}
 	fix := "wait some seconds; if the problem remains, check the logs of the dispatchers"
 	switch programmed.Reason {
-	case v1alpha1.ReasonNoDispatcher:
+	case v1beta1.ReasonNoDispatcher:
 		fix = "contact an administrator: the dispatchers are not ready"
-	case v1alpha1.ReasonUnowned:
+	case v1beta1.ReasonUnowned:
 		fix = "contact an administrator: kubectl posthorn slots has the reasons"
 	}
 	e.add(Problem, "Config", fix, "%s (%s)", programmed.Message, programmed.Reason)
+	e.because(programmed.Reason, programmed.LastTransitionTime.Time, 0)
 }
 
 // withoutEffect reports whether a reason of Programmed means that the object has no effect.
 func withoutEffect(reason string) bool {
-	return reason == v1alpha1.ReasonNotAccepted || reason == v1alpha1.ReasonUnresolvedRefs
+	return reason == v1beta1.ReasonNotAccepted || reason == v1beta1.ReasonUnresolvedRefs
 }
 
 // chosen returns the Sources of the destination.
-func (e *explainer) chosen() []v1alpha1.Source {
+func (e *explainer) chosen() []v1beta1.Source {
 	s := &e.d.Spec
-	match := func(o v1alpha1.Source) bool {
-		return slices.Contains(s.SourceRefs, v1alpha1.ObjectReference{Name: o.Name})
+	match := func(o v1beta1.Source) bool {
+		return slices.Contains(s.SourceRefs, v1beta1.SourceReference{Name: o.Name})
 	}
 	if s.SourceSelector != nil {
 		selector, err := metav1.LabelSelectorAsSelector(s.SourceSelector)
 		if err != nil {
 			return nil
 		}
-		match = func(o v1alpha1.Source) bool { return selector.Matches(labels.Set(o.Labels)) }
+		match = func(o v1beta1.Source) bool { return selector.Matches(labels.Set(o.Labels)) }
 	}
-	var chosen []v1alpha1.Source
+	var chosen []v1beta1.Source
 	for _, o := range e.Sources {
 		if match(o) {
 			chosen = append(chosen, o)
@@ -528,8 +587,8 @@ func (e *explainer) chosen() []v1alpha1.Source {
 
 func (e *explainer) sources() {
 	chosen, builtIn := e.chosen(), ""
-	for _, name := range v1alpha1.BuiltInSources {
-		if slices.Contains(e.d.Spec.SourceRefs, v1alpha1.ObjectReference{Name: name}) {
+	for _, name := range v1beta1.BuiltInSources {
+		if slices.Contains(e.d.Spec.SourceRefs, v1beta1.SourceReference{Name: name}) {
 			builtIn = name
 			e.add(Fine, "Source", "", "Source %q is built in", name)
 		}
@@ -542,9 +601,9 @@ func (e *explainer) sources() {
 	}
 	for _, s := range chosen {
 		refused := refusals(s.Status.Conditions)
-		receiving := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionReceiving)
+		receiving := meta.FindStatusCondition(s.Status.Conditions, v1beta1.ConditionReceiving)
 		last := s.Status.LastReceivedTime
-		var calls v1alpha1.CallCounts
+		var calls v1beta1.CallCounts
 		if s.Status.Calls != nil {
 			calls = *s.Status.Calls
 		}
@@ -556,19 +615,21 @@ func (e *explainer) sources() {
 		}
 		refusing := Refusing(e.Reports, e.Namespace, s.Name, e.Now)
 		switch {
-		case s.Spec.Enabled != nil && !*s.Spec.Enabled:
-			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is disabled: its calls are answered 403", s.Name)
+		case ptr.Deref(s.Spec.Suspend, false):
+			e.add(Problem, "Source", "set its spec.suspend to false", "Source %q is suspended: its calls are answered 503, and clients send them again", s.Name)
 		case len(refused) > 0:
 			text := "Source %q rejects all calls: %s (%s)"
-			if p := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionProgrammed); p != nil && !withoutEffect(p.Reason) {
+			if p := meta.FindStatusCondition(s.Status.Conditions, v1beta1.ConditionProgrammed); p != nil && !withoutEffect(p.Reason) {
 				text = "Source %q accepts calls with one of its write keys only: %s (%s)"
 			}
 			for _, c := range refused {
 				e.add(Problem, "Source", fixes[c.Reason].fix, text, s.Name, c.Message, c.Reason)
+				e.because(c.Reason, c.LastTransitionTime.Time, 0)
 			}
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
 			e.add(Problem, cmp.Or(fixes[receiving.Reason].about, "Source"), fixes[receiving.Reason].fix, "Source %q: %s (%s)", s.Name,
 				receiving.Message, receiving.Reason)
+			e.because(receiving.Reason, receiving.LastTransitionTime.Time, 0)
 		case refusing != nil:
 			e.found = append(e.found, *refusing)
 		case calls.Accepted == 0:
@@ -597,7 +658,7 @@ func Refusing(reports []*podreport.Index, namespace, name string, now time.Time)
 			f := &Finding{Level: Problem, About: aboutDisk,
 				Text: fmt.Sprintf("Source %q: calls are answered 503, the last one %s: %s", name, ago(now, s.LastRejected), s.LastRejection)}
 			if code == "storage_full" {
-				f.Fix = fixes[v1alpha1.ReasonStoragePressure].fix
+				f.Fix = fixes[v1beta1.ReasonStoragePressure].fix
 			}
 			return f
 		}
@@ -688,7 +749,7 @@ func (e *explainer) sourceReports(name string) *adminapi.SourceReport {
 }
 
 // counts returns the destination's numbers, if there are any.
-func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
+func (e *explainer) counts() (c v1beta1.DeliveryStatus, known bool) {
 	if e.d.Status.Delivery == nil {
 		return c, false
 	}
@@ -697,7 +758,7 @@ func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
 
 func (e *explainer) filter() {
 	if e.filterFailure != "" {
-		e.add(Problem, "Filter", fmt.Sprintf("correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver %s --reason %s", e.Name, v1alpha1.ReasonFilterFailed), "%s", e.filterFailure)
+		e.add(Problem, "Filter", fmt.Sprintf("correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver %s --reason %s", e.Name, v1beta1.ReasonFilterFailed), "%s", e.filterFailure)
 	}
 	c, known := e.counts()
 	switch {
@@ -717,22 +778,31 @@ func (e *explainer) filter() {
 }
 
 // hint returns the action for a failed attempt at an endpoint.
-func (e *explainer) hint(endpoint string, f *v1alpha1.DeliveryFailure) string {
+func (e *explainer) hint(endpoint string, f *v1beta1.DeliveryFailure) string {
 	fix := hints[f.Reason]
-	if f.Reason == v1alpha1.ReasonRejected {
+	if f.Reason == v1beta1.ReasonRejected {
 		fix = cmp.Or(statusHints[f.StatusCode], fix) + "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
 		if e.lineBreak && (f.StatusCode == http.StatusUnauthorized || f.StatusCode == http.StatusForbidden) {
 			fix = "let the receiver use the secret without the line break at its end, too (see Destination), or " + fix
 		}
 	}
-	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1alpha1.Endpoint) bool {
+	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1beta1.Endpoint) bool {
 		return p.Name == endpoint && strings.HasPrefix(strings.ToLower(p.URL), "http://")
 	})
-	if plain && (f.Reason == v1alpha1.ReasonConnectionFailed || f.Reason == v1alpha1.ReasonInvalidResponse ||
+	if plain && (f.Reason == v1beta1.ReasonConnectionFailed || f.Reason == v1beta1.ReasonInvalidResponse ||
 		f.StatusCode == http.StatusBadRequest) {
 		fix += "; if the port uses TLS, set a URL with https://"
 	}
 	return fix
+}
+
+// AttemptFix returns the action for an attempt that failed with a reason, and a status code or 0; "" for a success.
+func AttemptFix(reason string, statusCode int) string {
+	fix := ""
+	if reason == v1beta1.ReasonRejected {
+		fix = statusHints[int32(statusCode)] //nolint:gosec // A status code has three digits.
+	}
+	return cmp.Or(fix, hints[reason])
 }
 
 // answer returns the receiver's last answer with a status code to an endpoint, as a part of a
@@ -766,20 +836,20 @@ var statusHints = map[int32]string{
 
 // hints maps the reason of a failed attempt to the action for the user.
 var hints = map[string]string{
-	v1alpha1.ReasonTimedOut:            "the receiver must answer within spec.delivery.timeout; acknowledge first and process asynchronously",
-	v1alpha1.ReasonConnectionRefused:   "check the host and the port, and that the receiver runs",
-	v1alpha1.ReasonConnectionFailed:    "check the network between the dispatchers and the receiver",
-	v1alpha1.ReasonDNSFailed:           "check the host name in the URL",
-	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set spec.endpoints[].tls.caSecretKeyRef to the CA of a private one; a self-signed certificate is rejected even if it is listed there",
-	v1alpha1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
-	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
-	v1alpha1.ReasonProxyFailed:         "this is Posthorn's egress proxy, not the receiver: ask an administrator to check the proxy, its rules and its credentials; messages wait meanwhile",
-	v1alpha1.ReasonTokenFailed:         "check endpoints[].authentication.oauth2: the token URL, the client ID, the secret and the scopes; messages wait until a token can be obtained",
-	v1alpha1.ReasonServerError:         "check the receiver's log",
-	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",
-	v1alpha1.ReasonRejected:            "the receiver rejects the message: check the URL, its credentials and headers",
-	v1alpha1.ReasonRedirected:          "redirects are not followed: set the final URL in the spec",
-	v1alpha1.ReasonInvalidResponse:     "the response is not HTTP; check the port",
+	v1beta1.ReasonTimedOut:            "the receiver must answer within spec.delivery.timeout; acknowledge first and process asynchronously",
+	v1beta1.ReasonConnectionRefused:   "check the host and the port, and that the receiver runs",
+	v1beta1.ReasonConnectionFailed:    "check the network between the dispatchers and the receiver",
+	v1beta1.ReasonDNSFailed:           "check the host name in the URL",
+	v1beta1.ReasonCertificateRejected: "use a certificate of a known authority, or set spec.endpoints[].tls.ca to the CA of a private one; a self-signed certificate is rejected even if it is listed there",
+	v1beta1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
+	v1beta1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
+	v1beta1.ReasonProxyFailed:         "this is Posthorn's egress proxy, not the receiver: ask an administrator to check the proxy, its rules and its credentials; messages wait meanwhile",
+	v1beta1.ReasonTokenFailed:         "check endpoints[].authentication.oauth2: the token URL, the client ID, the secret and the scopes; messages wait until a token can be obtained",
+	v1beta1.ReasonServerError:         "check the receiver's log",
+	v1beta1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",
+	v1beta1.ReasonRejected:            "the receiver rejects the message: check the URL, its credentials and headers",
+	v1beta1.ReasonRedirected:          "redirects are not followed: set the final URL in the spec",
+	v1beta1.ReasonInvalidResponse:     "the response is not HTTP; check the port",
 }
 
 func (e *explainer) endpoints() {
@@ -801,19 +871,22 @@ func (e *explainer) endpoints() {
 			success = "last success " + ago(e.Now, p.LastSuccessTime.Time)
 		}
 		switch {
-		case p.State == v1alpha1.EndpointGone:
+		case p.State == v1beta1.EndpointGone:
 			e.add(level, "Endpoint", "correct the URL, or remove the endpoint; a change of the destination triggers a probe", "%q answered 410 (Gone), one probe an hour is sent; %s%s%s", p.Name, success, failure, elsewhere)
-		case p.State == v1alpha1.EndpointCircuitOpen:
+		case p.State == v1beta1.EndpointCircuitOpen:
 			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, %s; %s%s%s", p.Name, e.probes(), success, failure, elsewhere)
-		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil &&
+		case p.State == v1beta1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil &&
 			!p.LastSuccessTime.Before(&p.LastFailure.Time):
 			e.add(Notice, "Endpoint", "", "%q fails now and then, or recovers; %s%s", p.Name, success, failure)
-		case p.State == v1alpha1.EndpointDegraded:
+		case p.State == v1beta1.EndpointDegraded:
 			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
-		case p.State == v1alpha1.EndpointIdle:
+		case p.State == v1beta1.EndpointIdle:
 			e.add(Notice, "Endpoint", "", "no deliveries to %q since the dispatchers started, or since the last change; %s", p.Name, success)
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
+		}
+		if f := p.LastFailure; f != nil && p.State != v1beta1.EndpointHealthy && p.State != v1beta1.EndpointIdle {
+			e.because(f.Reason, e.failingSince(p.Name), f.StatusCode)
 		}
 		pending, skipped := p.FirstAttemptsPending, p.FirstAttemptsSkipped
 		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
@@ -845,8 +918,8 @@ func (e *explainer) probes() string {
 // nothingIsSent reports whether the destination is paused, or its endpoints get at most probes. Then a
 // lane does not advance, so its pending messages include those that the filter excludes.
 func (e *explainer) nothingIsSent() bool {
-	return e.paused || len(e.d.Status.Endpoints) > 0 && !slices.ContainsFunc(e.d.Status.Endpoints, func(p v1alpha1.EndpointStatus) bool {
-		return p.State != v1alpha1.EndpointCircuitOpen && p.State != v1alpha1.EndpointGone
+	return e.paused || len(e.d.Status.Endpoints) > 0 && !slices.ContainsFunc(e.d.Status.Endpoints, func(p v1beta1.EndpointStatus) bool {
+		return p.State != v1beta1.EndpointCircuitOpen && p.State != v1beta1.EndpointGone
 	})
 }
 
@@ -867,6 +940,9 @@ func (e *explainer) backlog() {
 		}
 		if c.OldestPendingTime != nil {
 			text += ", the oldest was accepted " + ago(e.Now, c.OldestPendingTime.Time)
+			if !e.expires.IsZero() {
+				text += " and expires in " + max(0, e.expires.Sub(e.Now)).Round(time.Second).String()
+			}
 		}
 		if c.NextAttemptTime != nil && !e.paused {
 			if in := c.NextAttemptTime.Sub(e.Now); in > time.Second {
@@ -915,7 +991,7 @@ func ago(now, t time.Time) string {
 	return d.Round(time.Second).String() + " ago"
 }
 
-func destinationNames(all []v1alpha1.WebhookDestination) []string {
+func destinationNames(all []v1beta1.WebhookDestination) []string {
 	names := make([]string, 0, len(all))
 	for _, d := range all {
 		names = append(names, d.Name)

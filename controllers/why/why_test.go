@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
 	"github.com/posthorn/posthorn/controllers/manifest"
@@ -32,33 +32,33 @@ func condition(kind, reason, message string) metav1.Condition {
 func healthy() Facts {
 	return Facts{
 		Namespace: "shop", Name: "crm", Now: now,
-		Sources: []v1alpha1.Source{{
+		Sources: []v1beta1.Source{{
 			ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1, Labels: map[string]string{"team": "shop"}},
-			Status: v1alpha1.SourceStatus{
+			Status: v1beta1.SourceStatus{
 				Conditions:       []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Receiving", "Receiving", "")},
-				LastReceivedTime: at(3 * time.Second), Calls: &v1alpha1.CallCounts{Accepted: 120},
+				LastReceivedTime: at(3 * time.Second), Calls: &v1beta1.CallCounts{Accepted: 120},
 			},
 		}},
-		Destinations: []v1alpha1.WebhookDestination{{
+		Destinations: []v1beta1.WebhookDestination{{
 			ObjectMeta: metav1.ObjectMeta{Name: "crm", Generation: 1},
-			Spec: v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}},
-				Endpoints: []v1alpha1.Endpoint{{Name: "primary"}}},
-			Status: v1alpha1.WebhookDestinationStatus{
+			Spec: v1beta1.WebhookDestinationSpec{SourceRefs: []v1beta1.SourceReference{{Name: "web"}},
+				Endpoints: []v1beta1.Endpoint{{Name: "primary"}}},
+			Status: v1beta1.WebhookDestinationStatus{
 				Conditions: []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Programmed", "Programmed", "")},
-				Endpoints:  []v1alpha1.EndpointStatus{{Name: "primary", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
-				Delivery:   &v1alpha1.DeliveryStatus{Delivered: 120},
+				Endpoints:  []v1beta1.EndpointStatus{{Name: "primary", State: v1beta1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
+				Delivery:   &v1beta1.DeliveryStatus{Delivered: 120},
 			},
 		}},
 	}
 }
 
 func TestExplain(t *testing.T) {
-	d := func(change func(d *v1alpha1.WebhookDestination)) func(*Facts) {
+	d := func(change func(d *v1beta1.WebhookDestination)) func(*Facts) {
 		return func(f *Facts) { change(&f.Destinations[0]) }
 	}
-	s := func(change func(s *v1alpha1.Source)) func(*Facts) { return func(f *Facts) { change(&f.Sources[0]) } }
+	s := func(change func(s *v1beta1.Source)) func(*Facts) { return func(f *Facts) { change(&f.Sources[0]) } }
 	refused := func(reason, message string) func(*Facts) {
-		return d(func(d *v1alpha1.WebhookDestination) {
+		return d(func(d *v1beta1.WebhookDestination) {
 			accepted, resolved := condition("Accepted", reason, message), condition("ResolvedRefs", "ResolvedRefs", "")
 			switch reason {
 			case "SecretNotFound", "SecretKeyMissing", "InvalidSecret", "NoSource", "InvalidForwardTarget":
@@ -67,11 +67,11 @@ func TestExplain(t *testing.T) {
 			d.Status.Conditions = []metav1.Condition{accepted, condition("Programmed", "Programmed", ""), resolved}
 		})
 	}
-	no := false
-	failing := func(state v1alpha1.EndpointState, reason, message string) func(*Facts) {
-		return d(func(d *v1alpha1.WebhookDestination) {
+	yes := true
+	failing := func(state v1beta1.EndpointState, reason, message string) func(*Facts) {
+		return d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Endpoints[0].State = state
-			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(2 * time.Second), Reason: reason, Message: message}
+			d.Status.Endpoints[0].LastFailure = &v1beta1.DeliveryFailure{Time: *at(2 * time.Second), Reason: reason, Message: message}
 		})
 	}
 	report := func(change func(t *adminapi.NamespaceReport, r *adminapi.Report)) func(*Facts) {
@@ -80,7 +80,7 @@ func TestExplain(t *testing.T) {
 				r := adminapi.Report{Pod: pod, Namespaces: []adminapi.NamespaceReport{{
 					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
 					Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Delivered: 65, Pending: 5}, Retrying: 5,
-						OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
+						OldestPending: now.Add(-time.Minute), OldestExpires: now.Add(239 * time.Minute), NextAttempt: now.Add(20 * time.Second)}},
 				}, {Namespace: "other", Refused: &adminapi.RefusedConfig{Error: "not ours"}}}}
 				if change != nil {
 					change(&r.Namespaces[0], &r)
@@ -103,8 +103,8 @@ func TestExplain(t *testing.T) {
 	}
 	twoEndpoints := func(f *Facts) {
 		d := &f.Destinations[0]
-		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: "b"})
-		d.Status.Endpoints = append(d.Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
+		d.Spec.Endpoints = append(d.Spec.Endpoints, v1beta1.Endpoint{Name: "b"})
+		d.Status.Endpoints = append(d.Status.Endpoints, v1beta1.EndpointStatus{Name: "b", State: v1beta1.EndpointHealthy})
 	}
 	healthyNow := adminapi.EndpointReport{Name: "primary", State: adminapi.EndpointHealthy, LastSuccess: now}
 	openNow := adminapi.EndpointReport{
@@ -124,7 +124,7 @@ func TestExplain(t *testing.T) {
 			n.Destinations[0].FilterFailure = &adminapi.Failure{Time: now.Add(-time.Minute),
 				Message: "character 5 (call.properties.parts): division by zero"}
 		}), "Filter", "the expression fails for some calls, which become dead letters; the last one 1m0s ago: character 5 (call.properties.parts): division by zero", "correct spec.filter.expression, then redeliver the dead letters: posthorn redeliver crm --reason FilterFailed", ""},
-		{"a filter that fails, without reports", d(func(d *v1alpha1.WebhookDestination) {
+		{"a filter that fails, without reports", d(func(d *v1beta1.WebhookDestination) {
 			failed := condition("Delivering", "FilterFailed", "spec.filter.expression fails for some calls: division by zero")
 			d.Status.Conditions = append(d.Status.Conditions, failed)
 		}), "Filter", "division by zero", "redeliver the dead letters", ""},
@@ -154,27 +154,27 @@ func TestExplain(t *testing.T) {
 		{"a rejected manifest in another namespace", func(f *Facts) {
 			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Object: "WebhookDestination other/crm", Message: "unknown field"}}
 		}, "", "", "", "OK Destination"},
-		{"disabled", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
+		{"suspended", d(func(d *v1beta1.WebhookDestination) { d.Spec.Suspend = &yes }), "Destination", "suspended; messages wait", "spec.suspend", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
 		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs",
 			`PROBLEM Source no Source "ios" (NoSource)` + "\n"},
-		{"a built-in Source only", d(func(d *v1alpha1.WebhookDestination) {
-			d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "posthorn-dead-letters"}}
+		{"a built-in Source only", d(func(d *v1beta1.WebhookDestination) {
+			d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "posthorn-dead-letters"}}
 		}), "", "", "", `OK Source Source "posthorn-dead-letters" is built in`},
 		{"dead letters that cannot be forwarded", refused("InvalidForwardTarget", `"ops" forwards its own dead letters`), "Dead letters", "(InvalidForwardTarget)", "name another", `PROBLEM Dead letters "ops" forwards its own dead letters (InvalidForwardTarget)` + "\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"an unknown reason", refused("Novelty", "some text"), "Destination", "some text (Novelty)", "", ""},
-		{"the operator does not run", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's log", ""},
-		{"created a moment ago", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
-		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
+		{"the operator does not run", d(func(d *v1beta1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's log", ""},
+		{"created a moment ago", d(func(d *v1beta1.WebhookDestination) { d.Status = v1beta1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
+		{"no dispatcher", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher is ready")
 		}), "Config", "no dispatcher is ready (NoDispatcher)", "contact an administrator", ""},
-		{"no owner", d(func(d *v1alpha1.WebhookDestination) {
+		{"no owner", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Unowned", "no dispatcher owns it")
 		}), "Config", "no dispatcher owns it (Unowned)", "kubectl posthorn slots", ""},
-		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
+		{"not everywhere yet", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
 		}), "Config", "1 of 2 (Pending)", "wait", ""},
 		{"refused by a dispatcher", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
@@ -188,11 +188,11 @@ func TestExplain(t *testing.T) {
 		}, "Disk", "new calls are answered 503; of 64 MiB, Posthorn uses 8 MiB and other files 46 MiB", "remove other files", ""},
 		{"a full disk and a broken receiver", func(f *Facts) {
 			fullDisk(f)
-			s(func(s *v1alpha1.Source) {
+			s(func(s *v1beta1.Source) {
 				meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure",
 					"calls are answered 503: a dispatcher's storage is full"))
 			})(f)
-			failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "connection refused")(f)
+			failing(v1beta1.EndpointCircuitOpen, "ConnectionRefused", "connection refused")(f)
 		}, "Endpoint", "connection refused", "that the receiver runs", "PROBLEM Disk the disk of dispatcher a is full"},
 		{"large calls are refused", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 			t.Sources[0].LastRejected, t.Sources[0].LastRejection = now.Add(-time.Second*59), "storage_full: storage is full"
@@ -203,76 +203,76 @@ func TestExplain(t *testing.T) {
 		{"invalid calls are refused", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 			t.Sources[0].LastRejected, t.Sources[0].LastRejection = now, "no_event: no event"
 		}), "", "", "", ""},
-		{"a full share", s(func(s *v1alpha1.Source) {
+		{"a full share", s(func(s *v1beta1.Source) {
 			meta.SetStatusCondition(&s.Status.Conditions, condition("Receiving", "StoragePressure", "calls are answered 503"))
 		}), "Disk", `Source "web": calls are answered 503 (StoragePressure)`, "fix the destinations with the largest backlog", ""},
 		{"a disk that fills", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.DaysLeft = 3 }), "", "", "", "NOTICE Config the disk of dispatcher a is full in at most 3 days at the present rate"},
-		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`,
-			"spec.enabled", ""},
-		{"two Sources with one key", s(func(s *v1alpha1.Source) {
+		{"its Source is suspended", s(func(s *v1beta1.Source) { s.Spec.Suspend = &yes }), "Source", `Source "web" is suspended`,
+			"spec.suspend", ""},
+		{"two Sources with one key", s(func(s *v1beta1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
 		}), "Source", "ios has it", "another write key", ""},
-		{"calls are rejected", s(func(s *v1alpha1.Source) {
+		{"calls are rejected", s(func(s *v1beta1.Source) {
 			s.Status.Conditions[1] = condition("Receiving", "RejectingCalls", "the latest: no userId")
 		}), "Source", "no userId", "fix the sender", ""},
-		{"no call yet", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
-		{"no call since the start", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
+		{"no call yet", s(func(s *v1beta1.Source) { s.Status = v1beta1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
+		{"no call since the start", s(func(s *v1beta1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
 		{"unknown write keys", func(f *Facts) {
 			f.UnknownKeys = []adminapi.UnknownKey{
 				{Prefix: "demo", Address: "10.1.2.3", Requests: 9, First: now.Add(-5 * time.Minute), Last: now.Add(-time.Minute)},
 				{Address: "10.1.2.4", Requests: 3, First: now.Add(-4 * time.Minute), Last: now.Add(-3 * time.Second)},
 			}
 		}, "", "", "", `NOTICE Source 12 requests with an unknown write key since 02:59:05Z, the last one 3s ago: 9 from 10.1.2.3 with "demo…", 3 from 10.1.2.4` + "\n"},
-		{"a selector that matches", d(func(d *v1alpha1.WebhookDestination) {
+		{"a selector that matches", d(func(d *v1beta1.WebhookDestination) {
 			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}
 		}), "", "", "", `Source "web"`},
-		{"a selector that matches none", d(func(d *v1alpha1.WebhookDestination) {
+		{"a selector that matches none", d(func(d *v1beta1.WebhookDestination) {
 			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "x"}}
 		}), "Source", "matches no Source in this namespace", "spec.sourceSelector", ""},
-		{"everything is filtered", d(func(d *v1alpha1.WebhookDestination) {
-			d.Spec.Filter = &v1alpha1.Filter{Expression: "false"}
-			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 120}
+		{"everything is filtered", d(func(d *v1beta1.WebhookDestination) {
+			d.Spec.Filter = &v1beta1.Filter{Expression: "false"}
+			d.Status.Delivery = &v1beta1.DeliveryStatus{Filtered: 120}
 		}), "Filter", "the filter excluded every call so far (120 messages)", "relax spec.filter", ""},
-		{"excluded by the calls", d(func(d *v1alpha1.WebhookDestination) {
-			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 1}
+		{"excluded by the calls", d(func(d *v1beta1.WebhookDestination) {
+			d.Status.Delivery = &v1beta1.DeliveryStatus{Filtered: 1}
 		}), "Filter", "the filter excluded every call so far (1 message)", "integrations", ""},
-		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
-		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, and no message is pending; the next one is sent as a probe; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"some are filtered", d(func(d *v1beta1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
+		{"circuit open", failing(v1beta1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, and no message is pending; the next one is sent as a probe; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
 		{"circuit open, next probe", func(f *Facts) {
-			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
-			f.Destinations[0].Status.Delivery = &v1alpha1.DeliveryStatus{Pending: 3, Retrying: 1, NextAttemptTime: at(-40 * time.Second)}
+			failing(v1beta1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			f.Destinations[0].Status.Delivery = &v1beta1.DeliveryStatus{Pending: 3, Retrying: 1, NextAttemptTime: at(-40 * time.Second)}
 		}, "Endpoint", `circuit breaker of "primary" is open, only probes are sent, the next one in 40s; all pending messages follow when it succeeds; last success`, "log", "3 messages pending, 1 of them is a retry"},
 		{"circuit open, with a filter", func(f *Facts) {
-			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
-			f.Destinations[0].Spec.Filter = &v1alpha1.Filter{}
-			f.Destinations[0].Status.Delivery = &v1alpha1.DeliveryStatus{Pending: 3}
+			failing(v1beta1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			f.Destinations[0].Spec.Filter = &v1beta1.Filter{}
+			f.Destinations[0].Status.Delivery = &v1beta1.DeliveryStatus{Pending: 3}
 		}, "Endpoint", "circuit breaker", "log", "NOTICE Backlog 3 messages pending, including messages that the filter will exclude; 0 messages delivered so far"},
-		{"a backlog, with a filter", d(func(d *v1alpha1.WebhookDestination) {
-			d.Spec.Filter, d.Status.Delivery.Pending = &v1alpha1.Filter{}, 3
+		{"a backlog, with a filter", d(func(d *v1beta1.WebhookDestination) {
+			d.Spec.Filter, d.Status.Delivery.Pending = &v1beta1.Filter{}, 3
 		}), "", "", "", "NOTICE Backlog 3 messages pending; 120 messages delivered so far"},
-		{"gone", failing(v1alpha1.EndpointGone, "Rejected", "answered 410 Gone"), "Endpoint", `"primary" answered 410 (Gone), one probe an hour is sent; last success 3s ago; the last failure was 2s ago: answered 410 Gone (Rejected)`, "correct the URL", ""},
+		{"gone", failing(v1beta1.EndpointGone, "Rejected", "answered 410 Gone"), "Endpoint", `"primary" answered 410 (Gone), one probe an hour is sent; last success 3s ago; the last failure was 2s ago: answered 410 Gone (Rejected)`, "correct the URL", ""},
 		{"one endpoint of two", func(f *Facts) {
-			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			failing(v1beta1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
 			s := &f.Destinations[0].Status
 			s.Endpoints[0].LastSuccessTime = nil
-			s.Endpoints = append(s.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(time.Second)})
+			s.Endpoints = append(s.Endpoints, v1beta1.EndpointStatus{Name: "b", State: v1beta1.EndpointHealthy, LastSuccessTime: at(time.Second)})
 			s.Conditions = append(s.Conditions, condition("Delivering", "Delivering", ""))
 		}, "", "", "", "no successful delivery yet; the last failure was 2s ago: answered 500 (ServerError); another endpoint accepts the messages"},
 		{"recovering", func(f *Facts) {
-			failing(v1alpha1.EndpointDegraded, "ServerError", "answered 500")(f)
+			failing(v1beta1.EndpointDegraded, "ServerError", "answered 500")(f)
 			f.Destinations[0].Status.Endpoints[0].LastSuccessTime = at(time.Second)
 		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; last success just now; the last failure was 2s ago`},
-		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)",
-			"caSecretKeyRef", ""},
-		{"a failure without a message", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
-		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
-		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
-			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
+		{"certificate", failing(v1beta1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)",
+			"spec.endpoints[].tls.ca", ""},
+		{"a failure without a message", failing(v1beta1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
+		{"recovered", failing(v1beta1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
+		{"nothing sent yet", d(func(d *v1beta1.WebhookDestination) {
+			d.Status.Endpoints[0] = v1beta1.EndpointStatus{Name: "primary", State: v1beta1.EndpointIdle}
 		}), "", "", "", `NOTICE Endpoint no deliveries to "primary"`},
-		{"nothing sent since a restart", d(func(d *v1alpha1.WebhookDestination) {
-			d.Status.Endpoints[0].State = v1alpha1.EndpointIdle
+		{"nothing sent since a restart", d(func(d *v1beta1.WebhookDestination) {
+			d.Status.Endpoints[0].State = v1beta1.EndpointIdle
 		}), "", "", "", `since the last change; last success 3s ago`},
-		{"skipped first attempts", d(func(d *v1alpha1.WebhookDestination) {
+		{"skipped first attempts", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
 		{"pending and skipped first attempts in a report", func(f *Facts) {
@@ -281,7 +281,7 @@ func TestExplain(t *testing.T) {
 				nil)(f)
 		}, "", "", "", "NOTICE Endpoint 1 message has not been sent to \"b\" yet\nNOTICE Endpoint 2 messages were never sent to \"b\""},
 		{"an endpoint works again since the status", func(f *Facts) {
-			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			failing(v1beta1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
 			reported([]adminapi.EndpointReport{healthyNow}, []adminapi.EndpointReport{healthyNow})(f)
 		}, "", "", "", `OK Endpoint "primary" works; last success just now`},
 		{"an endpoint fails since the status, at one pod of two", func(f *Facts) {
@@ -296,7 +296,7 @@ func TestExplain(t *testing.T) {
 		}, "", "", "", "NOTICE Endpoint circuit breaker of \"primary\" is open"},
 		{"one endpoint of two fails since the status, each must accept", func(f *Facts) {
 			twoEndpoints(f)
-			f.Destinations[0].Spec.SuccessPolicy = v1alpha1.EveryEndpoint
+			f.Destinations[0].Spec.SuccessPolicy = v1beta1.EveryEndpoint
 			works := adminapi.EndpointReport{Name: "b", State: adminapi.EndpointHealthy, LastSuccess: now}
 			reported([]adminapi.EndpointReport{openNow, works}, nil)(f)
 		}, "Endpoint", "circuit breaker of \"primary\" is open", "", `OK Endpoint "b" works`},
@@ -307,7 +307,7 @@ func TestExplain(t *testing.T) {
 			other.Name = "b"
 			reported([]adminapi.EndpointReport{openNow, other}, nil)(f)
 		}, "Endpoint", "circuit breaker of \"primary\" is open", "", `PROBLEM Endpoint circuit breaker of "b" is open`},
-		{"discards ahead in the status", d(func(d *v1alpha1.WebhookDestination) {
+		{"discards ahead in the status", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: `accepted; pending messages of Source "ios" will be discarded at 2026-01-02T03:14:05Z`})
 		}), "", "", "", "NOTICE Backlog pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z\n"},
 		{"discards ahead in reports", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) {
@@ -315,13 +315,13 @@ func TestExplain(t *testing.T) {
 				Discards: []adminapi.Discard{{Source: "ios", Destination: "crm", Messages: 2, At: now.Add(time.Minute)},
 					{Source: "web", Destination: "other", Messages: 1, At: now}}}}
 		}), "", "", "", "NOTICE Backlog 4 pending messages of Source \"ios\" will be discarded at 2026-01-02T03:05:05Z"},
-		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
+		{"a backlog", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
 		}), "", "", "", "NOTICE Backlog 1 message pending, the oldest was accepted 4 days ago; 120 messages delivered"},
-		{"dead letters", d(func(d *v1alpha1.WebhookDestination) {
+		{"dead letters", d(func(d *v1beta1.WebhookDestination) {
 			d.Status.Delivery.DeadLettered, d.Status.Delivery.DeadLettersStored = 5, 2
 		}), "", "", "", "NOTICE DeadLetters 2 dead letters stored; 5 messages became dead letters so far\n"},
-		{"redelivered dead letters", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.DeadLettered = 5 }), "", "", "", "OK DeadLetters none stored; 5 messages became dead letters so far\n"},
+		{"redelivered dead letters", d(func(d *v1beta1.WebhookDestination) { d.Status.Delivery.DeadLettered = 5 }), "", "", "", "OK DeadLetters none stored; 5 messages became dead letters so far\n"},
 		{"dead letters in reports", func(f *Facts) {
 			report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 				t.Destinations[0].DeadLettered, t.Destinations[0].DeadLettersStored = 4, 1
@@ -330,7 +330,7 @@ func TestExplain(t *testing.T) {
 		{"a requested wait", waiting(), "", "", "", "the next attempt is in 40m0s: messages wait until " + now.Add(40*time.Minute).Format(time.RFC3339) + ` because "primary" answered 503 with Retry-After: 86400 20m0s ago; a success or an edit of the destination ends the wait earlier; 120 messages`},
 		{"a requested wait that a success ended", waiting(adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
 		{"a requested wait that has ended", waiting(adminapi.Attempt{Time: now.Add(-time.Hour), Endpoint: "primary", StatusCode: 503, Reason: "ServerError", RetryAfter: time.Minute}, adminapi.Attempt{Time: now.Add(-time.Minute), Endpoint: "primary", StatusCode: 200}), "", "", "", "the next attempt is in 40m0s; 120 messages"},
-		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
+		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago and expires in 3h59m0s, the next attempt is in 20s; 130 messages delivered so far"},
 		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -400,10 +400,10 @@ func TestHintOfAFailure(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			f := healthy()
 			d := &f.Destinations[0]
-			d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "primary", URL: c.url}}
+			d.Spec.Endpoints = []v1beta1.Endpoint{{Name: "primary", URL: c.url}}
 			d.Status.Conditions[0].Message = c.accepted
-			d.Status.Endpoints[0].State = v1alpha1.EndpointCircuitOpen
-			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(time.Second), Reason: c.reason, StatusCode: c.status}
+			d.Status.Endpoints[0].State = v1beta1.EndpointCircuitOpen
+			d.Status.Endpoints[0].LastFailure = &v1beta1.DeliveryFailure{Time: *at(time.Second), Reason: c.reason, StatusCode: c.status}
 			f.Attempts = []adminapi.Attempt{
 				{Endpoint: "primary", StatusCode: int(c.status), Response: c.answer},
 				{Endpoint: "primary", StatusCode: 500, Response: "another status"},
@@ -429,10 +429,10 @@ func TestHintOfAFailure(t *testing.T) {
 // TestHints checks that every reason of a failed attempt has a hint.
 func TestHints(t *testing.T) {
 	for _, reason := range []string{
-		v1alpha1.ReasonTimedOut, v1alpha1.ReasonConnectionRefused, v1alpha1.ReasonConnectionFailed, v1alpha1.ReasonDNSFailed,
-		v1alpha1.ReasonCertificateRejected,
-		v1alpha1.ReasonTLSFailed, v1alpha1.ReasonAddressDenied, v1alpha1.ReasonServerError, v1alpha1.ReasonThrottled, v1alpha1.ReasonRejected,
-		v1alpha1.ReasonRedirected, v1alpha1.ReasonInvalidResponse,
+		v1beta1.ReasonTimedOut, v1beta1.ReasonConnectionRefused, v1beta1.ReasonConnectionFailed, v1beta1.ReasonDNSFailed,
+		v1beta1.ReasonCertificateRejected,
+		v1beta1.ReasonTLSFailed, v1beta1.ReasonAddressDenied, v1beta1.ReasonServerError, v1beta1.ReasonThrottled, v1beta1.ReasonRejected,
+		v1beta1.ReasonRedirected, v1beta1.ReasonInvalidResponse,
 	} {
 		if hints[reason] == "" {
 			t.Errorf("no hint for %s", reason)
@@ -509,9 +509,9 @@ func TestOldStatus(t *testing.T) {
 		"a retry was due, with live numbers": {0, 15 * time.Minute, at(14 * time.Minute), true, ""},
 		"a retry was due a moment ago":       {0, 15 * time.Minute, at(time.Minute), false, ""},
 	} {
-		d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
-		d.Status.ObservedTime, d.Status.Delivery = at(c.observed), &v1alpha1.DeliveryStatus{NextAttemptTime: c.due}
-		f := Facts{Namespace: "shop", Name: "crm", Destinations: []v1alpha1.WebhookDestination{d}, Now: now}
+		d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
+		d.Status.ObservedTime, d.Status.Delivery = at(c.observed), &v1beta1.DeliveryStatus{NextAttemptTime: c.due}
+		f := Facts{Namespace: "shop", Name: "crm", Destinations: []v1beta1.WebhookDestination{d}, Now: now}
 		if c.renewed > 0 {
 			f.OperatorRenewed = now.Add(-c.renewed)
 		}
@@ -532,10 +532,10 @@ func TestOldStatus(t *testing.T) {
 
 // Messages on the volume of a removed pod are a problem, beside live numbers, too.
 func TestStranded(t *testing.T) {
-	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
+	d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
 	d.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True", Reason: "DiscardAhead", Message: "accepted; stranded: 9 messages on the volume of d-1, which does not run; pending messages of Source \"ios\" will be discarded at 2026-01-02T03:14:05Z"}}
 	for _, reports := range [][]*podreport.Index{nil, {podreport.NewIndex(adminapi.Report{})}} {
-		found := Explain(Facts{Namespace: "shop", Name: "crm", Destinations: []v1alpha1.WebhookDestination{d}, Reports: reports})
+		found := Explain(Facts{Namespace: "shop", Name: "crm", Destinations: []v1beta1.WebhookDestination{d}, Reports: reports})
 		if !slices.ContainsFunc(found, func(f Finding) bool {
 			return f.Level == Problem && f.Text == "9 messages on the volume of d-1, which does not run"
 		}) {
@@ -568,5 +568,22 @@ func TestDiskFullNamesWhoFillsIt(t *testing.T) {
 		if got := DiskFull(x, namespace).Text; !strings.HasSuffix(got, want) {
 			t.Errorf("namespace %q:\ngot  %s\nwant %s at its end", namespace, got, want)
 		}
+	}
+}
+
+// A failing endpoint has its reason, its status code and the begin of the failure for programs.
+func TestFindingOfAnEndpointForPrograms(t *testing.T) {
+	since := metav1.NewTime(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC))
+	d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "crm"}}
+	d.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionDelivering, Status: metav1.ConditionFalse, LastTransitionTime: since}}
+	d.Status.Endpoints = []v1beta1.EndpointStatus{{Name: "primary", State: v1beta1.EndpointDegraded,
+		LastFailure: &v1beta1.DeliveryFailure{Time: metav1.NewTime(since.Add(time.Minute)), Reason: v1beta1.ReasonRejected, StatusCode: 422}}}
+	found := Explain(Facts{Namespace: "shop", Name: "crm", Destinations: []v1beta1.WebhookDestination{d}, Now: since.Add(time.Hour)})
+	i := slices.IndexFunc(found, func(f Finding) bool { return f.About == "Endpoint" })
+	if i < 0 {
+		t.Fatalf("findings: got %+v, want one about the endpoint", found)
+	}
+	if f := found[i]; f.Reason != v1beta1.ReasonRejected || f.StatusCode != 422 || !f.Since.Equal(since.Time) {
+		t.Errorf("finding: got reason %q, status code %d and since %v; want Rejected, 422 and %v", f.Reason, f.StatusCode, f.Since, since)
 	}
 }

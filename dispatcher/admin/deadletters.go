@@ -57,6 +57,7 @@ func (l letters) mount(mux *http.ServeMux) {
 	// The last attempts, and attempts as they end; for those all parameters are optional.
 	mux.HandleFunc("GET /attempts", ofDestination(l.attempts)) // [&endpoint=NAME]
 	mux.HandleFunc("GET /tail", l.tail)
+	mux.HandleFunc("POST /test", ofDestination(l.test)) // [&endpoint=NAME]
 	mux.HandleFunc("GET "+adminapi.BodiesPath+"/tail", l.tailWithBodies)
 }
 
@@ -98,26 +99,40 @@ func (l letters) count(w http.ResponseWriter, _ *http.Request, destination strin
 func (l letters) one(withBody bool) destinationHandler {
 	return func(w http.ResponseWriter, r *http.Request, destination string) {
 		key := r.PathValue("key")
-		var found *adminapi.DeadLetter
-		err := l.Store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
-			if d.Key == key {
-				letter := show(d, withBody)
-				found = &letter
-			}
-			return found == nil
-		})
+		found, several, err := l.find(r.Context(), destination, key, withBody)
 		switch {
+		case several:
+			http.Error(w, fmt.Sprintf("several dead letters of %s begin with %s; use more of the key or of the messageId", destination, key), http.StatusConflict)
 		case err != nil:
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		case found == nil:
 			http.Error(w, fmt.Sprintf("destination %s has no dead letter %s", destination, key), http.StatusNotFound)
 		default:
 			if withBody {
-				l.audit.log(r, "audit: body of a dead letter read", "destination", destination, "key", key, "messageId", found.MessageID)
+				l.audit.log(r, "audit: body of a dead letter read", "destination", destination, "key", found.Key, "messageId", found.MessageID)
 			}
 			writeJSON(w, found)
 		}
 	}
+}
+
+// minPrefix is the shortest begin of a key or a messageId that selects a dead letter.
+const minPrefix = 6
+
+// find returns the dead letter with a key or a messageId, or the only one with this begin of either; several is true if
+// there are more.
+func (l letters) find(ctx context.Context, destination, key string, withBody bool) (found *adminapi.DeadLetter, several bool, err error) {
+	err = l.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
+		exact := d.Key == key || d.ID == key
+		if !exact && (len(key) < minPrefix || !strings.HasPrefix(d.Key, key) && !strings.HasPrefix(d.ID, key)) {
+			return true
+		}
+		several = !exact && found != nil
+		letter := show(d, withBody)
+		found = &letter
+		return !exact
+	})
+	return found, several, err
 }
 
 func (l letters) redeliver(w http.ResponseWriter, r *http.Request) {
@@ -164,6 +179,22 @@ func (l letters) act(w http.ResponseWriter, r *http.Request, message string, run
 
 func (l letters) attempts(w http.ResponseWriter, r *http.Request, destination string) {
 	writeLines(w, l.Engine.Attempts(destination, r.FormValue("endpoint")))
+}
+
+// test sends a test event, and writes the attempts.
+func (l letters) test(w http.ResponseWriter, r *http.Request, destination string) {
+	list, err := l.Engine.SendTest(r.Context(), destination, r.FormValue("endpoint"))
+	switch {
+	case errors.Is(err, delivery.ErrNoSuchEndpoint):
+		http.Error(w, err.Error(), http.StatusNotFound)
+	case errors.Is(err, delivery.ErrTooManyTests):
+		http.Error(w, err.Error(), http.StatusTooManyRequests)
+	case err != nil:
+		http.Error(w, err.Error(), http.StatusConflict)
+	default:
+		l.audit.log(r, "audit: test event sent", "destination", destination, "requests", len(list))
+		writeJSON(w, list)
+	}
 }
 
 func (l letters) tail(w http.ResponseWriter, r *http.Request) {

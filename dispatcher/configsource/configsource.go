@@ -50,6 +50,8 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			configs.set(owner, secret)
 		} else if owner, ok := liveconfig.PartNamespaceOf(secret.Name); ok {
 			configs.addPart(owner)
+		} else if secret.Name == liveconfig.SharesName {
+			setShares(sink, secret, log)
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
 			case <-marked:
@@ -106,6 +108,20 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			return nil
 		}
 	}
+}
+
+// setShares sends the shares of limits to a sink that uses them. The last valid ones remain in effect.
+func setShares(sink liveconfig.Sink, secret *corev1.Secret, log *slog.Logger) {
+	to, ok := sink.(liveconfig.SharesSink)
+	if !ok {
+		return
+	}
+	shares, err := liveconfig.DecodeShares(secret.Data)
+	if err != nil {
+		log.Error("shares of limits rejected; the last ones remain in effect", "secret", secret.Name, "error", err)
+		return
+	}
+	to.SetShares(shares)
 }
 
 // assembler joins the parts of live configs that are in several Secrets. It reads the parts from the

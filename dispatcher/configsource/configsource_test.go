@@ -94,7 +94,7 @@ func partsOf(t *testing.T, number int64, destinations ...string) (root *corev1.S
 	c := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop"}
 	for _, name := range destinations {
 		// A text of 64 KiB is a chunk of its own.
-		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: name, Revision: name, State: liveconfig.Disabled,
+		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: name, Revision: name, State: liveconfig.Suspended,
 			Success:   liveconfig.AnyEndpoint,
 			Delivery:  liveconfig.Delivery{RetryWindowMS: 1},
 			Endpoints: []liveconfig.Endpoint{{Name: "e", URL: liveconfig.NewSecret(strings.Repeat(name, 64<<10))}}})

@@ -70,7 +70,7 @@ func (a *attempts) oldestFirst() iter.Seq[*record] {
 // lastFailed returns the last failed attempt for the next process; nil if the ring has none.
 func (a *attempts) lastFailed() *adminapi.Attempt {
 	for i := range a.ring {
-		if r := &a.ring[(a.next+len(a.ring)-1-i)%len(a.ring)]; r.Reason != "" {
+		if r := &a.ring[(a.next+len(a.ring)-1-i)%len(a.ring)]; r.Reason != "" && !r.Test {
 			t := r.attempt()
 			t.CertificateExpires = time.Time{} // The certificate may be renewed by then.
 			return &t

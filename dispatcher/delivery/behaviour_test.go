@@ -311,9 +311,9 @@ func TestWindowEnds(t *testing.T) {
 	})
 }
 
-// The window also ends for messages behind an open circuit, and of a disabled or paused destination.
+// The window also ends for messages behind an open circuit, and of a paused destination.
 func TestWindowEndsWhileParked(t *testing.T) {
-	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Disabled, liveconfig.Paused} {
+	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Paused} {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
 			d := dest("crm", urlA)
@@ -362,21 +362,21 @@ func TestWindowsBeginAgain(t *testing.T) {
 	})
 }
 
-func TestDisabledKeepsAndResumes(t *testing.T) {
+func TestSuspendedKeepsAndResumes(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
 		d := dest("crm", urlA)
 		w.apply(d)
 		w.send("web", 5000)
 		w.sleep(100 * time.Millisecond)
-		d.State = liveconfig.Disabled
+		d.State = liveconfig.Suspended
 		w.apply(d)
 		w.sleep(time.Second)
 		before := len(w.client.requests(""))
 		w.send("web", 100)
 		w.sleep(time.Hour)
 		if after := len(w.client.requests("")); after != before || before == 0 || before == 5000 {
-			t.Errorf("%d requests before, %d after a disabled hour", before, after)
+			t.Errorf("%d requests before, %d after a suspended hour", before, after)
 		}
 		if r := w.report("crm"); r.Pending != int64(5100-before) || !r.NextAttempt.IsZero() {
 			t.Errorf("%+v, %d sent", r, before)
@@ -698,7 +698,7 @@ func TestSuccessPolicyChanges(t *testing.T) {
 }
 
 // Each message counts once, even if lanes of a former success policy remain: while the
-// destination is disabled, after a restart, and when the policy is restored.
+// destination is suspended, after a restart, and when the policy is restored.
 func TestFormerLanesTakeNothingMore(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -711,7 +711,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		w.apply(any)
 		w.send("web", 1)
 		w.sleep(time.Minute)
-		any.State = liveconfig.Disabled
+		any.State = liveconfig.Suspended
 		w.apply(any)
 		w.send("web", 1)
 		w.sleep(time.Minute)
@@ -1325,7 +1325,7 @@ func TestSwapUnderLoad(t *testing.T) {
 				d.Endpoints = append(d.Endpoints, liveconfig.Endpoint{Name: "second", URL: liveconfig.NewSecret(urlB)})
 			}
 			if i%10 == 0 {
-				d.State = liveconfig.Disabled
+				d.State = liveconfig.Suspended
 			}
 			d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(fmt.Sprint("k", i))}}
 			w.apply(d)
@@ -1392,13 +1392,13 @@ func TestParkedLanesGiveWay(t *testing.T) {
 		w.client.set(always(answer{status: 200, after: 4 * time.Second}))
 		for i := range all {
 			if all[i].Name != last {
-				all[i].State = liveconfig.Disabled
+				all[i].State = liveconfig.Suspended
 			}
 		}
 		w.apply(all...)
 		w.sleep(time.Minute)
 		if r := w.report(last); r.Delivered != 1 {
-			t.Errorf("%s, the one that is enabled: %+v", last, r)
+			t.Errorf("%s, the one that is not suspended: %+v", last, r)
 		}
 		w.end()
 	})

@@ -42,7 +42,7 @@ func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 		w.restart(func(o *Options) { o.Store = s })
 		d := dest("crm", "http://a.test")
 		d.Delivery.RetryWindowMS = time.Hour.Milliseconds()
-		d.State = liveconfig.Disabled
+		d.State = liveconfig.Paused
 		w.apply(d)
 		w.send("web", 3)
 		w.sleep(2 * time.Hour)

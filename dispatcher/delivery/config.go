@@ -26,6 +26,8 @@ type change struct {
 	lanes     []queue.LaneID
 	set       *destinationConfig
 	object    *changes.Object
+	// suspensions are those of the destination after the change.
+	suspensions suspensions
 }
 
 func (p *change) key() string { return p.namespace + "/" + p.config.Name }
@@ -44,7 +46,11 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	namespaces := e.changedNamespaces(v)
 	changed, configs := e.changes(v, namespaces)
 	// The store operation can fail, so it runs first; the rest cannot fail.
-	if err := e.openLanes(namespaces, changed, configs); err != nil {
+	err := e.openLanes(namespaces, changed, configs)
+	if err == nil {
+		err = e.suspend(changed)
+	}
+	if err != nil {
 		e.applied = nil // Some lanes may be open: the next view sorts the lanes of all namespaces.
 		return err
 	}
@@ -224,27 +230,29 @@ func (e *Engine) compile(p *change) {
 func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	d := e.registry.destination(p.key())
 	old := d.set
-	d.set, d.changed = p.set, p.object
+	d.set, d.changed, d.suspensions = p.set, p.object, p.suspensions
+	d.set.suspensions = p.suspensions
 	d.trim = &p.set.deadLetters
 	if old != nil && old.revision != p.set.revision {
 		d.filterFailure, d.changedAt = nil, now
 	}
-	endpoints, edited := map[string]*liveEndpoint{}, false
+	endpoints, edited, most := map[string]*liveEndpoint{}, false, e.mostInFlight(d, p.set)
 	for i := range p.set.targets {
 		name := p.set.configs[i].Name
 		ep := d.endpoints[name]
 		if ep == nil {
-			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(p.set.maxInFlight, now)}
+			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(most, now)}
 			edited = e.records.restore(ep, p.set.revision, e.o.Attempts, now) || edited
 			ep.loggedState = ep.machine.Status().State
 		} else if old == nil || old.revision != p.set.revision {
-			ep.machine.Reconfigure(p.set.maxInFlight, now)
+			ep.machine.Reconfigure(most, now)
 			edited = true
 		}
 		endpoints[name] = ep
 		p.set.targets[i].liveEndpoint = ep
 		ep.to = p.set.targets[i].to
-		ep.setRate(p.set.perSecond)
+		ep.most = most
+		ep.setRate(p.set.perSecond, e.shareOf(d), now)
 	}
 	for _, l := range d.lanes {
 		if edited && l.waits {

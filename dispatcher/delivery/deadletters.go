@@ -34,11 +34,31 @@ type trimmer struct {
 	total func() int64
 	// since is the start of the engine.
 	since time.Time
+	// kept are the bounds of the sizes of the dead letters of destinations since their first trim, also while they are parked.
+	kept map[string]keptLetters
 }
 
-// trim limits the size and, if expire is true, the age of the dead letters of each destination of limits. It calls
+// keptLetters is the bound of the size of a destination's dead letters in this dispatcher, for a total.
+type keptLetters struct{ bytes, total int64 }
+
+// bound returns the bound for dead letters of a size: the share of the total, or what a larger share has left. So a smaller
+// share deletes nothing, until newer dead letters replace the oldest; a smaller total does. Dead letters from before
+// the first trim of the destination are permitted up to the total.
+func (t *trimmer) bound(key string, size, total int64, share liveconfig.Share) keptLetters {
+	before, known := t.kept[key]
+	if !known {
+		before = keptLetters{total, total}
+	}
+	bytes := share.Bytes(total)
+	if total >= before.total {
+		bytes = max(bytes, min(size, before.bytes))
+	}
+	return keptLetters{bytes, total}
+}
+
+// trim limits the size to a part of each total and, if expire is true, the age of the dead letters of each destination of limits. It calls
 // trimmed for each from which it removed some.
-func (t *trimmer) trim(ctx context.Context, limits map[string]liveconfig.DeadLetters, expire bool, now time.Time,
+func (t *trimmer) trim(ctx context.Context, limits map[string]liveconfig.DeadLetters, part liveconfig.Share, expire bool, now time.Time,
 	trimmed func(key string)) {
 	sizes := map[string]int64{}
 	for key := range limits {
@@ -50,16 +70,19 @@ func (t *trimmer) trim(ctx context.Context, limits map[string]liveconfig.DeadLet
 	if t.total != nil {
 		share = fairShare(slices.Sorted(maps.Values(sizes)), t.total())
 	}
+	for key, limit := range limits {
+		t.kept[key] = t.bound(key, sizes[key], limit.MaxBytes, part)
+	}
 	for key, size := range sizes {
-		limit, log := limits[key], t.log.With(queue.LaneID{Destination: key}.LogArgs()...)
-		if size > share && share < limit.MaxBytes {
+		limit, kept, log := limits[key], t.kept[key], t.log.With(queue.LaneID{Destination: key}.LogArgs()...)
+		if size > share && share < kept.bytes {
 			log.Warn("dead-letter quota reached; removing this destination's oldest dead letters", "bytes", size, "allowed", share)
 		}
 		var before time.Time
 		if expire {
 			before = now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
 		}
-		n, err := t.store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share))
+		n, err := t.store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(kept.bytes, share))
 		if n > 0 {
 			trimmed(key)
 		}
@@ -89,9 +112,9 @@ func (e *Engine) trimDeadLetters(ctx context.Context, expire bool) {
 		return
 	}
 	e.mu.Lock()
-	limits := e.registry.deadLetterLimits()
+	limits, part := e.registry.deadLetterLimits(), e.shares.Equal()
 	e.mu.Unlock()
-	e.trimmer.trim(ctx, limits, expire, now, e.markChanged)
+	e.trimmer.trim(ctx, limits, part, expire, now, e.markChanged)
 	if e.applying.Acquire(ctx, 1) != nil {
 		return
 	}
@@ -113,8 +136,10 @@ func (e *Engine) trimDeadLetters(ctx context.Context, expire bool) {
 			continue
 		}
 		e.storeBounds(key, nil)
+		e.putMeta(suspensionPrefix+key, nil, "the record remains in the store")
 		e.mu.Lock()
 		e.registry.deleteDestination(e.registry.destinations[key])
+		delete(e.trimmer.kept, key)
 		e.mu.Unlock()
 	}
 }

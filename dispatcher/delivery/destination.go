@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
@@ -34,12 +36,16 @@ type destination struct {
 	// atStart is the ledger at the start of the process. Counters begin at 0: after a crash the ledger may be a few
 	// messages lower than the last scrape, which Prometheus would read as a reset.
 	atStart queue.Ledger
+	// suspensions are the ones in the store.
+	suspensions suspensions
 	// changed is marked when the report changes; nil before the destination was in a config.
 	changed *changes.Object
 	// filterFailure is the last failure of the filter for a message that was accepted after changedAt, the time of the
 	// last edit; nil if there was none.
 	filterFailure *adminapi.Failure
 	changedAt     time.Time
+	// tests bounds SendTest; nil before the first one.
+	tests *rate.Limiter
 }
 
 // destinationConfig is the compiled config of a destination. It is replaced, never changed, so requests in
@@ -47,7 +53,7 @@ type destination struct {
 type destinationConfig struct {
 	generation int64
 	revision   string
-	// active is false if the destination is disabled or paused.
+	// active is false if the destination is suspended or paused.
 	active bool
 	policy retry.Policy
 	signer sign.Signer
@@ -58,6 +64,8 @@ type destinationConfig struct {
 	perSecond    int
 	deadLetters  liveconfig.DeadLetters
 	exactNumbers bool
+	// suspensions extend the windows.
+	suspensions suspensions
 }
 
 // newDestinationConfig compiles a config. It returns the settings without what has an error. old, which may be nil, has

@@ -107,6 +107,8 @@ type Engine struct {
 	scheduler scheduler
 	workers   workers
 	lifetime  lifetime
+	// shares are the dispatcher's shares of the limits; nil for the whole limits.
+	shares *liveconfig.PodShares
 
 	settler settler
 	trimmer trimmer
@@ -132,7 +134,7 @@ func New(o Options) *Engine {
 		recorder:  recorder{perEndpoint: o.Attempts, tails: map[*Tail]struct{}{}},
 		scheduler: scheduler{maxInFlight: o.MaxInFlight},
 		settler:   settler{o.Store, o.Logger, o.WindowsSince, o.MayExpire},
-		trimmer:   trimmer{o.Store, o.Logger, o.DeadLetterBytes, time.Now()},
+		trimmer:   trimmer{o.Store, o.Logger, o.DeadLetterBytes, time.Now(), map[string]keptLetters{}},
 	}
 	o.Store.SetNotify(e.notify)
 	if o.Registerer != nil {

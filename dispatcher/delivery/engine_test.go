@@ -259,7 +259,7 @@ func (w *world) view(destinations ...liveconfig.Destination) *liveconfig.View {
 		}
 	}
 	for s := range sources {
-		c.Sources = append(c.Sources, liveconfig.Source{Name: s, Enabled: true})
+		c.Sources = append(c.Sources, liveconfig.Source{Name: s})
 	}
 	c.Destinations = destinations
 	return liveconfig.NewView([]liveconfig.Revisioned{{Config: c, Revision: strconv.Itoa(w.rev)}})

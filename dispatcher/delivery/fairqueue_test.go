@@ -146,11 +146,11 @@ func TestNamespacesShareCapacity(t *testing.T) {
 			}
 			return answer{status: 200, after: 500 * time.Millisecond}
 		}, func(o *Options) { o.MaxInFlight = limit })
-		large := liveconfig.Config{Version: 1, Namespace: "large", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}}
+		large := liveconfig.Config{Version: 1, Namespace: "large", Sources: []liveconfig.Source{{Name: "web"}}}
 		for i := range crowd {
 			large.Destinations = append(large.Destinations, dest(fmt.Sprintf("d%03d", i), fmt.Sprintf("http://large%d.test", i)))
 		}
-		small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test")}}
+		small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web"}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test")}}
 		if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: large, Revision: "1"},
 			{Config: small, Revision: "1"}})); err != nil {
 			t.Fatal(err)
@@ -224,7 +224,7 @@ func leasesWorld(t *testing.T, n int, sources ...string) (w *world, store *slowL
 	})
 	config := liveconfig.Config{Version: 1, Namespace: "large"}
 	for _, source := range sources {
-		config.Sources = append(config.Sources, liveconfig.Source{Name: source, Enabled: true})
+		config.Sources = append(config.Sources, liveconfig.Source{Name: source})
 		for i := range n {
 			d := dest(fmt.Sprintf("%s-%02d", source, i), fmt.Sprintf("http://%s%d.test", source, i))
 			d.Sources = []string{source}
@@ -233,7 +233,7 @@ func leasesWorld(t *testing.T, n int, sources ...string) (w *world, store *slowL
 	}
 	slow := dest("slow", "http://slow.test")
 	slow.Sources, slow.Delivery.TimeoutMS = []string{"slow"}, time.Hour.Milliseconds()
-	small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "slow", Enabled: true}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test"), slow}}
+	small := liveconfig.Config{Version: 1, Namespace: "small", Sources: []liveconfig.Source{{Name: "web"}, {Name: "slow"}}, Destinations: []liveconfig.Destination{dest("one", "http://small.test"), slow}}
 	if err := w.engine.Apply(liveconfig.NewView([]liveconfig.Revisioned{{Config: config, Revision: "1"},
 		{Config: small, Revision: "1"}})); err != nil {
 		t.Fatal(err)
@@ -317,7 +317,7 @@ func crowdedView() *liveconfig.View {
 	var configs []liveconfig.Revisioned
 	for i := range 8 {
 		name := fmt.Sprintf("slow%d", i)
-		c := liveconfig.Config{Version: 1, Namespace: name, Sources: []liveconfig.Source{{Name: "web", Enabled: true}}}
+		c := liveconfig.Config{Version: 1, Namespace: name, Sources: []liveconfig.Source{{Name: "web"}}}
 		for j := range 20 {
 			c.Destinations = append(c.Destinations, dest(fmt.Sprintf("d%02d", j), fmt.Sprintf("http://%s-%d.test", name, j)))
 		}
@@ -326,7 +326,7 @@ func crowdedView() *liveconfig.View {
 	late := dest("new", "http://new.test")
 	late.Sources = []string{"ios"}
 	mixed := liveconfig.Config{
-		Version: 1, Namespace: "mixed", Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "ios", Enabled: true}},
+		Version: 1, Namespace: "mixed", Sources: []liveconfig.Source{{Name: "web"}, {Name: "ios"}},
 		Destinations: []liveconfig.Destination{dest("healthy", "http://healthy.test"), late},
 	}
 	return liveconfig.NewView(append(configs, liveconfig.Revisioned{Config: mixed, Revision: "1"}))

@@ -115,7 +115,7 @@ func (l *lane) sendable(now time.Time) (closed, probe bool) {
 	for _, t := range l.targets {
 		switch r := t.rank(now); {
 		case r == 0:
-			probe = probe || t.machine.ProbeDue(now)
+			probe = probe || t.machine.ProbeDue(now) && !t.held
 		case r > best:
 			closed, best = t.takes(now), r
 		case r == best:

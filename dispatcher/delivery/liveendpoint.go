@@ -7,8 +7,10 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
+	"github.com/posthorn/posthorn/internal/meter"
 )
 
 // target is an endpoint with its prepared request.
@@ -28,8 +30,13 @@ type liveEndpoint struct {
 	stored   endpoint.Status
 	storedAt time.Time
 	// rate is nil without a rate limit.
-	rate     *rate.Limiter
+	rate *rate.Limiter
+	// held is true while the dispatcher has no share of the rate.
+	held bool
+	// most is the dispatcher's share of maxInFlight.
+	most     int
 	inFlight int
+	meter    meter.Meter
 	attempts attempts
 	metrics  endpointMetrics
 	// loggedState is the last logged state, loggedAt the time of that log line, suppressed the number of changes since.
@@ -52,14 +59,20 @@ func (ep *liveEndpoint) takes(now time.Time) bool {
 	return ep.room() > 0 && ep.rateWait(now) == 0
 }
 
-// setRate sets the largest number of requests per second; 0 is no limit. A tenth of a second's
+// setRate sets the largest number of requests per second to a share of a total; 0 is no limit. A tenth of a second's
 // requests may be sent at once.
-func (ep *liveEndpoint) setRate(perSecond int) {
+func (ep *liveEndpoint) setRate(total int, share liveconfig.Share, now time.Time) {
+	ep.held = total > 0 && share == 0
+	perSecond := rate.Limit(share.Rate(total))
+	burst := max(1, int(perSecond)/10)
 	switch {
-	case perSecond == 0:
+	case total == 0:
 		ep.rate = nil
-	case ep.rate == nil || ep.rate.Limit() != rate.Limit(perSecond):
-		ep.rate = rate.NewLimiter(rate.Limit(perSecond), max(1, perSecond/10))
+	case ep.rate == nil:
+		ep.rate = rate.NewLimiter(perSecond, burst)
+	case ep.rate.Limit() != perSecond:
+		ep.rate.SetLimitAt(now, perSecond)
+		ep.rate.SetBurstAt(now, burst)
 	}
 }
 
@@ -67,6 +80,9 @@ func (ep *liveEndpoint) setRate(perSecond int) {
 func (ep *liveEndpoint) rateWait(now time.Time) time.Duration {
 	if ep.rate == nil {
 		return 0
+	}
+	if ep.held {
+		return heldRetry
 	}
 	// The tolerance covers rounding; without it a timer could always fire just too early.
 	missing := 1 - ep.rate.TokensAt(now)

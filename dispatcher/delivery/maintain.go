@@ -124,7 +124,7 @@ func (r *registry) logStates(log *slog.Logger) time.Duration {
 	return next
 }
 
-// buryExpired applies the retry window to pending messages, also in parked lanes. Messages in
+// buryExpired applies the retry window to pending messages, also in parked lanes, but not in lanes of suspended destinations. Messages in
 // flight are decided when their request ends.
 func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	type candidate struct {
@@ -134,7 +134,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	var candidates []candidate
 	e.mu.Lock()
 	for _, l := range e.registry.lanes {
-		if l.set != nil && l.dropAt.IsZero() {
+		if l.set != nil && l.dropAt.IsZero() && !l.set.suspensions.active() {
 			candidates = append(candidates, candidate{l, l.set})
 		}
 	}
@@ -145,7 +145,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 		// A message that is accepted right after this pass is due one window later.
 		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
-			due = e.settler.windowStart(oldest).Add(window).Sub(now)
+			due = e.settler.windowEnd(c.set, oldest, now).Sub(now)
 		}
 		if due <= 0 {
 			e.mu.Lock()
@@ -155,7 +155,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 			}
 			f := c.lane.expiry(now)
 			e.mu.Unlock()
-			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-window).Add(time.Millisecond), f)
+			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, c.set.suspensions.acceptedBy(now.Add(-window), now).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
 				e.o.Logger.With(c.lane.id.LogArgs()...).Error("expiring messages failed; retrying", "error", err)
 			}

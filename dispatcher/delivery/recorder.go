@@ -21,10 +21,16 @@ type recorder struct {
 	tails             map[*Tail]struct{}
 }
 
-// record keeps and publishes the attempt.
+// record counts, keeps and publishes the attempt.
 func (c *recorder) record(p *post, r *ended) {
+	c.countAttempt(p.target.liveEndpoint, r)
+	a := attemptOf(p, r)
+	c.keep(&a, p)
+}
+
+// attemptOf describes a finished request.
+func attemptOf(p *post, r *ended) adminapi.Attempt {
 	ep := p.target.liveEndpoint
-	c.countAttempt(ep, r)
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
@@ -35,9 +41,14 @@ func (c *recorder) record(p *post, r *ended) {
 	if r.Reason != "" {
 		a.Response = strings.ToValidUTF8(string(r.Response[:min(len(r.Response), maxKeptResponse)]), "\uFFFD")
 	}
-	ep.attempts.add(c.perEndpoint, &a)
+	return a
+}
+
+// keep adds an attempt to the last ones of its endpoint, and publishes it.
+func (c *recorder) keep(a *adminapi.Attempt, p *post) {
+	p.target.attempts.add(c.perEndpoint, a)
 	if len(c.tails) > 0 {
-		c.publish(&a, p)
+		c.publish(a, p)
 	}
 }
 

@@ -124,15 +124,18 @@ func (e *Engine) putMeta(name string, value []byte, consequence string) bool {
 }
 
 // restoreRecord restores a record of the earlier run: the health of an endpoint, the bounds of the dead letters of a
-// deleted destination, or an orphan. The lock is held.
+// deleted destination, an orphan, or the suspensions of a destination. The lock is held.
 func (e *Engine) restoreRecord(name string, value []byte) {
 	var r health
 	var b liveconfig.DeadLetters
 	var o orphanRecord
+	var s suspensions
 	if strings.HasPrefix(name, orphanPrefix) && json.Unmarshal(value, &o) == nil {
 		e.orphans.stored[name] = o
 	} else if strings.HasPrefix(name, recordPrefix) && json.Unmarshal(value, &r) == nil {
 		e.records.set(name, r)
+	} else if key, ok := strings.CutPrefix(name, suspensionPrefix); ok && json.Unmarshal(value, &s) == nil {
+		e.registry.destination(key).suspensions = s
 	} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil && e.registry.destinations[key] != nil {
 		e.registry.destinations[key].trim = &b
 	}

@@ -42,7 +42,8 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 	now := time.Now()
 	reports := make([]adminapi.DestinationReport, 0, len(config.Destinations))
 	lanes := make([][]queue.LaneID, 0, len(config.Destinations))
-	active := make([]bool, 0, len(config.Destinations))
+	sets := make([]*destinationConfig, 0, len(config.Destinations))
+	uses, inFlight := make([]use, 0, len(config.Destinations)), make([]int, 0, len(config.Destinations))
 	e.mu.Lock()
 	for i := range config.Destinations {
 		d := e.registry.destinations[config.Namespace+"/"+config.Destinations[i].Name]
@@ -69,11 +70,13 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 			r.FilterFailure = f
 			d.changed.TransitionAt(f.Time.Add(filterFailureFor))
 		}
-		ids := make([]queue.LaneID, 0, len(d.lanes))
+		ids, flying := make([]queue.LaneID, 0, len(d.lanes)), 0
 		for _, l := range d.lanes {
 			ids = append(ids, l.id)
+			flying += l.inFlight
 		}
-		reports, lanes, active = append(reports, r), append(lanes, ids), append(active, d.set.active)
+		uses, inFlight = append(uses, e.limitUse(d, now)), append(inFlight, flying)
+		reports, lanes, sets = append(reports, r), append(lanes, ids), append(sets, d.set)
 	}
 	e.mu.Unlock()
 	for i := range reports {
@@ -95,11 +98,15 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
 			nextRetry = earlier(nextRetry, s.NextRetry)
 		}
+		if !r.OldestPending.IsZero() && !sets[i].suspensions.active() {
+			r.OldestExpires = e.settler.windowEnd(sets[i], r.OldestPending, now)
+		}
 		r.Retrying = min(r.Retrying, r.Pending) // They were not counted at the same instant.
+		r.Limit = uses[i].report(r.Pending-r.Retrying, inFlight[i])
 		switch {
 		case r.Pending == 0:
 			r.NextAttempt = time.Time{}
-		case active[i] && !allOpen(r.Endpoints):
+		case sets[i].active && !allOpen(r.Endpoints):
 			r.NextAttempt = nextRetry
 		}
 	}

@@ -321,6 +321,7 @@ func (s *scheduler) account(p *post, now time.Time) {
 	p.lane.waited = false
 	p.lane.inFlight++
 	p.target.inFlight++
+	p.target.meter.Count(now, 1, p.target.inFlight)
 	p.waitsRequested = p.target.waitsRequested
 	p.failing = p.lane.failing()
 	s.addInFlight(p.lane.owner, 1, p.failing)

@@ -29,6 +29,8 @@ type post struct {
 	probe, failing, slow bool
 	// others is true if the lane may also send the message to other endpoints.
 	others bool
+	// suspensions are those of the destination at the end of the request.
+	suspensions suspensions
 	// waitsRequested is the endpoint's count at the start of the request, or at its response if that requested a wait.
 	waitsRequested int
 }
@@ -101,6 +103,7 @@ func (e *Engine) send(w *worker) {
 	e.mu.Lock()
 	ep, o := p.target.liveEndpoint, p.messageOutcome(&r)
 	back, changed := e.observe(p, &r, started)
+	p.suspensions = p.target.destination.suspensions
 	e.mu.Unlock()
 	s := e.settler.settle(p, &r, o)
 	if span != nil {

@@ -57,7 +57,7 @@ var families = []family{
 		func(w *promtext.Writer, d *destinationSeries) {
 			w.Sample(float64(d.retrying), d.labels)
 		}},
-	{"posthorn_destination_oldest_pending_seconds", promtext.Gauge, "Age of the oldest pending message; 0 if none is pending.",
+	{"posthorn_destination_oldest_pending_seconds", promtext.Gauge, "Age of the oldest pending message, without the time during which its destination was suspended; 0 if none is pending.",
 		func(w *promtext.Writer, d *destinationSeries) {
 			w.Sample(d.oldestAge.Seconds(), d.labels)
 		}},
@@ -178,10 +178,13 @@ func (e *Engine) series(now time.Time) []destinationSeries {
 	for _, d := range destinations {
 		e.mu.Lock()
 		s, lanes := d.series(e.o.DetailedMetrics)
+		suspended := d.suspensions
 		e.mu.Unlock()
 		s.stats = e.o.Store.DestinationStats(d.key)
 		s.ended = s.stats.Ledger.Minus(d.atStart)
-		s.addLanes(e.o.Store, lanes, e.o.DetailedMetrics, now)
+		if oldest := s.addLanes(e.o.Store, lanes, e.o.DetailedMetrics); !oldest.IsZero() {
+			s.oldestAge = max(0, now.Sub(suspended.windowStart(oldest, now)))
+		}
 		all = append(all, s)
 	}
 	return all
@@ -213,9 +216,8 @@ func (d *destination) series(detailed bool) (s destinationSeries, lanes []queue.
 	return s, lanes
 }
 
-// addLanes adds the numbers of a destination's lanes.
-func (s *destinationSeries) addLanes(store queue.Stats, lanes []queue.LaneID, detailed bool, now time.Time) {
-	var oldest time.Time
+// addLanes adds the numbers of a destination's lanes. It returns the acceptance of the oldest pending message; zero for none.
+func (s *destinationSeries) addLanes(store queue.Stats, lanes []queue.LaneID, detailed bool) (oldest time.Time) {
 	for id, stats := range ledgers(store, lanes) {
 		s.retrying += stats.Retrying
 		oldest = earlier(oldest, stats.OldestPending)
@@ -231,11 +233,8 @@ func (s *destinationSeries) addLanes(store queue.Stats, lanes []queue.LaneID, de
 		sum.Pending, sum.Retrying = sum.Pending+stats.Pending, sum.Retrying+stats.Retrying
 		s.lanes[labels] = sum
 	}
-	if !oldest.IsZero() {
-		s.oldestAge = max(0, now.Sub(oldest))
-	}
 	if !detailed {
-		return
+		return oldest
 	}
 	for _, id := range lanes {
 		stats := store.LaneStats(id)
@@ -245,6 +244,7 @@ func (s *destinationSeries) addLanes(store queue.Stats, lanes []queue.LaneID, de
 			}
 		}
 	}
+	return oldest
 }
 
 // ledgers yields the ledger of each lane of a destination, or of its group, once.

@@ -21,22 +21,19 @@ type settler struct {
 	mayExpire func() bool
 }
 
-// expires reports whether the retry window of a message that was accepted at a time has ended, and may end now.
-func (s *settler) expires(accepted time.Time, window time.Duration, now time.Time) bool {
-	return now.Sub(s.windowStart(accepted)) >= window && s.mayExpire()
+// windowEnd returns the end of the retry window of a message that was accepted at a time.
+func (s *settler) windowEnd(set *destinationConfig, accepted, now time.Time) time.Time {
+	return s.windowStart(set, accepted, now).Add(set.policy.Window)
 }
 
 // windowStart returns the start of a message's retry window.
-func (s *settler) windowStart(accepted time.Time) time.Time {
-	if accepted.Before(s.windowsSince) {
-		return s.windowsSince
-	}
-	return accepted
+func (s *settler) windowStart(set *destinationConfig, accepted, now time.Time) time.Time {
+	return set.suspensions.windowStart(later(accepted, s.windowsSince), now)
 }
 
 // expired returns the failure Expired, with the text of the message's last failure.
 func expired(last queue.Failure, window time.Duration) queue.Failure {
-	text := fmt.Sprintf("not delivered within %v after it was accepted", window)
+	text := fmt.Sprintf("not delivered within its retry window of %v", window)
 	if last.Reason != "" {
 		text += "; last failure: " + last.Reason
 	}
@@ -75,8 +72,9 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		s.store.Release(p.message)
 		return released
 	}
-	decision := retry.Decide(o, p.set.policy, p.message.Attempt, s.windowStart(p.message.AcceptedAt), r.at, rand.Float64)
-	if decision.Reason == retry.Expired && !s.mayExpire() {
+	start := p.suspensions.windowStart(later(p.message.AcceptedAt, s.windowsSince), r.at)
+	decision := retry.Decide(o, p.set.policy, p.message.Attempt, start, r.at, rand.Float64)
+	if decision.Reason == retry.Expired && (p.suspensions.active() || !s.mayExpire()) {
 		decision = retry.Decide(o, p.set.policy, p.message.Attempt, r.at, r.at, rand.Float64)
 	}
 	if decision.Action == retry.Ack {
@@ -124,7 +122,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 		f = queue.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: d.FilterError}
 		e.o.Logger.With(l.id.LogArgs()...).Warn("filter failed; the message becomes a dead letter", "messageId", d.ID, "error", d.FilterError)
 		l.destination.failFilter(d, now)
-	case e.settler.expires(d.AcceptedAt, l.set.policy.Window, now):
+	case !now.Before(e.settler.windowEnd(l.set, d.AcceptedAt, now)) && e.settler.mayExpire():
 		f = l.expiry(now)
 	default:
 		return false

@@ -23,7 +23,7 @@ func p99Beside(t *testing.T, slow int, own bool) (p99 time.Duration) {
 			return answer{status: 200, after: 10 * time.Millisecond}
 		}, func(o *Options) { o.MaxInFlight = limit })
 		large := liveconfig.Config{Version: 1, Namespace: "large",
-			Sources: []liveconfig.Source{{Name: "web", Enabled: true}, {Name: "ios", Enabled: true}}}
+			Sources: []liveconfig.Source{{Name: "web"}, {Name: "ios"}}}
 		for i := range slow {
 			d := dest(fmt.Sprintf("slow%02d", i), fmt.Sprintf("http://slow%d.test", i))
 			d.Delivery.MaxInFlight = 1000

@@ -28,19 +28,19 @@ kind: Secret
 metadata: {name: secrets, namespace: bench}
 stringData: {write-key: key-0, signing: bench-shared-secret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: s0000, namespace: bench}
 spec:
   writeKeys: [{secretKeyRef: {name: secrets, key: write-key}}]
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: d0000, namespace: bench}
 spec:
   sourceRefs: [{name: s0000}]
   endpoints: [{name: primary, url: "http://%s/in"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: secrets, key: signing}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: secrets, key: signing}}]}
 `
 
 // posthorn returns the path of the posthorn binary.

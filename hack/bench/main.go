@@ -478,10 +478,10 @@ func measurePorts(ctx context.Context, b *bench) ([]row, error) {
 	}, nil
 }
 
-// measureParked measures memory and restart with a backlog for a disabled destination.
+// measureParked measures memory and restart with a backlog for a suspended destination.
 func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	d := destinations(1, b.sink.Addr)
-	d[0].disabled = true
+	d[0].suspended = true
 	defer os.RemoveAll(b.dir("parked"))
 	defer os.RemoveAll(b.dir("parked-none"))
 	p, err := b.start(ctx, d, b.dir("parked"))

@@ -304,10 +304,10 @@ func directRole(args []string) error {
 
 // destination describes a measured destination; source is the number of its Source.
 type destination struct {
-	addr     string
-	second   string // the address of another URL under AnyEndpoint, or empty
-	source   int
-	disabled bool
+	addr      string
+	second    string // the address of another URL under AnyEndpoint, or empty
+	source    int
+	suspended bool
 	// proxy is the address of the egress proxy of the dispatcher, or empty; one for
 	// all destinations.
 	proxy  string
@@ -332,13 +332,13 @@ func config(list []destination) liveconfig.Config {
 	}
 	for i := range sources {
 		sum := sha256.Sum256([]byte(writeKey(i)))
-		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true,
+		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1",
 			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}})
 	}
 	for i, d := range list {
 		state := liveconfig.Active
-		if d.disabled {
-			state = liveconfig.Disabled
+		if d.suspended {
+			state = liveconfig.Suspended
 		}
 		endpoints := []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret("http://" + d.addr + "/in")}}
 		if d.second != "" {

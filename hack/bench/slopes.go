@@ -132,11 +132,11 @@ func idleRun(_ context.Context, b *bench, n int) (int64, error) {
 	if err := os.MkdirAll(manifests, 0o700); err != nil {
 		return 0, err
 	}
-	header, each, _ := strings.Cut(burstManifests, "---\napiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\n")
+	header, each, _ := strings.Cut(burstManifests, "---\napiVersion: posthorn.dev/v1beta1\nkind: WebhookDestination\n")
 	for i := range n / slopeNamespace {
 		text := header
 		for d := range slopeNamespace {
-			text += "---\napiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\n" +
+			text += "---\napiVersion: posthorn.dev/v1beta1\nkind: WebhookDestination\n" +
 				strings.Replace(fmt.Sprintf(each, b.sink.Addr), "d0000", fmt.Sprintf("d%04d", d), 1)
 		}
 		text = strings.ReplaceAll(text, "namespace: bench", fmt.Sprintf("namespace: bench-%d", i))

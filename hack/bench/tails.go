@@ -64,7 +64,7 @@ func (b *bench) stalledTails(ctx context.Context) ([]row, error) {
 	return receiver.rows("a sync of 200 ms each 5 s", []tailGoal{{"p95", 0.95, 25}, {"p99", 0.99, 180}, {"p99.9", 0.999, 250}}), nil
 }
 
-// tailsBesideBacklog fills a namespace whose destination is disabled, enables it, and measures another one until all is delivered.
+// tailsBesideBacklog fills a namespace whose destination is suspended, resumes it, and measures another one until all is delivered.
 func (b *bench) tailsBesideBacklog(ctx context.Context) ([]row, error) {
 	dir := b.dir(fmt.Sprint("backlog-", time.Now().UnixNano()))
 	defer os.RemoveAll(dir)
@@ -73,9 +73,9 @@ func (b *bench) tailsBesideBacklog(ctx context.Context) ([]row, error) {
 		return nil, err
 	}
 	defer receiver.Close()
-	start := func(disabled bool) (*dispatcherProcess, error) {
+	start := func(suspended bool) (*dispatcherProcess, error) {
 		list := destinations(2, b.sink.Addr)
-		list[0].addr, list[1].source, list[1].disabled = receiver.addr, 1, disabled
+		list[0].addr, list[1].source, list[1].suspended = receiver.addr, 1, suspended
 		if err := writeNamespaces(dir, config(list)); err != nil {
 			return nil, err
 		}

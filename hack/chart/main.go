@@ -1,6 +1,9 @@
-// Command chart copies generated files of config/ to the Helm chart: the
-// CRDs, and the RBAC rules of operator, dispatcher and users, one object per file.
-// Run it from the root of the repository.
+// Command chart derives the standard CRDs from the experimental ones, records both for the version
+// (test/crds), writes the comments of the reference samples, and copies generated files of config/
+// to the Helm chart: the CRDs, and the RBAC
+// rules of operator, dispatcher and users, one object per file. It copies the version of
+// Chart.yaml, the only place where a person sets it, to the other files. Run it from the root of
+// the repository.
 package main
 
 import (
@@ -29,14 +32,31 @@ var roles = map[string]string{
 func main() {
 	log.SetFlags(0)
 	log.SetPrefix("chart: ")
-	if err := copyAll(); err != nil {
+	if err := generate(); err != nil {
 		log.Fatal(err)
 	}
 }
 
+func generate() error {
+	version, err := setVersion()
+	if err != nil {
+		return err
+	}
+	if err := writeChannels(version); err != nil {
+		return err
+	}
+	if err := writeComments(); err != nil {
+		return err
+	}
+	if err := record(os.DirFS("config/crd"), "test/crds/testdata", version); err != nil {
+		return err
+	}
+	return copyAll()
+}
+
 func copyAll() error {
 	files := map[string][]byte{}
-	crds, err := filepath.Glob("config/crd/*.yaml")
+	crds, err := filepath.Glob("config/crd/*/*.yaml")
 	if err != nil || len(crds) == 0 {
 		return fmt.Errorf("no CRDs in config/crd (%w); run it from the root of the repository", err)
 	}
@@ -45,7 +65,7 @@ func copyAll() error {
 		if err != nil {
 			return err
 		}
-		files["crds/"+filepath.Base(crd)] = headed(crd, data)
+		files["crds/"+strings.TrimPrefix(crd, "config/crd/")] = headed(crd, data)
 	}
 	for subject, from := range roles {
 		data, err := os.ReadFile(from)
@@ -76,12 +96,13 @@ func copyAll() error {
 		if err := os.RemoveAll(filepath.Join(target, dir)); err != nil {
 			return err
 		}
-		if err := os.MkdirAll(filepath.Join(target, dir), 0o755); err != nil {
-			return err
-		}
 	}
 	for name, data := range files {
-		if err := os.WriteFile(filepath.Join(target, name), data, 0o644); err != nil {
+		name = filepath.Join(target, name)
+		if err := os.MkdirAll(filepath.Dir(name), 0o755); err != nil {
+			return err
+		}
+		if err := os.WriteFile(name, data, 0o644); err != nil {
 			return err
 		}
 	}

@@ -122,9 +122,9 @@ func run(ctx context.Context) error {
 	d.stop()
 	step("Done; all processes are stopped and all files removed. Try it yourself:")
 	fmt.Print(`  make build
-  bin/posthorn sink --secret demo-shared-secret &
-  bin/posthorn run --manifests hack/demo/manifests --egress-allow 127.0.0.0/8 &
-  bin/posthorn send track --write-key demo-write-key --user u1 --event "Order Completed" -p total=99.5
+  bin/posthorn sink --secret-value demo-shared-secret &
+  bin/posthorn run -f hack/demo/manifests --egress-allow 127.0.0.0/8 &
+  bin/posthorn send track --write-key demo-write-key --user-id u1 --event "Order Completed" -p total=99.5
   bin/posthorn get destinations -o wide
   bin/posthorn --help
 
@@ -147,7 +147,7 @@ func (d *demo) start(p *process.Posthorn, out *lines) error {
 
 // sink starts a receiver; authentic counts the valid signatures.
 func (d *demo) sink(name, addr string, authentic *atomic.Int64) error {
-	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret", "demo-shared-secret"}},
+	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret-value", "demo-shared-secret"}},
 		&lines{name: name, authentic: authentic})
 }
 

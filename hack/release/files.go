@@ -69,11 +69,18 @@ func (r *release) archive(name string, files []file) error {
 	return errors.Join(r.writeTar(zip, files, nil), zip.Close(), f.Close())
 }
 
+// repository is the name of the image.
+const repository = "ghcr.io/posthorn/posthorn"
+
 // image writes an OCI archive with an image for each architecture. As in the Dockerfile the user is
 // 65532, who owns /var/lib/posthorn.
 func (r *release) image(work string) error {
 	var index v1.ImageIndex = mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
-	for _, arch := range architectures {
+	for _, platform := range r.platforms {
+		arch, isLinux := strings.CutPrefix(platform, "linux/")
+		if !isLinux {
+			continue
+		}
 		img, err := r.imageFor(work, arch)
 		if err != nil {
 			return err
@@ -87,7 +94,8 @@ func (r *release) image(work string) error {
 	if err != nil {
 		return err
 	}
-	if err := path.AppendIndex(index, layout.WithAnnotations(map[string]string{"org.opencontainers.image.ref.name": r.version})); err != nil {
+	if err := path.AppendIndex(index, layout.WithAnnotations(map[string]string{
+		"org.opencontainers.image.ref.name": r.version, "io.containerd.image.name": repository + ":" + r.version})); err != nil {
 		return err
 	}
 	files, err := filesIn(dir, "")
@@ -173,7 +181,19 @@ func filesIn(dir, prefix string) (files []file, err error) {
 	return files, err
 }
 
-var chartVersion = regexp.MustCompile(`(?m)^(version|appVersion): .*$`)
+// files reads files of the repository, with a prefix of their names.
+func (r *release) files(prefix string, names ...string) (files []file, err error) {
+	for _, name := range names {
+		content, err := os.ReadFile(filepath.Join(r.root, name))
+		if err != nil {
+			return nil, err
+		}
+		files = append(files, file{prefix + name, 0o644, content})
+	}
+	return files, nil
+}
+
+var chartVersion = regexp.MustCompile(`(?m)^(version|appVersion): (.*)$`)
 
 // chart packages the chart, as helm package --version VERSION --app-version VERSION does.
 func (r *release) chart() error {
@@ -182,11 +202,16 @@ func (r *release) chart() error {
 		return err
 	}
 	for i := range files {
+		files[i].content = r.stamp(files[i].content)
 		if files[i].name == "posthorn/Chart.yaml" {
 			files[i].content = chartVersion.ReplaceAll(files[i].content, []byte("$1: "+r.version))
 		}
 	}
-	return r.archive("posthorn-chart-"+r.version+".tgz", files)
+	license, err := r.files("posthorn/", "LICENSE")
+	if err != nil {
+		return err
+	}
+	return r.archive("posthorn-chart-"+r.version+".tgz", append(files, license...))
 }
 
 // sbom writes the modules of the program, with their licenses, as SPDX 2.3.

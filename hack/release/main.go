@@ -1,9 +1,9 @@
 // Command release makes the files of a release in an empty folder: archives of the binaries, an
-// image for several architectures, the chart, an SBOM, the licenses, and their checksums. Two runs
-// on one commit give equal files. It signs the checksums with the key whose fingerprint is in SECURITY.md;
-// the signature is the one of `cosign sign-blob`. `make release` runs it:
+// image for several architectures, the chart, the CRDs, manifests, the pages, an SBOM, the licenses, and
+// their checksums. Two runs on one commit give equal files. It signs the checksums with the key whose
+// fingerprint is in SECURITY.md; the signature is the one of `cosign sign-blob`. `make release` runs it:
 //
-//	cd hack/release && GOWORK=off go run . make -root ../.. -out DIR -version 1.0.0 -key KEY
+//	cd hack/release && GOWORK=off go run . make -root ../.. -out DIR -version 1.0.0 -key KEY -platforms "linux/amd64 linux/arm64" -plugin-platforms linux/amd64
 //	cd hack/release && GOWORK=off go run . keygen -key KEY
 //	cd hack/release && GOWORK=off go run . verify -out DIR -key KEY.pub
 package main
@@ -24,7 +24,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -41,17 +40,13 @@ const (
 	passwordEnv = "COSIGN_PASSWORD"
 )
 
-// platforms of the program and of the kubectl plugin, and the architectures of the image.
-var (
-	platforms       = []string{"linux/amd64", "linux/arm64", "darwin/amd64", "darwin/arm64"}
-	pluginPlatforms = append(slices.Clone(platforms), "windows/amd64", "windows/arm64")
-	architectures   = []string{"amd64", "arm64"}
-	licenseFiles    = []string{"LICENSE", "THIRD_PARTY_LICENSES.md"}
-)
+var licenseFiles = []string{"LICENSE", "THIRD_PARTY_LICENSES.md"}
 
 // release has the settings of a run.
 type release struct {
 	root, out, version string
+	// platforms of the program, of which the image has those of Linux, and of the kubectl plugin.
+	platforms, pluginPlatforms []string
 	// time is the time of the commit; all files have it.
 	time time.Time
 }
@@ -64,12 +59,15 @@ func main() {
 	}
 	flags := flag.NewFlagSet(os.Args[1], flag.ExitOnError)
 	r := release{}
-	var key string
+	var key, platforms, pluginPlatforms string
+	flags.StringVar(&platforms, "platforms", "linux/amd64", "platforms of the program and, of Linux, of the image: OS/ARCH, separated by spaces")
+	flags.StringVar(&pluginPlatforms, "plugin-platforms", "linux/amd64", "platforms of the kubectl plugin")
 	flags.StringVar(&r.root, "root", "../..", "folder of the repository")
 	flags.StringVar(&r.out, "out", "", "folder of the release")
 	flags.StringVar(&r.version, "version", "", "version without a v, for example 1.0.0")
 	flags.StringVar(&key, "key", "", "PEM file of a key; its password is in "+passwordEnv)
 	_ = flags.Parse(os.Args[2:])
+	r.platforms, r.pluginPlatforms = strings.Fields(platforms), strings.Fields(pluginPlatforms)
 	var err error
 	switch os.Args[1] {
 	case "make":
@@ -91,7 +89,10 @@ func (r *release) make(key string) error {
 		return errors.New("set -version and -out")
 	}
 	// Before the builds, which take minutes.
-	if err := checkKey(r.root, key); err != nil {
+	if err := checkKey(r.root, key, r.version); err != nil {
+		return err
+	}
+	if err := r.checkVersion(); err != nil {
 		return err
 	}
 	var err error
@@ -114,17 +115,17 @@ func (r *release) make(key string) error {
 		return err
 	}
 	defer os.RemoveAll(work)
-	for _, platform := range platforms {
+	for _, platform := range r.platforms {
 		if err := r.program(work, "posthorn", platform); err != nil {
 			return err
 		}
 	}
-	for _, platform := range pluginPlatforms {
+	for _, platform := range r.pluginPlatforms {
 		if err := r.program(work, "kubectl-posthorn", platform); err != nil {
 			return err
 		}
 	}
-	for _, step := range []func() error{func() error { return r.image(work) }, r.chart, r.sbom, r.licenses, r.sums} {
+	for _, step := range []func() error{func() error { return r.image(work) }, r.chart, r.crds, r.manifests, r.pages, r.sbom, r.licenses, r.sums} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -135,14 +136,31 @@ func (r *release) make(key string) error {
 // fingerprintLine is the line of SECURITY.md with the fingerprint of the key that signs releases.
 var fingerprintLine = regexp.MustCompile(`(?m)^SHA-256 fingerprint of the release key: (.*)$`)
 
+// checkVersion fails unless the version is the tree's, or a pre-release or the release of it.
+func (r *release) checkVersion() error {
+	chart, err := os.ReadFile(filepath.Join(r.root, "charts", "posthorn", "Chart.yaml"))
+	if err != nil {
+		return err
+	}
+	tree, _, _ := strings.Cut(string(chartVersion.FindSubmatch(chart)[2]), "-")
+	if number, _, _ := strings.Cut(r.version, "-"); number != tree {
+		return fmt.Errorf("the version of the tree is %s, so it is not release %s: set the version in charts/posthorn/Chart.yaml, and run make generate", tree, r.version)
+	}
+	return nil
+}
+
 // checkKey fails unless a key signs the release whose fingerprint is in SECURITY.md, where users look for it.
-func checkKey(root, key string) error {
+// Any key signs a pre-release, which has a - in its version.
+func checkKey(root, key, version string) error {
 	if key == "" {
 		return errors.New("a release is signed: set KEY to the private key; make one with: cd hack/release && COSIGN_PASSWORD=… go run . keygen -key cosign.key")
 	}
 	signer, err := signature.LoadSignerVerifierFromPEMFile(key, crypto.SHA256, password)
 	if err != nil {
 		return fmt.Errorf("read the key: %w; its password is in %s", err, passwordEnv)
+	}
+	if strings.Contains(version, "-") {
+		return nil
 	}
 	public, err := signer.PublicKey()
 	if err != nil {
@@ -204,15 +222,11 @@ func (r *release) program(work, name, platform string) error {
 	if err != nil {
 		return err
 	}
-	files := []file{{binary, 0o755, content}}
-	for _, license := range licenseFiles {
-		content, err := os.ReadFile(filepath.Join(r.root, license))
-		if err != nil {
-			return err
-		}
-		files = append(files, file{license, 0o644, content})
+	licenses, err := r.files("", licenseFiles...)
+	if err != nil {
+		return err
 	}
-	return r.archive(fmt.Sprintf("%s_%s_%s_%s.tar.gz", name, r.version, system, arch), files)
+	return r.archive(fmt.Sprintf("%s_%s_%s_%s.tar.gz", name, r.version, system, arch), append([]file{{binary, 0o755, content}}, licenses...))
 }
 
 // licenses copies the licenses.

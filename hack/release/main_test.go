@@ -37,14 +37,14 @@ func TestReleaseNeedsTheKeyOfSecurityMD(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(root, "SECURITY.md"), []byte("# Security\n\n"+c.security+"\n"), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			switch err := checkKey(root, c.key); {
+			switch err := checkKey(root, c.key, "1.0.0"); {
 			case (err == nil) != (c.want == ""), err != nil && !strings.Contains(err.Error(), c.want):
 				t.Errorf("got error %v, want %q", err, c.want)
 			}
 		})
 	}
 	t.Setenv(passwordEnv, "wrong")
-	if err := checkKey("../..", key); err == nil || !strings.Contains(err.Error(), passwordEnv) {
+	if err := checkKey("../..", key, "1.0.0"); err == nil || !strings.Contains(err.Error(), passwordEnv) {
 		t.Errorf("a wrong password: got error %v, want one that names %s", err, passwordEnv)
 	}
 }

@@ -29,15 +29,18 @@ import (
 	"github.com/posthorn/posthorn/test/need"
 )
 
-var cluster client.Client
+var (
+	server  *env.Env
+	cluster client.Client
+)
 
 func TestMain(m *testing.M) {
 	if err := env.Missing(); err != nil {
 		os.Exit(need.SkipAll(err))
 	}
 	os.Exit(func() int {
-		server, err := env.Start()
-		if err == nil {
+		var err error
+		if server, err = env.Start(); err == nil {
 			defer func() { _ = server.Stop() }()
 			cluster, err = client.New(server.Config, client.Options{})
 		}
@@ -94,7 +97,7 @@ func create(object *unstructured.Unstructured) (*unstructured.Unstructured, erro
 }
 
 func TestValid(t *testing.T) {
-	for _, d := range documents(t, "testdata/valid", "../../config/samples") {
+	for _, d := range documents(t, "testdata/valid", "../../config/samples", "../../config/samples/reference") {
 		t.Run(d.name, func(t *testing.T) {
 			if d.object.GetKind() == "Kustomization" {
 				t.Skip("not an object")
@@ -195,11 +198,11 @@ func TestDurations(t *testing.T) {
 		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
 			field := path[strings.LastIndex(path, ".")+1:]
 			switch field {
-			case "ttlSecondsAfterFinished", "activeDeadlineSeconds", "callsPerSecond", "requestsPerSecond":
+			case "ttlSecondsAfterFinished", "activeDeadlineSeconds", "callsPerSecond", "requestsPerSecond", "deadLettersPerSecond":
 				return
 			}
 			if s.Type == "integer" && unit.MatchString(field) {
-				t.Errorf("%s: the duration is a number; use metav1.Duration", path)
+				t.Errorf("%s: the duration is a number; use Duration", path)
 			}
 		})
 	}
@@ -302,9 +305,13 @@ func TestImmutable(t *testing.T) {
 					t.Errorf("the full document does not set spec.%s", field)
 					continue
 				}
-				removed := full.DeepCopy()
-				unstructured.RemoveNestedField(removed.Object, "spec", field)
-				try("removed", removed, field)
+				changed := full.DeepCopy()
+				unstructured.RemoveNestedField(changed.Object, "spec", field)
+				if value == false { // The default, so that removing it changes nothing.
+					value = true
+					_ = unstructured.SetNestedField(changed.Object, value, "spec", field)
+				}
+				try("removed or changed", changed, field)
 				if before, ok, _ := unstructured.NestedFieldNoCopy(minimal.Object, "spec", field); !ok || !cmp.Equal(before, value) {
 					added := minimal.DeepCopy()
 					if err := unstructured.SetNestedField(added.Object, value, "spec", field); err != nil {
@@ -401,22 +408,23 @@ func TestAudienceIdentity(t *testing.T) {
 func TestDefaults(t *testing.T) {
 	want := map[string]string{
 		"Source": `
-enabled: true
+suspend: false
 writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]`,
 		"Redelivery": `
 destinationRef: {name: crm}
 dryRun: false
-rate: 100`,
+deadLettersPerSecond: 100`,
 		"DeletionRequest": `
-userId: u1
+userID: u1
 suppress: false`,
 		"WebhookDestination": `
-enabled: true
+suspend: false
 body: {numbers: String}
 successPolicy: AnyEndpoint
+deletions: Deliver
 sourceRefs: [{name: web}]
 endpoints: [{name: primary, url: "https://hooks.example/in"}]
-signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
+signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
 delivery: {timeout: 5s, retry: {window: 4h, minBackoff: 1s, maxBackoff: 5m}, maxInFlight: 1000}
 deadLetters: {retention: 168h, maxBytes: 1Gi}`,
 	}
@@ -479,7 +487,7 @@ func violations(kind string, err error) map[string]bool {
 func specs(t *testing.T) map[string]apiextensionsv1.JSONSchemaProps {
 	t.Helper()
 	found := map[string]apiextensionsv1.JSONSchemaProps{}
-	files, err := filepath.Glob("../../config/crd/posthorn.dev_*.yaml")
+	files, err := filepath.Glob("../../config/crd/experimental/posthorn.dev_*.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}

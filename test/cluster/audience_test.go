@@ -46,7 +46,7 @@ func newPods(t *testing.T, server *env.Env, log io.Writer, n int) *pods {
 	for i := range n {
 		one := &pod{name: fmt.Sprintf("posthorn-dispatcher-%d", i),
 			Posthorn: &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr(), Log: log}}
-		one.Args = []string{"dispatcher", "--kubeconfig", server.Kubeconfig(), "--namespace", release, "--pod-name", one.name, "--data",
+		one.Args = []string{"dispatcher", "--kubeconfig", server.Kubeconfig(), "--system-namespace", release, "--pod-name", one.name, "--data",
 			t.TempDir(),
 			"--listen", one.Addr, "--admin-listen", one.Admin, "--admin-auth", "none", "--egress-allow", "127.0.0.0/8"}
 		if i > 0 {
@@ -138,7 +138,7 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 
 	kubectl(webToCRM(hook.URL)+`
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip}
 spec: {sourceRef: {name: web}, displayName: VIP}
@@ -185,7 +185,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		}
 	}
 	// A deletion request waits for the owner; every pod applies the suppression at once.
-	kubectl("apiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userId: user-00007, suppress: true}\n", "apply", "-f", "-")
+	kubectl("apiVersion: posthorn.dev/v1beta1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userID: user-00007, suppress: true}\n", "apply", "-f", "-")
 	suppressed := func(number int) {
 		t.Helper()
 		wait.True(t, p.list[number].name+" to reject a suppressed user", func() bool {
@@ -260,7 +260,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		t.Errorf("GET through a restarted pod: got status %d, body %s and error %v, want 200 with 19900 members", status, answer, err)
 	}
 	wait.True(t, "the members in the status", func() bool {
-		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True Ready True 19900 0 100 0")
+		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True Ready True 19900 0")
 	})
 	if strings.Contains(logs.String(), "panic") {
 		t.Error("a pod panicked")

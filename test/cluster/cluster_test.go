@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -222,14 +223,14 @@ func TestFromApplyToStatus(t *testing.T) {
 	hook.set(func() { hook.status = http.StatusOK })
 	redeliver := func(name, spec string) string {
 		t.Helper()
-		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destinationRef: {name: crm}, rate: 1000, %s}\n", name, spec), "apply", "-f", "-")
+		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1beta1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destinationRef: {name: crm}, deadLettersPerSecond: 1000, %s}\n", name, spec), "apply", "-f", "-")
 		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete")
 		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.status.matched} {.status.redelivered} {.status.notRedelivered}")
 	}
-	check.Equal(t, "redelivery of another reason", redeliver("other-reason", "selector: {reasons: [Expired]}"), "Redelivered   ")
-	check.Equal(t, "dry run", redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"), "Counted 150  ")
+	check.Equal(t, "redelivery of another reason", redeliver("other-reason", "match: {reasons: [Expired]}"), "Redelivered 0 0 ")
+	check.Equal(t, "dry run", redeliver("dry", "dryRun: true, match: {reasons: [Rejected], types: [track], events: [Order Completed]}"), "Counted 150 0 ")
 	check.Equal(t, "deliveries of a dry run", hook.count()-before, 0)
-	check.Equal(t, "redelivery", redeliver("all", "selector: {reasons: [Rejected]}"), "Redelivered 150 150 ")
+	check.Equal(t, "redelivery", redeliver("all", "match: {reasons: [Rejected]}"), "Redelivered 150 150 ")
 	wait.True(t, "150 more deliveries", func() bool { return hook.count() == before+150 })
 
 	// The ledger balances: a redelivered message counts as another message.
@@ -356,18 +357,18 @@ kind: Secret
 metadata: {name: js}
 stringData: {writeKey: hush-app-key, sharedSecret: hush-js-secret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: app}
 spec: {writeKeys: [{secretKeyRef: {name: js, key: writeKey}}]}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: js}
 spec:
   sourceRefs: [{name: app}]
   endpoints: [{name: primary, url: %q}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: js, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: js, key: sharedSecret}}]}
 `, url), "apply", "-f", "-")
 	kubectl("", "wait", "whd/js", "psrc/app", "--for=condition=Ready")
 
@@ -423,7 +424,8 @@ spec:
 	shows := func(want string) {
 		t.Helper()
 		wait.True(t, "kubectl get whd js: "+want, func() bool {
-			return strings.HasPrefix(strings.Join(strings.Fields(kubectl("", "get", "whd", "js", "--no-headers")), " "), "js "+want)
+			row := strings.Join(strings.Fields(kubectl("", "get", "whd", "js", "--no-headers")), " ")
+			return regexp.MustCompile("^js " + want).MatchString(row)
 		})
 	}
 
@@ -434,7 +436,7 @@ spec:
 	answer(http.StatusInternalServerError)
 	begin := time.Now()
 	send("-calls", "200", "-batch", "20", "many")
-	shows("True Ready False")
+	shows("True (ServerError|CircuitOpen) False")
 	time.Sleep(outage - time.Since(begin)) // The outage itself; no assertion depends on its length.
 	answer(http.StatusOK)
 	wait.True(t, "all calls of the outage", arrived)
@@ -467,19 +469,19 @@ kind: Secret
 metadata: {name: keys}
 stringData: {writeKey: hush-web-key, sharedSecret: hush-crm-secret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: %q}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: keys, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: keys, key: sharedSecret}}]}
 `, url)
 }
 

@@ -36,7 +36,7 @@ import (
 func large(n int) string {
 	var b strings.Builder
 	for i := range n {
-		fmt.Fprintf(&b, "---\napiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: large-%03d}\nspec:\n  sourceRefs: [{name: web}]\n  filter: {events: [Never]}\n  endpoints:\n", i)
+		fmt.Fprintf(&b, "---\napiVersion: posthorn.dev/v1beta1\nkind: WebhookDestination\nmetadata: {name: large-%03d}\nspec:\n  sourceRefs: [{name: web}]\n  filter: {events: [Never]}\n  endpoints:\n", i)
 		for e := range 5 {
 			fmt.Fprintf(&b, "  - name: e%d\n    url: https://hooks.example/%d\n    headers:\n", e, e)
 			for h := range 4 {

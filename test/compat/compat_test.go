@@ -24,7 +24,7 @@ func TestEveryType(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			c.need(t)
 			url := javascriptReceiver(t)
-			p := start(t, url, true, "")
+			p := start(t, url, false, "")
 			w := newWire(t, p, c.tls, nil)
 			sent := calls(t, w, c.showcase(w.URL))
 			arrived := p.exactlyOnce(url, sent)
@@ -43,7 +43,7 @@ func TestRateLimit(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			c.need(t)
 			url := javascriptReceiver(t)
-			p := start(t, url, true, "  rateLimit: {callsPerSecond: 10, burst: 20}\n")
+			p := start(t, url, false, "  rateLimit: {callsPerSecond: 10, burst: 20}\n")
 			fillers, limited := 0, false
 			// Other calls use up the Source's rate right before each request,
 			// until a request has exceeded the limit.
@@ -114,9 +114,9 @@ func TestRestart(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			c.need(t)
 			url := javascriptReceiver(t)
-			// The destination is disabled until the last kill: a delivery whose success is not on
+			// The destination is suspended until the last kill: a delivery whose success is not on
 			// disk yet would be repeated.
-			p := start(t, url, false, "")
+			p := start(t, url, true, "")
 			plan := []fate{cutRequest, loseAnswer}
 			w := newWire(t, p, c.tls, func([]exchange) fate {
 				if len(plan) == 0 {
@@ -138,7 +138,7 @@ func TestRestart(t *testing.T) {
 			if duplicates := p.metric(`posthorn_ingest_calls_total{namespace="default",result="duplicate"`); duplicates < float64(repeated) {
 				t.Errorf("duplicates after the restart: got %v, want at least %d", duplicates, repeated)
 			}
-			p.deliver(url, true)
+			p.deliver(url, false)
 			p.exactlyOnce(url, sent)
 			unanswered := 0
 			for _, e := range w.seen() {

@@ -93,7 +93,7 @@ type posthorn struct{ *process.Instance }
 
 // start runs Posthorn with a Source (more is added to its spec) and a
 // destination with a URL.
-func start(t *testing.T, url string, enabled bool, more string) *posthorn {
+func start(t *testing.T, url string, suspended bool, more string) *posthorn {
 	t.Helper()
 	binary, err := built.posthorn()
 	if err != nil {
@@ -106,35 +106,36 @@ kind: Secret
 metadata: {name: keys}
 stringData: {writeKey: `+key+`, sharedSecret: `+secret+`}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
   allowedOrigins: ["http://*.example:80", "null"]
 `+more)
-	p.deliver(url, enabled)
+	p.deliver(url, suspended)
 	p.Launch()
 	t.Cleanup(p.Leave)
 	return p
 }
 
-// deliver writes the manifest of the destination. While it is disabled, messages are kept.
-func (p *posthorn) deliver(url string, enabled bool) {
+// deliver writes the manifest of the destination. While it is suspended, messages are kept.
+func (p *posthorn) deliver(url string, suspended bool) {
 	p.T.Helper()
 	p.Write("crm.yaml", fmt.Sprintf(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  enabled: %t
+  suspend: %t
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: %s}]
   signing:
     schemes:
-    - type: HMACSHA1
+    - name: sha1
+      type: HMACSHA1
       secretKeyRef: {name: keys, key: sharedSecret}
-`, enabled, url))
+`, suspended, url))
 }
 
 // get reads JSON.

@@ -86,7 +86,7 @@ kind: Secret
 metadata: {name: login}
 stringData: {client: %s}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
@@ -111,7 +111,7 @@ func TestOAuth2(t *testing.T) {
 	for style, clientInfo := range map[string]server.ClientInfoHandler{"Header": server.ClientBasicHandler, "Body": server.ClientFormHandler} {
 		t.Run(style, func(t *testing.T) {
 			o := newProvider(t, clientInfo, time.Hour)
-			p := start(t, o.hook.URL, false, "")
+			p := start(t, o.hook.URL, true, "")
 			track := func(n int) {
 				for range n {
 					resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/track",

@@ -165,7 +165,7 @@ func TestReplay(t *testing.T) {
 				bodies = append(bodies, string(body))
 			}))
 			t.Cleanup(receiver.Close)
-			p := start(t, receiver.URL, true, "")
+			p := start(t, receiver.URL, false, "")
 			for _, r := range want.Requests {
 				resp, err := send(p.Addr, r)
 				if err != nil {

@@ -23,7 +23,7 @@ func TestChromium(t *testing.T) {
 	needNode(t)
 	chromium := need.Program(t, "chromium")
 	url := javascriptReceiver(t)
-	p := start(t, url, true, "")
+	p := start(t, url, false, "")
 	w := newWire(t, p, true, nil)
 	sent := calls(t, w, []string{"node", "node/chromium.js", chromium, w.URL, key, origin})
 	if len(sent) != 6+4 {
@@ -95,7 +95,7 @@ func TestRequestsOfApps(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			needNode(t)
 			url := javascriptReceiver(t)
-			p := start(t, url, true, "")
+			p := start(t, url, false, "")
 			get := func(writeKey string) (status int, apiHost string) {
 				resp, err := sendTo(p.Addr, "track.example", recorded{Method: http.MethodGet, Path: "/v1/projects/" + writeKey + "/settings",
 					Headers: tc.settings})
@@ -150,7 +150,7 @@ func zipped(t *testing.T, text string) string {
 // unless the program sets errorHandler. docs/compatibility.md documents it.
 func TestUnhandled401EndsRudder(t *testing.T) {
 	needNode(t)
-	p := start(t, "http://127.0.0.1:1", true, "")
+	p := start(t, "http://127.0.0.1:1", false, "")
 	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	program := []string{"node/rudder.js", "http://" + p.Addr, "unknown-key", "showcase"}

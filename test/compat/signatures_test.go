@@ -15,12 +15,13 @@ func TestSignaturesByLibraries(t *testing.T) {
 		previous = "whsec_b2xkLXNlY3JldC1vZi10aGUtcmVjZWl2ZXI="
 		unknown  = "whsec_YW5vdGhlci1zZWNyZXQtdGhhbi1laXRoZXI="
 
-		github   = `{type: HMAC, secretKeyRef: {name: signing, key: current}, hmac: {header: X-Hub-Signature-256, value: "sha256={signature}"}}`
-		stripe   = `{type: HMAC, secretKeyRef: {name: signing, key: current}, %s hmac: {header: Stripe-Signature, content: TimestampBody, value: "t={timestamp},v1={signature}", previousValue: ",v1={signature}"}}`
-		standard = `{type: StandardWebhooks, secretKeyRef: {name: signing, key: current}%s}`
+		github   = `{name: github, type: HMAC, secretKeyRef: {name: signing, key: current}, hmac: {header: X-Hub-Signature-256, value: "sha256={signature}"}}`
+		stripe   = `{name: stripe, type: HMAC, secretKeyRef: {name: signing, key: current}, %s hmac: {header: Stripe-Signature, content: TimestampBody, value: "t={timestamp},v1={signature}", previousValue: ",v1={signature}"}}`
+		standard = `{name: standard, type: StandardWebhooks, secretKeyRef: {name: signing, key: current}%s}`
 		rotation = `, previousSecretKeyRef: {name: signing, key: previous}`
-		sha1     = `, {type: HMACSHA1, secretKeyRef: {name: signing, key: previous}}`
+		sha1     = `, {name: sha1, type: HMACSHA1, secretKeyRef: {name: signing, key: previous}}`
 	)
+	all := github + sha1 + ", " + fmt.Sprintf(standard, "") + ", " + fmt.Sprintf(stripe, "")
 	for _, test := range []struct {
 		name, verifier, scheme, secret string
 		authentic                      bool
@@ -34,19 +35,20 @@ func TestSignaturesByLibraries(t *testing.T) {
 		{"Standard Webhooks", "standardwebhooks", fmt.Sprintf(standard, ""), current, true},
 		{"Standard Webhooks, another secret", "standardwebhooks", fmt.Sprintf(standard, ""), unknown, false},
 		{"Standard Webhooks in rotation, old secret", "standardwebhooks", fmt.Sprintf(standard, rotation), previous, true},
-		{"three schemes, GitHub", "github", github + sha1 + ", " + fmt.Sprintf(standard, ""), current, true},
-		{"three schemes, Standard Webhooks", "standardwebhooks", github + sha1 + ", " + fmt.Sprintf(standard, ""), current, true},
+		{"four schemes, GitHub", "github", all, current, true},
+		{"four schemes, Stripe", "stripe", all, current, true},
+		{"four schemes, Standard Webhooks", "standardwebhooks", all, current, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			url := nodeReceiver(t, "node/signatures.js", "VERIFIER="+test.verifier, "SECRET="+test.secret)
-			p := start(t, url, false, "")
+			p := start(t, url, true, "")
 			p.Write("crm.yaml", fmt.Sprintf(`
 apiVersion: v1
 kind: Secret
 metadata: {name: signing}
 stringData: {current: "%s", previous: "%s"}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:

@@ -82,9 +82,9 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 
 // running starts Posthorn with the manifests of the demo and of the page.
 const running = `
-posthorn sink --secret demo-shared-secret > sink.log &
-posthorn sink --listen 127.0.0.1:9001 --secret demo-shared-secret > warehouse.log &
-posthorn run --manifests webhooks --data data --egress-allow 127.0.0.0/8 --log-level error &
+posthorn sink --secret-value demo-shared-secret > sink.log &
+posthorn sink --listen 127.0.0.1:9001 --secret-value demo-shared-secret > warehouse.log &
+posthorn run -f webhooks --data data --egress-allow 127.0.0.0/8 --log-level error &
 for i in $(seq 3000); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && break; sleep 0.1; done
 `
 
@@ -210,7 +210,7 @@ func writeManifests(top, page, dir string) error {
 				return fmt.Errorf("%s: %w", page, err)
 			}
 			name := strings.ToLower(o.Kind + "-" + o.Metadata.Name)
-			if o.APIVersion != "posthorn.dev/v1alpha1" && (o.APIVersion != "v1" || o.Kind != "Secret") || seen[name] {
+			if o.APIVersion != "posthorn.dev/v1beta1" && (o.APIVersion != "v1" || o.Kind != "Secret") || seen[name] {
 				continue
 			}
 			seen[name] = true

@@ -59,7 +59,7 @@ func TestMain(m *testing.M) {
 func TestManifestsAreValid(t *testing.T) {
 	checked := 0
 	for _, b := range blocks(t, "yaml") {
-		if !strings.Contains(b.Text, "apiVersion: posthorn.dev/v1alpha1") {
+		if !strings.Contains(b.Text, "apiVersion: posthorn.dev/v1beta1") {
 			continue
 		}
 		checked++

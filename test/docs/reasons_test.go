@@ -17,7 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 var update = flag.Bool("update", false, "write the generated parts of pages")
@@ -30,7 +30,7 @@ var groupOf = regexp.MustCompile(`^Reasons of ([\w ,]+?)(?:,|\.|$)`)
 // reasons returns the documented reasons of the API, in their order in the code.
 func reasons(t *testing.T) (list []reason) {
 	t.Helper()
-	file, err := parser.ParseFile(token.NewFileSet(), filepath.Join(root, "api", "v1alpha1", "conditions.go"), nil, parser.ParseComments)
+	file, err := parser.ParseFile(token.NewFileSet(), filepath.Join(root, "api", "v1beta1", "conditions.go"), nil, parser.ParseComments)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -98,7 +98,7 @@ func TestReasonsIndex(t *testing.T) {
 			t.Fatal(err)
 		}
 	} else if diff := cmp.Diff(want, text); diff != "" {
-		t.Errorf("docs/reasons.md differs from api/v1alpha1/conditions.go (-want +got); run with -update:\n%s", diff)
+		t.Errorf("docs/reasons.md differs from api/v1beta1/conditions.go (-want +got); run with -update:\n%s", diff)
 	}
 }
 
@@ -117,10 +117,10 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 		for _, m := range constant.FindAllStringSubmatch(read(t, filepath.FromSlash(file)), -1) {
 			found++
 			if !inAPI[m[1]] {
-				t.Errorf("%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
+				t.Errorf("%s has the reason %s, which api/v1beta1/conditions.go does not have", file, m[1])
 			}
-			if !slices.Contains(v1alpha1.DeadLetterReasons, m[1]) {
-				t.Errorf("%s has the reason %s, which v1alpha1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
+			if !slices.Contains(v1beta1.DeadLetterReasons, m[1]) {
+				t.Errorf("%s has the reason %s, which v1beta1.DeadLetterReasons does not have, so --reason rejects it", file, m[1])
 			}
 		}
 		return nil

@@ -103,7 +103,7 @@ func TestFieldsAreDocumented(t *testing.T) {
 		"redeliveries": "redelivery.md", "deletionrequests": "deletionrequest.md",
 	} {
 		var crd apiextensions.CustomResourceDefinition
-		if err := yaml.Unmarshal([]byte(read(t, "config", "crd", "posthorn.dev_"+resource+".yaml")), &crd); err != nil {
+		if err := yaml.Unmarshal([]byte(read(t, "config", "crd", "experimental", "posthorn.dev_"+resource+".yaml")), &crd); err != nil {
 			t.Fatal(err)
 		}
 		documented, seen := rows(section(t, page, "Spec")), map[string]bool{}
@@ -148,7 +148,7 @@ func TestFieldsAreDocumented(t *testing.T) {
 // failures, and the tables of conditions have no other reasons.
 func TestReasonsAreDocumented(t *testing.T) {
 	reasons, failures, inFailures := map[string]bool{}, map[string]bool{}, false
-	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1alpha1",
+	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1beta1",
 		"conditions.go"), -1) {
 		if m[1] != "" {
 			inFailures = m[1] == "Reasons of Delivering"
@@ -273,10 +273,7 @@ func TestFlagsExist(t *testing.T) {
 		for _, m := range regexp.MustCompile(`(?m)^ +(?:-\w, )?(--[a-z-]+)`).FindAllStringSubmatch(string(help), -1) {
 			flags[m[1]] = true
 		}
-		_, list, _ := strings.Cut(string(help), "\nAvailable Commands:\n")
-		if len(args) == 0 { // The root command lists its commands in groups.
-			_, list, _ = strings.Cut(string(help), "\nUsage:\n")
-		}
+		_, list, _ := strings.Cut(string(help), "\nUsage:\n") // Then the groups of commands.
 		for _, m := range regexp.MustCompile(`(?m)^  ([a-z-]+) +[A-Z]`).FindAllStringSubmatch(list, -1) {
 			if m[1] != "help" {
 				collect(append(args, m[1])...)
@@ -285,7 +282,8 @@ func TestFlagsExist(t *testing.T) {
 	}
 	collect()
 	// Flags of helm, kubectl and others. Other tests run the commands of blocks.
-	others := []string{"--context", "--values", "--from-literal", "--from-file", "--cascade", "--reset-then-reuse-values", "--reuse-values"}
+	others := []string{"--validate", "--context", "--values", "--from-literal", "--from-file", "--cascade", "--reset-then-reuse-values",
+		"--reuse-values"}
 	used := 0
 	for _, page := range pages(t) {
 		for word := range words(read(t, page), `--[a-z-]+|posthorn [^|]*--[a-z].*`) {

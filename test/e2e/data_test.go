@@ -15,7 +15,7 @@ var _ = Describe("A Redelivery", func() {
 	It("counts dead letters, and sends all or selected ones again", Serial, func() {
 		t := newNamespace("redeliver")
 		t.secret("crm", "secret", "s3cret")
-		broken := t.newSink("broken", "s3cret", "--status=400")
+		broken := t.newSink("broken", "s3cret", "--status-code=400")
 		t.destination("crm", broken.url(), "")
 		t.waitReady("psrc/web", "whd/crm")
 		rejected := map[string]string{}
@@ -41,7 +41,7 @@ var _ = Describe("A Redelivery", func() {
 		t.inEffect("whd/crm", func() { t.destination("crm", working.url(), "") })
 		redeliver := func(name, spec string) {
 			GinkgoHelper()
-			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: ` + name + `}, spec: {destinationRef: {name: crm}, ` + spec + `}}`)
+			t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: Redelivery, metadata: {name: ` + name + `}, spec: {destinationRef: {name: crm}, ` + spec + `}}`)
 			t.kubectl("wait", "--for=condition=Complete", "--timeout=3m", "redelivery/"+name)
 		}
 		numbers := func(name string) string {
@@ -56,16 +56,16 @@ var _ = Describe("A Redelivery", func() {
 		Expect(deadLetters()).To(HaveLen(3))
 
 		By("selecting by event")
-		redeliver("one", "selector: {events: [One]}")
+		redeliver("one", "match: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
 		Expect(numbers("one")).To(HavePrefix("1 1"))
 		working.eventually("One")
 		Expect(working.ids()).To(HaveLen(1))
 
 		By("selecting the rest by reason: the object is deleted at the end of its TTL")
-		redeliver("none", "selector: {reasons: [Expired]}")
+		redeliver("none", "match: {reasons: [Expired]}")
 		Expect(numbers("none")).To(MatchRegexp(`^0? ?0? ?0?$`))
-		redeliver("rest", "selector: {reasons: [Rejected]}, ttlSecondsAfterFinished: 30")
+		redeliver("rest", "match: {reasons: [Rejected]}, ttlSecondsAfterFinished: 30")
 		working.eventually("Two")
 		working.eventually("Three")
 		redelivered := working.ids()
@@ -79,17 +79,17 @@ var _ = Describe("A Redelivery", func() {
 		Expect(t.kubectl("get", "rdl")).To(MatchRegexp(`(?m)^one\s+crm\s+True\s+False\s+Redelivered\s+1\s+1\s`))
 
 		By("applying a completed object again: it has no effect; after a deletion and a restart of the dispatcher it is AlreadyDone")
-		redeliver("one", "selector: {events: [One]}")
+		redeliver("one", "match: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
 		t.kubectl("delete", "redelivery/one")
 		kubectl("-n", system, "delete", "pod", "posthorn-dispatcher-0", "--wait=true")
 		ready(dispatcher)
-		redeliver("one", "selector: {events: [One]}")
+		redeliver("one", "match: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/AlreadyDone"))
 
 		By("selecting a destination of another namespace: it is not found")
 		other := newNamespace("redeliver-other")
-		other.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: theirs}, spec: {destinationRef: {name: crm}}}`)
+		other.apply(`{apiVersion: posthorn.dev/v1beta1, kind: Redelivery, metadata: {name: theirs}, spec: {destinationRef: {name: crm}}}`)
 		other.eventually("redelivery/theirs", "Complete", "False/DestinationNotFound")
 	})
 })
@@ -99,33 +99,32 @@ var _ = Describe("A DeletionRequest", func() {
 		t := newNamespace("forget")
 		t.secret("ios-key", "writeKey", "key-of-forget-ios")
 		t.source("ios")
-		for _, name := range []string{"legal", "broken", "choosy", "disabled"} {
+		for _, name := range []string{"legal", "broken", "choosy", "ignoring"} {
 			t.secret(name, "secret", "s3cret")
 		}
 		legal := t.newRecorder("legal")
-		broken := t.newSink("broken", "s3cret", "--status=400")
+		broken := t.newSink("broken", "s3cret", "--status-code=400")
 		t.apply(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: legal}
 spec:
   sourceRefs: [{name: web}, {name: ios}]
   endpoints: [{name: primary, url: "` + legal.url() + `"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: legal, key: secret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: legal, key: secret}}]}
 `)
 		t.destination("broken", broken.url(), "")
 		t.destination("choosy", broken.url(), "  filter: {types: [track]}")
-		t.destination("disabled", broken.url(), "  enabled: false")
-		t.waitReady("psrc/web", "psrc/ios", "whd/legal", "whd/broken", "whd/choosy")
-		t.eventually("whd/disabled", "Accepted", "True/Disabled")
+		t.destination("ignoring", broken.url(), "  deletions: Ignore")
+		t.waitReady("psrc/web", "psrc/ios", "whd/legal", "whd/broken", "whd/choosy", "whd/ignoring")
 		forget := func(name, spec, end string) {
 			GinkgoHelper()
-			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: ` + name + `}, spec: {` + spec + `}}`)
+			t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: DeletionRequest, metadata: {name: ` + name + `}, spec: {` + spec + `}}`)
 			t.kubectl("wait", "--for=condition="+end, "--timeout=3m", "pdel/"+name)
 		}
 
 		By("requesting a deletion for all Sources: later calls are rejected")
-		forget("u1", "userId: u1, suppress: true", "Failed")
+		forget("u1", "userID: u1, suppress: true", "Failed")
 		Expect(t.condition("pdel/u1", "Failed")).To(Equal("True/NotDelivered"))
 		Expect(strings.Fields(t.field("pdel/u1", `{range .status.notifications[*]}{.source}/{.destination}/{.state}/{.reason}{"\n"}{end}`))).To(ConsistOf(
 			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/DeadLettered/Rejected"),
@@ -138,7 +137,7 @@ spec:
 		Expect(err).NotTo(HaveOccurred(), out)
 
 		By("requesting a deletion for one Source: the object is deleted at the end of its TTL")
-		forget("u3", "userId: u3, sourceRefs: [{name: ios}], ttlSecondsAfterFinished: 30", "Complete")
+		forget("u3", "userID: u3, sourceRefs: [{name: ios}], ttlSecondsAfterFinished: 30", "Complete")
 		Expect(t.condition("pdel/u3", "Complete")).To(Equal("True/Delivered"))
 		t.kubectl("wait", "--for=delete", "--timeout=3m", "pdel/u3")
 

@@ -53,7 +53,7 @@ var _ = Describe("A webhook", func() {
 		newest := shop.newSink("newest", "newest")
 		shop.inEffect("whd/crm", func() {
 			shop.apply(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
@@ -67,7 +67,9 @@ spec:
     - {name: X-Env, value: e2e}
     - {name: Authorization, valueFrom: {secretKeyRef: {name: crm, key: token}}}
   successPolicy: EveryEndpoint
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: secret}, previousSecretKeyRef: {name: crm, key: previous}}]}
+  signing:
+    schemes:
+    - {name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: secret}, previousSecretKeyRef: {name: crm, key: previous}}
   delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
 `)
 		})
@@ -90,16 +92,16 @@ spec:
 		By("ending the rotation")
 		shop.inEffect("whd/crm", func() { shop.destination("crm", newest.url(), "") })
 
-		By("disabling the destination: calls are kept, and delivered after it is enabled again")
-		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
-		shop.eventually("whd/crm", "Accepted", "True/Disabled")
+		By("suspending the destination: calls are kept, and delivered after it is resumed")
+		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"suspend":true}}`)
+		shop.eventually("whd/crm", "Accepted", "True/Suspended")
 		shop.waitGeneration("whd/crm")
-		shop.send("While disabled")
-		shop.eventually("whd/crm", "Delivering", "False/Paused")
+		shop.send("While suspended")
+		shop.eventually("whd/crm", "Delivering", "False/Suspended")
 		Eventually(func() string { return shop.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
-		Expect(newest.ids()).NotTo(HaveKey("While disabled"))
-		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
-		newest.eventually("While disabled")
+		Expect(newest.ids()).NotTo(HaveKey("While suspended"))
+		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"suspend":false}}`)
+		newest.eventually("While suspended")
 		shop.eventually("whd/crm", "Accepted", "True/Accepted")
 
 		By("deleting the Secret: no unsigned request is sent, and the status gives the reason")
@@ -123,13 +125,13 @@ spec:
 		newest.eventually("While down")
 		shop.eventually("whd/crm", "Delivering", "True/Delivering")
 
-		By("disabling the Source: calls are rejected")
-		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
+		By("suspending the Source: calls are rejected")
+		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"suspend":true}}`)
 		shop.waitGeneration("psrc/web")
 		out, err := shop.call("u1", "No")
 		Expect(err).To(HaveOccurred())
-		Expect(out).To(HavePrefix("403"))
-		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
+		Expect(out).To(HavePrefix("503"))
+		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"suspend":false}}`)
 		shop.waitGeneration("psrc/web")
 
 		By("deleting the destination: no more calls arrive")
@@ -170,7 +172,7 @@ spec:
 	It("is rejected with an error that gives the fix", func() {
 		t := newNamespace("wrong")
 		_, err := command(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
@@ -205,7 +207,7 @@ spec:
 
 		By("using a Secret of the usual size")
 		t.secret("usual", "secret", "s3cret")
-		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"schemes":[{"type":"HMACSHA1","secretKeyRef":{"name":"usual","key":"secret"}}]}}}`)
+		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"schemes":[{"name":"sha1","type":"HMACSHA1","secretKeyRef":{"name":"usual","key":"secret"}}]}}}`)
 		t.waitReady("whd/huge")
 		t.send("Both")
 		Eventually(func() map[string]bool {
@@ -234,7 +236,7 @@ spec:
 		b.secret("crm", "secret", "of-a")
 		b.waitReady("whd/crm")
 		a.apply(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: ios}
 spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}

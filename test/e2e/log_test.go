@@ -229,8 +229,8 @@ var _ = Describe("A replicated log", Serial, Label(cleanStart), func() {
 			u.t.serve("copies", posthornImage(), "sink", "--listen=:9000", "--output=none")
 			u.t.secret("copies", "secret", "s3cret")
 			for n := range copies {
-				u.t.apply(fmt.Sprintf(`{apiVersion: posthorn.dev/v1alpha1, kind: WebhookDestination, metadata: {name: copy-%d}, spec: {sourceRefs: [{name: web}], `+
-					`signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: copies, key: secret}}]}, endpoints: [{name: primary, url: "http://copies.%s.svc.cluster.local/in"}]}}`, n, u.t.name))
+				u.t.apply(fmt.Sprintf(`{apiVersion: posthorn.dev/v1beta1, kind: WebhookDestination, metadata: {name: copy-%d}, spec: {sourceRefs: [{name: web}], `+
+					`signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: copies, key: secret}}]}, endpoints: [{name: primary, url: "http://copies.%s.svc.cluster.local/in"}]}}`, n, u.t.name))
 			}
 		}
 		Eventually(pods, 5*time.Minute).Should(Equal("3 3"))

@@ -86,7 +86,7 @@ func (t namespace) secret(name string, pairs ...string) {
 func (t namespace) source(name string) {
 	GinkgoHelper()
 	t.apply(fmt.Sprintf(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: %[1]s}
 spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
@@ -98,14 +98,14 @@ spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
 func (t namespace) destination(name, url, more string) {
 	GinkgoHelper()
 	t.apply(fmt.Sprintf(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: %[1]s}
 spec:
   endpoints:
   - {name: primary, url: %[2]q}
   sourceRefs: [{name: web}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
   delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
 %[3]s`, name, url, more))
 }
@@ -179,7 +179,7 @@ func (t namespace) send(event string) string {
 // node's rules are updated.
 func (t namespace) call(user, event string) (out string, err error) {
 	for deadline := time.Now().Add(defaultWait); ; time.Sleep(500 * time.Millisecond) {
-		out, err = t.posthorn("", "send", "track", "--endpoint="+ingest, "--user="+user, "--event="+event)
+		out, err = t.posthorn("", "send", "track", "--address="+ingest, "--user-id="+user, "--event="+event)
 		if err == nil || !regexp.MustCompile(unreached).MatchString(err.Error()) || time.Now().After(deadline) {
 			return out, err
 		}
@@ -247,7 +247,7 @@ func (t namespace) newSink(name, secret string, args ...string) sink {
 
 func (s sink) start(secret string, args ...string) {
 	GinkgoHelper()
-	s.serve(s.name, posthornImage(), append([]string{"sink", "--listen=:9000", "--output=json", "--secret=" + secret}, args...)...)
+	s.serve(s.name, posthornImage(), append([]string{"sink", "--listen=:9000", "--output=json", "--secret-value=" + secret}, args...)...)
 }
 
 func (s sink) stop() {

@@ -23,26 +23,26 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 		root := env("E2E_ROOT")
 		// The blocks write to a temporary directory.
 		dir := GinkgoT().TempDir()
-		for _, name := range []string{"charts", "config"} {
-			Expect(os.Symlink(filepath.Join(root, name), filepath.Join(dir, name))).To(Succeed())
-		}
+		Expect(os.Symlink(env("E2E_CHARTS"), filepath.Join(dir, "charts"))).To(Succeed())
+		Expect(os.Symlink(filepath.Join(root, "config"), filepath.Join(dir, "config"))).To(Succeed())
 		kubeconfig := filepath.Join(dir, "kubeconfig")
 		config := kubectl("config", "view", "--raw")
 		Expect(os.WriteFile(kubeconfig, []byte(config), 0o600)).To(Succeed())
 		kubectl("--kubeconfig", kubeconfig, "config", "set-context", "--current", "--namespace", namespace)
 		kubectl("create", "namespace", namespace)
+		// The pages also have experimental fields.
+		const channel = "crds.channel=experimental"
+		install("--set", channel)
 		DeferCleanup(func() {
 			kubectl("delete", "namespace", namespace, "--timeout=3m") // Other specs use it, too.
 			install()                                                 // Restore the suite's settings.
 		})
-		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
 		run := func(commands string) (string, error) {
 			commands = withLongWaits(commands)
-			commands = strings.ReplaceAll(commands, "ghcr.io/posthorn/posthorn:0.2.0", posthornImage())
 			// The release is already installed.
-			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
+			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1 --set "+channel)
 			// The exit code is 1 if there is a problem.
-			commands = regexp.MustCompile(`(?m)^(kubectl posthorn (?:why|status) [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
+			commands = regexp.MustCompile(`(?m)^(kubectl posthorn (?:why|status|test) [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
 			return command("", "bash", "-c", "set -euo pipefail\ncd "+dir+"\nexport KUBECONFIG="+kubeconfig+"\n"+commands)
 		}
 		pages, err := docs.Pages(root)
@@ -52,7 +52,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 			blocks, err := docs.Blocks(root, page)
 			Expect(err).NotTo(HaveOccurred())
 			for _, b := range blocks {
-				if b.Language == "yaml" && strings.Contains(b.Text, "\nkind: ") && strings.Contains(b.Text, "posthorn.dev/v1alpha1") {
+				if b.Language == "yaml" && strings.Contains(b.Text, "\nkind: ") && strings.Contains(b.Text, "posthorn.dev/v1beta1") {
 					_, err := command(b.Text, "kubectl", "apply", "-n", namespace, "-f", "-")
 					Expect(err).NotTo(HaveOccurred(), "%s:%d", page, b.Line)
 				}

@@ -42,7 +42,7 @@ var _ = Describe("A destination behind an egress proxy", Serial, func() {
 		host := "hook." + t.name + ".svc.cluster.local:80"
 		t.secret("crm", "secret", "s3cret", "client", "client-password", "ca.crt", last(chain))
 		t.apply(fmt.Sprintf(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
@@ -50,17 +50,17 @@ spec:
   endpoints:
   - name: primary
     url: https://%[1]s/in
-    tls: {caSecretKeyRef: {name: crm, key: ca.crt}}
+    tls: {ca: {secretKeyRef: {name: crm, key: ca.crt}}}
     authentication:
       oauth2:
         tokenURL: https://%[1]s/token
         clientID: posthorn
         clientSecretKeyRef: {name: crm, key: client}
-        tls: {caSecretKeyRef: {name: crm, key: ca.crt}}
+        tls: {ca: {secretKeyRef: {name: crm, key: ca.crt}}}
   signing:
     schemes:
-    - {type: HMACSHA1, secretKeyRef: {name: crm, key: secret}}
-    - {type: StandardWebhooks, secretKeyRef: {name: crm, key: secret}}
+    - {name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: secret}}
+    - {name: standard, type: StandardWebhooks, secretKeyRef: {name: crm, key: secret}}
   delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
 `, host))
 		t.waitReady("psrc/web", "whd/crm")

@@ -46,14 +46,13 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		uninstall()
 		removeCRDs()
 		// Without CRDs no pod becomes ready, so helm does not wait.
-		helm(append([]string{"install", release, file("charts/posthorn"), "--namespace", system, "--set", "crds.enabled=false"},
-			values(env("E2E_TAG"))...)...)
+		helm(append([]string{"install", release, chart(), "--namespace", system, "--set", "crds.enabled=false"}, values()...)...)
 		Eventually(func() string {
 			out, _ := command("", "kubectl", "-n", system, "logs", operator)
 			return out
 		}).Should(MatchRegexp(`no matches for kind.*posthorn\.dev`), "the operator's log names the missing kinds")
 		before := pods("operator")
-		install()
+		kubectl("apply", "--server-side", "-f", filepath.Join(env("E2E_RELEASE"), "posthorn_"+env("E2E_TAG")+"_crds-standard.yaml"))
 		t, s := running("late")
 		t.send("Late")
 		s.eventually("Late")
@@ -68,7 +67,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		removeCRDs()
 		removeVolumes()
 		const three = "dispatcher.replicas=3"
-		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"), "--set", three)
+		deploy(env("E2E_PREVIOUS_CHART"), "--set", "image.tag="+env("E2E_PREVIOUS_TAG"), "--set", three)
 		previous, current := env("E2E_PREVIOUS_TAG"), env("E2E_TAG")
 
 		t, s := running("upgraded")
@@ -161,6 +160,31 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		removeVolumes() // They have the stores of the previous commit.
 	})
 
+	It("is installed by the commands of INSTALL.md from its files alone", Label(cleanStart), func() {
+		uninstall()
+		removeCRDs()
+		removeVolumes()
+		// The commands write to a copy.
+		dir := GinkgoT().TempDir()
+		Expect(os.CopyFS(dir, os.DirFS(env("E2E_RELEASE")))).To(Succeed())
+		blocks, err := docs.Blocks(dir, "INSTALL.md")
+		Expect(err).NotTo(HaveOccurred())
+		commands := "set -euo pipefail\ncd " + dir + "\n"
+		for _, b := range blocks {
+			where, err := b.Where()
+			Expect(err).NotTo(HaveOccurred())
+			if where != "skip" {
+				commands += b.Commands()
+			}
+		}
+		out, err := command("", "bash", "-c", commands)
+		Expect(err).NotTo(HaveOccurred(), commands)
+		Expect(out).To(And(ContainSubstring("INSTALL.md: OK"), ContainSubstring("Phase:          Succeeded"),
+			ContainSubstring(env("E2E_TAG")+" (go")))
+		images := strings.Fields(kubectl("-n", system, "get", "pods", "-o", "jsonpath={.items[*].spec.containers[*].image}"))
+		Expect(images).To(And(HaveLen(2), HaveEach(posthornImage())), "images of the pods")
+	})
+
 	It("has documented commands that work in their order", Label(cleanStart), func() {
 		uninstall()
 		removeCRDs()
@@ -168,18 +192,14 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		DeferCleanup(func() {
 			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--timeout=3m")
 		})
-		image := env("E2E_REPOSITORY") + ":" + env("E2E_TAG")
 		// The blocks write to a temporary directory.
 		dir := GinkgoT().TempDir()
-		Expect(os.Symlink(file("charts"), filepath.Join(dir, "charts"))).To(Succeed())
-		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
+		Expect(os.Symlink(env("E2E_CHARTS"), filepath.Join(dir, "charts"))).To(Succeed())
 		run := func(b docs.Block) string {
 			GinkgoHelper()
 			By(fmt.Sprintf("%s:%d, %s", b.Page, b.Line, b.Heading))
-			text := strings.ReplaceAll(b.Commands(), "ghcr.io/posthorn/posthorn:0.2.0", image)
-			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
 			// The exit code is 1 if there is a problem.
-			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "$1 || [[ $$? == 1 ]]")
+			text := regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(b.Commands(), "$1 || [[ $$? == 1 ]]")
 			text = withLongWaits(text)
 			text = "set -euo pipefail\ncd " + dir + "\n" + text
 			out, err := command("", "bash", "-c", text)
@@ -232,7 +252,7 @@ func images() []string {
 // address.
 func sendTo(t namespace, n int, event string, flags ...string) error {
 	for deadline := time.Now().Add(defaultWait); ; time.Sleep(time.Second) {
-		out, err := t.posthorn("", append([]string{"send", "track", "--endpoint=" + podURL(n), "--user=u1", "--event=" + event}, flags...)...)
+		out, err := t.posthorn("", append([]string{"send", "track", "--address=" + podURL(n), "--user-id=u1", "--event=" + event}, flags...)...)
 		if err == nil {
 			return nil
 		}
@@ -265,9 +285,9 @@ func (t namespace) balanced(sinks ...sink) error {
 			return fmt.Errorf("status of %s: %+v, received: %d, different: %d", s.name, delivery, len(list), len(distinct))
 		}
 		By(fmt.Sprintf("status of %s: %+v, received: %d, different: %d", s.name, delivery, len(list), len(distinct)))
-		total.Accepted += delivery.Delivered
+		total.Accepted += delivery.Accepted
 		total.Delivered += delivery.Delivered
-		if delivery.Delivered = 0; delivery != got {
+		if delivery.Accepted, delivery.Delivered = 0, 0; delivery != got {
 			return fmt.Errorf("status of %s has other messages than delivered ones: %+v", s.name, delivery)
 		}
 	}

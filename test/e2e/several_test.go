@@ -52,11 +52,11 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	})
 
 	It("all reject the calls of a suppressed user", func() {
-		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: forgotten}, spec: {userId: forgotten, suppress: true}}`)
+		t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: DeletionRequest, metadata: {name: forgotten}, spec: {userID: forgotten, suppress: true}}`)
 		t.kubectl("wait", "--for=condition=Complete", "--timeout=3m", "pdel/forgotten")
 		for n := range 3 {
 			Eventually(func() string {
-				out, _ := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=forgotten", "--event=No")
+				out, _ := t.posthorn("", "send", "track", "--address="+podURL(n), "--user-id=forgotten", "--event=No")
 				return out
 			}).Should(And(HavePrefix("403"), ContainSubstring("user_suppressed")))
 		}
@@ -65,34 +65,34 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	It("are all asked where a message is", func() {
 		// Without further calls the attempts remain in memory, and the message is stored until held has it.
 		t.secret("traced", "key", "traced-key", "secret", "s3cret")
-		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: traced}, spec: {writeKeys: [{secretKeyRef: {name: traced, key: key}}]}}`)
+		t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: traced}, spec: {writeKeys: [{secretKeyRef: {name: traced, key: key}}]}}`)
 		tracedTo := func(name, url string) {
 			t.apply(fmt.Sprintf(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: %s}
 spec:
   sourceRefs: [{name: traced}]
   endpoints: [{name: primary, url: %q}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: traced, key: secret}}]}`, name, url))
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: traced, key: secret}}]}`, name, url))
 		}
 		tracedTo("traced", s.url())
 		tracedTo("held", "http://held."+t.name+".svc.cluster.local/in") // No such Service.
 		defer t.kubectl("delete", "psrc/traced", "whd/traced", "whd/held")
 		t.kubectl("wait", "--for=condition=Accepted", "--timeout=3m", "psrc/traced", "whd/traced", "whd/held")
 		Eventually(func() error {
-			_, err := t.posthorn("", "send", "track", "--endpoint="+podURL(1), "--write-key=traced-key", `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
+			_, err := t.posthorn("", "send", "track", "--address="+podURL(1), "--write-key=traced-key", `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
 			return err
 		}).Should(Succeed())
 		s.eventually("Traced")
 		Eventually(func() string {
-			out, _ := command("", "kubectl", "posthorn", "trace", "traced-1")
+			out, _ := command("", "kubectl", "posthorn", "trace", "traced-1", "-n", t.name)
 			return strings.Join(strings.Fields(out), " ")
 		}).Should(And(
 			ContainSubstring(`pod posthorn-dispatcher-1: traced-1: track "Traced", accepted by Source `+t.name+"/traced"),
 			ContainSubstring(t.name+"/traced primary Delivered answered 200"),
 			ContainSubstring(t.name+"/held primary Retrying")))
-		_, err := command("", "kubectl", "posthorn", "trace", "traced-2")
+		_, err := command("", "kubectl", "posthorn", "trace", "traced-2", "-n", t.name)
 		Expect(err).To(MatchError(ContainSubstring("no message traced-2")))
 	})
 
@@ -152,12 +152,12 @@ spec:
 		js := a.newRecorder("js")
 		a.destination("crm", js.url(), "")
 		a.apply(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: shoppers}
 spec: {sourceRef: {name: web}, displayName: First Time Shoppers}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: spend}
 spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
@@ -166,7 +166,7 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 		Expect(a.field("paud/shoppers", "{.status.key}")).To(Equal("first_time_shoppers"))
 
 		sync := func(endpoint, key string, lines []string, flags ...string) (string, error) {
-			return a.posthorn(strings.Join(lines, "\n"), append([]string{"audience", "sync", key, "-", "--endpoint=" + endpoint}, flags...)...)
+			return a.posthorn(strings.Join(lines, "\n"), append([]string{"audience", "sync", key, "-", "--address=" + endpoint}, flags...)...)
 		}
 		users := func(from, to int) (lines []string) {
 			for i := from; i < to; i++ {
@@ -277,7 +277,35 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 		want[member{"u10", false}] = true
 		eventuallyReceived("first_time_shoppers", want)
 		a.eventually("paud/shoppers", "Synced", "True/Synced")
-		Eventually(func() string { return a.kubectl("get", "paud") }).Should(MatchRegexp(`(?m)^shoppers\s+True\s+Ready\s+True\s+1989\s+0\s+1\s`))
+		Eventually(func() string { return a.kubectl("get", "paud") }).Should(MatchRegexp(`(?m)^shoppers\s+True\s+Ready\s+True\s+1989\s+0\s`))
+	})
+
+	It("together keep the rate of a destination, while one of them accepts most of the calls", func() {
+		const total = 40 // Equal shares let 27 pass.
+		limited := sink{t, "limited"}
+		limited.start("s3cret")
+		t.secret("limited", "secret", "s3cret")
+		t.apply(fmt.Sprintf(`
+apiVersion: posthorn.dev/v1beta1
+kind: WebhookDestination
+metadata: {name: limited}
+spec:
+  sourceRefs: [{name: web}]
+  endpoints: [{name: primary, url: %q}]
+  delivery: {rateLimit: {requestsPerSecond: %d}}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: limited, key: secret}}]}`, limited.url(), total))
+		defer t.kubectl("delete", "whd/limited", "pod/limited", "pod/burst")
+		t.kubectl("wait", "--for=condition=Programmed", "--timeout=3m", "whd/limited")
+		t.pod("burst", env("E2E_TOOL"), "-url="+podURL(0), "-prefix=burst", "-rate=60") // And 7 a second at each by the load.
+		rate := func() float64 {
+			before, start := len(limited.received()), time.Now()
+			time.Sleep(10 * time.Second)
+			passed := float64(len(limited.received())-before) / time.Since(start).Seconds()
+			By(fmt.Sprintf("%.1f of %d requests a second passed", passed, total))
+			Expect(passed).To(BeNumerically("<", 1.15*total), "requests a second; logs are read with a delay")
+			return passed
+		}
+		Eventually(rate, time.Minute).Should(BeNumerically(">=", 0.9*total))
 	})
 
 	It("are drained when they are scaled down under load", func() {

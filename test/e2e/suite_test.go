@@ -82,11 +82,15 @@ func file(path string) string {
 	return filepath.Join(env("E2E_ROOT"), path)
 }
 
-// values are the suite's settings of the chart.
-func values(tag string) []string {
+// chart returns the path of the release's chart.
+func chart() string {
 	GinkgoHelper()
+	return filepath.Join(env("E2E_RELEASE"), "posthorn-chart-"+env("E2E_TAG")+".tgz")
+}
+
+// values are the suite's settings of a chart.
+func values() []string {
 	return []string{
-		"--set", "image.repository=" + env("E2E_REPOSITORY"), "--set", "image.tag=" + tag,
 		// The addresses of the suite's receivers: pods and Services.
 		"--set", "egressAllow={10.244.0.0/16,10.96.0.0/16}",
 		// Test namespaces are deleted and created quickly.
@@ -97,16 +101,16 @@ func values(tag string) []string {
 }
 
 // deploy installs a chart, or upgrades to it.
-func deploy(chart, tag string, more ...string) {
+func deploy(chart string, more ...string) {
 	GinkgoHelper()
-	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values(tag)...),
+	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values()...),
 		more...)...)
 }
 
 // install installs the release with the settings for all specs, and more.
 func install(more ...string) {
 	GinkgoHelper()
-	deploy(file("charts/posthorn"), env("E2E_TAG"), append([]string{"--set", "tls.secretName=" + callsSecret}, more...)...)
+	deploy(chart(), append([]string{"--set", "tls.secretName=" + callsSecret}, more...)...)
 	installed = true
 }
 

@@ -70,7 +70,7 @@ spec:
 		// send sends a call through the Service from a client that trusts one of the authorities.
 		send := func(trusting, event string) error {
 			_, err := command("", "kubectl", "-n", t.name, "exec", "trusting", "-c", trusting, "--",
-				"posthorn", "send", "track", "--endpoint=https://posthorn-dispatcher."+system+".svc.cluster.local", "--user=u1", "--event="+event)
+				"posthorn", "send", "track", "--address=https://posthorn-dispatcher."+system+".svc.cluster.local", "--user-id=u1", "--event="+event)
 			return err
 		}
 		unknown := MatchError(ContainSubstring("certificate signed by unknown authority"))

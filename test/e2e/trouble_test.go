@@ -44,7 +44,7 @@ var _ = Describe("No message is lost", Serial, func() {
 		for i := range 50 {
 			batch = append(batch, fmt.Sprintf(`{"type":"track","userId":"u1","event":"Waiting","messageId":"waiting-%d"}`, i))
 		}
-		out, err := t.posthorn("", "send", "batch", "--endpoint="+ingest, `--json={"batch":[`+strings.Join(batch, ",")+`]}`)
+		out, err := t.posthorn("", "send", "batch", "--address="+ingest, `--json={"batch":[`+strings.Join(batch, ",")+`]}`)
 		Expect(err).NotTo(HaveOccurred(), out)
 		node := kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.nodeName}")
 		DeferCleanup(func() { kubectl("uncordon", node) })
@@ -95,7 +95,7 @@ var _ = Describe("The kind WebhookDestination", Serial, func() {
 		const grace = 10 * time.Second
 		install("--set", "dispatcher.orphanGrace="+grace.String())
 		restore := func() {
-			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", file("charts/posthorn/files/crds"))
+			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", file("charts/posthorn/files/crds/standard"))
 		}
 		DeferCleanup(func() { restore(); install() })
 		ready(dispatcher)
@@ -263,7 +263,7 @@ var _ = Describe("A clock that jumps", Serial, func() {
 		DeferCleanup(use, env("E2E_TAG"))
 		use(env("E2E_CLOCK_TAG"))
 		t, s := running("clock")
-		down := t.newSink("down", "s3cret", "--status=503")
+		down := t.newSink("down", "s3cret", "--status-code=503")
 		t.secret("waiting", "secret", "s3cret")
 		t.destination("waiting", down.url(), "  filter: {events: [Waiting]}")
 		t.waitReady("whd/waiting")

@@ -28,7 +28,7 @@ type Env struct {
 	kubeconfig string
 }
 
-// Start starts an API server with the kinds of config/crd; configure may change its
+// Start starts an API server with the kinds of the experimental channel; configure may change its
 // settings. A start takes seconds, so start one per test binary (TestMain, BeforeSuite) and
 // Stop it at the end.
 func Start(configure ...func(*envtest.Environment)) (*Env, error) {
@@ -42,7 +42,7 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	}
 	e := &Env{assets: assets, env: &envtest.Environment{
 		BinaryAssetsDirectory:    assets,
-		CRDDirectoryPaths:        []string{filepath.Join(root, "config", "crd")},
+		CRDDirectoryPaths:        []string{filepath.Join(root, "config", "crd", "experimental")},
 		ErrorIfCRDPathMissing:    true,
 		ControlPlaneStartTimeout: wait.Limit,
 		ControlPlaneStopTimeout:  wait.Limit,
@@ -149,12 +149,16 @@ func (e *Env) Stop() error {
 	}
 	if e.kubeconfig != "" {
 		_ = os.Remove(e.kubeconfig)
+		_ = os.RemoveAll(e.kubeconfig + cache)
 	}
 	return e.env.Stop()
 }
 
 // Kubeconfig returns the path of an administrator's kubeconfig file.
 func (e *Env) Kubeconfig() string { return e.kubeconfig }
+
+// cache is the end of the name of kubectl's cache, which is by address: two servers can have one in turn.
+const cache = ".cache"
 
 // Kubectl runs kubectl against the API server and returns its output. The error contains
 // its standard error.
@@ -163,7 +167,8 @@ func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
 		args = append(args, "--timeout="+wait.Limit.String())
 	}
 	var stdout, stderr bytes.Buffer
-	cmd := exec.Command(filepath.Join(e.assets, "kubectl"), append([]string{"--kubeconfig", e.kubeconfig}, args...)...)
+	cmd := exec.Command(filepath.Join(e.assets, "kubectl"),
+		append([]string{"--kubeconfig", e.kubeconfig, "--cache-dir", e.kubeconfig + cache}, args...)...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewBufferString(stdin), &stdout, &stderr
 	if err := cmd.Run(); err != nil {
 		return stdout.String(), fmt.Errorf("kubectl %v: %w: %s", args, err, stderr.String())

@@ -100,8 +100,12 @@ func objects(t *testing.T, text string) []*unstructured.Unstructured {
 	return list
 }
 
-// randomKey matches the random write key of `helm test`.
-var randomKey = regexp.MustCompile(`writeKey: "[A-Za-z0-9]{32}"`)
+// stable replaces what differs in each rendering, the random write key of `helm test`, and in each
+// release, the version.
+func stable(text string) string {
+	text = regexp.MustCompile(`writeKey: "[A-Za-z0-9]{32}"`).ReplaceAllString(text, `writeKey: "random"`)
+	return regexp.MustCompile(`(app.kubernetes.io/version: |helm.sh/chart: posthorn-|ghcr.io/posthorn/posthorn:)\d\S+`).ReplaceAllString(text, "${1}VERSION")
+}
 
 func TestGolden(t *testing.T) {
 	cases, err := filepath.Glob("testdata/*.values.yaml")
@@ -113,7 +117,7 @@ func TestGolden(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			// The CRDs are compared byte by byte in TestCRDs.
-			got := randomKey.ReplaceAllString(mustRender(t, "--values", values, "--set", "crds.enabled=false"), `writeKey: "random"`)
+			got := stable(mustRender(t, "--values", values, "--set", "crds.enabled=false"))
 			golden := filepath.Join("testdata", name+".golden.yaml")
 			if *update {
 				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
@@ -160,16 +164,27 @@ func TestValuesInDocs(t *testing.T) {
 	}
 }
 
-// Helm installs the generated CRDs, and keeps them after an uninstall.
+// Helm installs the generated CRDs of the channel, and keeps them after an uninstall.
 func TestCRDs(t *testing.T) {
+	testCRDs(t, "standard")
+	testCRDs(t, "experimental", "--set", "crds.channel=experimental")
+	for _, object := range objects(t, mustRender(t, "--set", "crds.enabled=false")) {
+		if object.GetKind() == "CustomResourceDefinition" {
+			t.Errorf("CRDs with crds.enabled=false: got %s, want none", object.GetName())
+		}
+	}
+}
+
+func testCRDs(t *testing.T, channel string, args ...string) {
+	t.Helper()
 	found := 0
-	for _, got := range objects(t, mustRender(t)) {
+	for _, got := range objects(t, mustRender(t, args...)) {
 		if got.GetKind() != "CustomResourceDefinition" {
 			continue
 		}
 		found++
 		group, plural, _ := strings.Cut(got.GetName(), ".")
-		data, err := os.ReadFile(filepath.Join(root, "config", "crd", plural+"_"+group+".yaml"))
+		data, err := os.ReadFile(filepath.Join(root, "config", "crd", channel, plural+"_"+group+".yaml"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -184,13 +199,8 @@ func TestCRDs(t *testing.T) {
 			t.Errorf("resource policy of %s: got %q, want keep; an uninstall would delete all users' resources", got.GetName(), policy)
 		}
 	}
-	if all, err := filepath.Glob(filepath.Join(root, "config", "crd", "*.yaml")); err != nil || found != len(all) {
+	if all, err := filepath.Glob(filepath.Join(root, "config", "crd", channel, "*.yaml")); err != nil || found != len(all) {
 		t.Errorf("CRDs in the chart: got %d, want %d as in config/crd (error %v)", found, len(all), err)
-	}
-	for _, object := range objects(t, mustRender(t, "--set", "crds.enabled=false")) {
-		if object.GetKind() == "CustomResourceDefinition" {
-			t.Errorf("CRDs with crds.enabled=false: got %s, want none", object.GetName())
-		}
 	}
 }
 
@@ -207,6 +217,7 @@ func TestInvalidValues(t *testing.T) {
 		"not a size":            {"dispatcher.persistence.size=20GB", "at '/dispatcher/persistence/size': '20GB' does not match pattern '^(?<quantity_such_as_20Gi_or_500Mi>"},
 		"short digest":          {"image.digest=sha256:abc", "at '/image/digest': 'sha256:abc' does not match pattern '^(?<sha256_colon_and_64_hex_digits_or_empty>"},
 		"tag in the repository": {"image.repository=registry.internal/posthorn:v1", "at '/image/repository': 'registry.internal/posthorn:v1' does not match pattern '^(?<repository_without_tag_and_digest>"},
+		"channel":               {"crds.channel=stable", "at '/crds/channel': value must be one of 'standard', 'experimental'"},
 		"pull policy":           {"image.pullPolicy=Sometimes", "at '/image/pullPolicy': value must be one of 'Always', 'IfNotPresent', 'Never'"},
 		"pull secret, a name":   {"image.pullSecrets={registry}", "at '/image/pullSecrets/0': got string, want object"},
 		"log level":             {"operator.logLevel=verbose", "at '/operator/logLevel': value must be one of 'debug', 'info', 'warn', 'error'"},
@@ -251,6 +262,11 @@ func TestInvalidValues(t *testing.T) {
 		"egress, API server":    {"networkPolicy.egress.enabled=true", "at '/networkPolicy/egress/apiServer': minItems: got 0, want 1"},
 		"egress, an address":    {"networkPolicy.egress.apiServer={10.0.0.10}", "at '/networkPolicy/egress/apiServer/0': '10.0.0.10' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8>"},
 		"probe, another field":  {"dispatcher.readinessProbe.httpGet.path=/", "at '/dispatcher/readinessProbe': additional properties 'httpGet' not allowed"},
+		"probe of the operator": {"operator.readinessProbe.httpGet.path=/", "at '/operator/readinessProbe': additional properties 'httpGet' not allowed"},
+		"strategy of another":   {"dispatcher.updateStrategy.type=Recreate", "at '/dispatcher/updateStrategy/type': value must be one of 'RollingUpdate', 'OnDelete'"},
+		"DNS policy":            {"operator.dnsPolicy=Host", "at '/operator/dnsPolicy': value must be one of '', 'ClusterFirst', 'ClusterFirstWithHostNet', 'Default', 'None'"},
+		"registry, a URL":       {"global.imageRegistry=https://mirror.internal", "at '/global/imageRegistry': 'https://mirror.internal' does not match pattern '^(?<registry_without_scheme>"},
+		"account as text":       {"operator.serviceAccount.create=maybe", "at '/operator/serviceAccount/create': got string, want "},
 		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
 		"log without servers": {"replication.type=JetStream,replication.jetStream.name=a",
 			"at '/replication/jetStream/url': minLength: got 0, want 1"},
@@ -263,6 +279,10 @@ func TestInvalidValues(t *testing.T) {
 		"scaled, bounds":        {jetStream + ",dispatcher.autoscaling.enabled=true,replication.jetStream.slots=4,dispatcher.autoscaling.minReplicas=4,dispatcher.autoscaling.maxReplicas=3", "minReplicas is 4 and maxReplicas 3"},
 		"scaled by nothing":     {jetStream + ",dispatcher.autoscaling.enabled=true,replication.jetStream.slots=6,dispatcher.autoscaling.cpu=", "dispatcher.autoscaling needs cpu or firstAttemptAge"},
 		"age with a unit":       {"dispatcher.autoscaling.firstAttemptAge=10s", "'10s' does not match pattern '^(?<seconds_such_as_10_or_empty>"},
+		"timeout above 60s":     {"ceilings.deliveryTimeout=90s", "ceilings.deliveryTimeout is 90s: set 5s to 60s"},
+		"timeout below 5s":      {"ceilings.deliveryTimeout=4s", "ceilings.deliveryTimeout is 4s: set 5s to 60s"},
+		"window above 720h":     {"ceilings.retryWindow=1000h", "ceilings.retryWindow is 1000h: set 4h to 720h"},
+		"window below 4h":       {"ceilings.retryWindow=239m", "ceilings.retryWindow is 239m: set 4h to 720h"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -277,8 +297,20 @@ func TestInvalidValues(t *testing.T) {
 
 // Helm passes the condition of a parent chart as the value enabled, and its global values.
 func TestAsADependency(t *testing.T) {
-	if _, err := render("--set", "enabled=true,global.imageRegistry=registry.internal"); err != nil {
+	if _, err := render("--set", "enabled=true,global.storageClass=fast"); err != nil {
 		t.Error(err)
+	}
+}
+
+// global.imageRegistry replaces the registry of the image, in every pod.
+func TestImageRegistry(t *testing.T) {
+	for repository, want := range map[string]string{
+		"ghcr.io/posthorn/posthorn": "mirror.internal/posthorn/posthorn", "localhost/posthorn": "mirror.internal/posthorn",
+		"registry:5000/a/posthorn": "mirror.internal/a/posthorn", "posthorn/posthorn": "mirror.internal/posthorn/posthorn",
+		"posthorn": "mirror.internal/posthorn",
+	} {
+		text := mustRender(t, "--set", "global.imageRegistry=mirror.internal,image.tag=v9,image.repository="+repository)
+		check.Equal(t, "images of "+repository, strings.Count(text, "image: "+want+":v9\n"), 3)
 	}
 }
 

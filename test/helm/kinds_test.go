@@ -46,6 +46,7 @@ var foreign = map[string]struct {
 		"github.com/prometheus-operator/prometheus-operator@v0.85.0", "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
 		[]string{
 			"example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
+			"example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
 			"example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
 		},
 	},

@@ -21,7 +21,7 @@ const root = "github.com/posthorn/posthorn/"
 
 // external has packages with all that they may import of other modules; other packages may import any.
 var external = map[string][]string{
-	"api/v1alpha1":             {"k8s.io/apimachinery"},
+	"api/v1beta1":              {"k8s.io/apimachinery"},
 	"analytics":                nil,
 	"analytics/analyticstest":  nil,
 	"analytics/event":          nil,

@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // The bounds of the API.
@@ -22,13 +23,13 @@ const (
 )
 
 // Destination returns the violated invariants of a destination's status.
-func Destination(d v1alpha1.WebhookDestination) error {
-	errs := conditions(d.Generation, d.Status.ObservedGeneration, d.Status.Conditions, v1alpha1.ConditionDelivering)
+func Destination(d v1beta1.WebhookDestination) error {
+	errs := conditions(d.Generation, d.Status.ObservedGeneration, d.Status.Summary, d.Status.Conditions, v1beta1.ConditionDelivering)
 	if len(d.Status.Endpoints) != len(d.Spec.Endpoints) {
 		errs = append(errs, fmt.Errorf("status has %d endpoints, spec %d", len(d.Status.Endpoints), len(d.Spec.Endpoints)))
 	}
 	for _, e := range d.Status.Endpoints {
-		if !slices.ContainsFunc(d.Spec.Endpoints, func(s v1alpha1.Endpoint) bool { return s.Name == e.Name }) {
+		if !slices.ContainsFunc(d.Spec.Endpoints, func(s v1beta1.Endpoint) bool { return s.Name == e.Name }) {
 			errs = append(errs, fmt.Errorf("endpoint %q is not in spec", e.Name))
 		}
 		if f := e.LastFailure; f != nil && (f.Time.IsZero() || len(f.Message) > maxFailureMessageBytes || len(f.Reason) > maxFailureReasonBytes) {
@@ -45,8 +46,8 @@ func Destination(d v1alpha1.WebhookDestination) error {
 }
 
 // Source returns the violated invariants of a Source's status.
-func Source(s v1alpha1.Source) error {
-	errs := conditions(s.Generation, s.Status.ObservedGeneration, s.Status.Conditions, v1alpha1.ConditionReceiving)
+func Source(s v1beta1.Source) error {
+	errs := conditions(s.Generation, s.Status.ObservedGeneration, s.Status.Summary, s.Status.Conditions, v1beta1.ConditionReceiving)
 	if n := len(s.Status.Destinations); n > maxDestinations || !slices.IsSorted(s.Status.Destinations) {
 		errs = append(errs, fmt.Errorf("%d destinations: too many, or not sorted", n))
 	}
@@ -54,19 +55,20 @@ func Source(s v1alpha1.Source) error {
 }
 
 // Audience returns the violated invariants of an Audience's status.
-func Audience(a v1alpha1.Audience) error {
-	return errors.Join(conditions(a.Generation, a.Status.ObservedGeneration, a.Status.Conditions, v1alpha1.ConditionSynced)...)
+func Audience(a v1beta1.Audience) error {
+	return errors.Join(conditions(a.Generation, a.Status.ObservedGeneration, a.Status.Summary, a.Status.Conditions,
+		v1beta1.ConditionSynced)...)
 }
 
 // Reason matches the reasons that the API server accepts and tools expect.
 var Reason = regexp.MustCompile(`^[A-Z][A-Za-z0-9]*$`)
 
 // conditions checks the conditions of an object, without those that other programs have added.
-func conditions(generation, observed int64, all []metav1.Condition, traffic string) (errs []error) {
-	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed,
-		v1alpha1.ConditionReady, traffic}
+func conditions(generation, observed int64, summary v1beta1.Summary, all []metav1.Condition, traffic string) (errs []error) {
+	want := []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs, v1beta1.ConditionProgrammed,
+		v1beta1.ConditionReady, traffic}
 	conditions := slices.DeleteFunc(slices.Clone(all), func(c metav1.Condition) bool {
-		return c.Type != v1alpha1.ConditionStalled && !slices.Contains(want, c.Type)
+		return c.Type != v1beta1.ConditionStalled && !slices.Contains(want, c.Type)
 	})
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	var types []string
@@ -85,12 +87,16 @@ func conditions(generation, observed int64, all []metav1.Condition, traffic stri
 			fail("%s: message of %d bytes", c.Type, len(c.Message))
 		}
 	}
-	if meta.IsStatusConditionTrue(conditions, v1alpha1.ConditionStalled) {
-		want = append(want, v1alpha1.ConditionStalled)
+	if meta.IsStatusConditionTrue(conditions, v1beta1.ConditionStalled) {
+		want = append(want, v1beta1.ConditionStalled)
 	}
 	if !slices.Equal(types, want) {
 		fail("conditions %v, want %v", types, want)
 		return errs
+	}
+	if worst := v1beta1.Worst(conditions); summary.Reason != worst.Reason ||
+		!strings.HasPrefix(worst.Message, strings.TrimSuffix(summary.Message, "…")) {
+		fail("the reason is %q (%s), want %q (%s)", summary.Reason, summary.Message, worst.Reason, worst.Message)
 	}
 	if observed > generation {
 		fail("observedGeneration %d is above generation %d", observed, generation)
@@ -100,7 +106,7 @@ func conditions(generation, observed int64, all []metav1.Condition, traffic stri
 	if works != (ready.Status == metav1.ConditionTrue) {
 		fail("Ready is %s, Accepted %s, ResolvedRefs %s, Programmed %s", ready.Status, accepted.Status, resolved.Status, programmed.Status)
 	}
-	if works && ready.Reason != v1alpha1.ReasonReady && ready.Reason != v1alpha1.ReasonDiscardAhead {
+	if works && ready.Reason != v1beta1.ReasonReady && ready.Reason != v1beta1.ReasonDiscardAhead {
 		fail("Ready is True with reason %s", ready.Reason)
 	}
 	if !works && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool {

@@ -17,7 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -41,25 +41,26 @@ var argo = map[status.Status]string{
 
 // byReason maps the reason of an object's verdict to its expected status.
 var byReason = map[string]status.Status{
-	v1alpha1.ReasonAccepted:         status.CurrentStatus,
-	v1alpha1.ReasonDisabled:         status.CurrentStatus,
-	v1alpha1.ReasonInvalidSpec:      status.FailedStatus,
-	v1alpha1.ReasonInvalidURL:       status.FailedStatus,
-	v1alpha1.ReasonInvalidFilter:    status.FailedStatus,
-	v1alpha1.ReasonCeilingExceeded:  status.FailedStatus,
-	v1alpha1.ReasonEgressDenied:     status.FailedStatus,
-	v1alpha1.ReasonWriteKeyConflict: status.FailedStatus,
-	v1alpha1.ReasonWriteKeyReserved: status.FailedStatus,
-	v1alpha1.ReasonKeyConflict:      status.FailedStatus,
-	v1alpha1.ReasonExpressionBudget: status.FailedStatus,
-	v1alpha1.ReasonConfigTooLarge:   status.FailedStatus,
-	v1alpha1.ReasonInvalidSecret:    status.FailedStatus,
-	v1alpha1.ReasonSecretNotFound:   status.InProgressStatus,
-	v1alpha1.ReasonSecretKeyMissing: status.InProgressStatus,
-	v1alpha1.ReasonNoSource:         status.InProgressStatus,
+	v1beta1.ReasonAccepted:         status.CurrentStatus,
+	v1beta1.ReasonSuspended:        status.CurrentStatus,
+	v1beta1.ReasonInvalidSpec:      status.FailedStatus,
+	v1beta1.ReasonInvalidURL:       status.FailedStatus,
+	v1beta1.ReasonInvalidFilter:    status.FailedStatus,
+	v1beta1.ReasonCeilingExceeded:  status.FailedStatus,
+	v1beta1.ReasonEgressDenied:     status.FailedStatus,
+	v1beta1.ReasonWriteKeyConflict: status.FailedStatus,
+	v1beta1.ReasonWriteKeyReserved: status.FailedStatus,
+	v1beta1.ReasonKeyConflict:      status.FailedStatus,
+	v1beta1.ReasonExpressionBudget: status.FailedStatus,
+	v1beta1.ReasonConfigTooLarge:   status.FailedStatus,
+	v1beta1.ReasonInvalidSecret:    status.FailedStatus,
+	v1beta1.ReasonInvalidConfigMap: status.FailedStatus,
+	v1beta1.ReasonSecretNotFound:   status.InProgressStatus,
+	v1beta1.ReasonSecretKeyMissing: status.InProgressStatus,
+	v1beta1.ReasonNoSource:         status.InProgressStatus,
 
-	v1alpha1.ReasonDestinationNotFound:  status.InProgressStatus,
-	v1alpha1.ReasonInvalidForwardTarget: status.FailedStatus,
+	v1beta1.ReasonDestinationNotFound:  status.InProgressStatus,
+	v1beta1.ReasonInvalidForwardTarget: status.FailedStatus,
 }
 
 // Tests every object of the compiler's golden files, with its status when every pod runs it,
@@ -92,22 +93,22 @@ func TestVerdicts(t *testing.T) {
 			}
 		}
 	}
-	audience := func(name, source, display string) *v1alpha1.Audience {
-		a := &v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	audience := func(name, source, display string) *v1beta1.Audience {
+		a := &v1beta1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name}}
 		a.Spec.SourceRef.Name, a.Spec.DisplayName = source, display
 		return a
 	}
-	redelivery := &v1alpha1.Redelivery{ObjectMeta: metav1.ObjectMeta{Name: "r"}}
+	redelivery := &v1beta1.Redelivery{ObjectMeta: metav1.ObjectMeta{Name: "r"}}
 	redelivery.Spec.DestinationRef.Name = "none"
 	_, verdicts := kinds.All.Compilers().Compile(compile.Snapshot{Namespace: namespace, Objects: []compile.Object{
-		&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, redelivery,
+		&v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, redelivery,
 		audience("a", "web", "VIP"), audience("b", "web", "VIP"), audience("c", "none", "Others"), audience("d", "web", "!"),
 	}})
 	check("Redelivery", "Redelivery", verdicts["redeliveries"]["r"])
 	for name, v := range verdicts["audiences"] {
 		check("Audience/"+name, "Audience", v)
 	}
-	for _, reason := range []string{v1alpha1.ReasonConfigTooLarge, v1alpha1.ReasonExpressionBudget} {
+	for _, reason := range []string{v1beta1.ReasonConfigTooLarge, v1beta1.ReasonExpressionBudget} {
 		check(reason, "WebhookDestination", compile.Verdict{Reason: reason, Message: "m", State: liveconfig.Paused, Revision: "r"})
 	}
 	for reason := range byReason {
@@ -143,7 +144,7 @@ func TestStates(t *testing.T) {
 			},
 		},
 	}
-	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active,
+	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active,
 		Revision: "r", Key: "k"}
 	newer := accepted
 	newer.Revision = "r2"
@@ -178,40 +179,40 @@ func TestStates(t *testing.T) {
 
 // Tests the kinds that run once: they are in progress until the end of the run.
 func TestJobs(t *testing.T) {
-	accepted := metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, Message: "m"}
-	missing := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonDestinationNotFound, Message: "m"}
-	invalid := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonInvalidSpec, Message: "m"}
+	accepted := metav1.Condition{Status: metav1.ConditionTrue, Reason: v1beta1.ReasonAccepted, Message: "m"}
+	missing := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1beta1.ReasonDestinationNotFound, Message: "m"}
+	invalid := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1beta1.ReasonInvalidSpec, Message: "m"}
 	for _, kind := range []string{"Redelivery", "DeletionRequest"} {
 		job := func(accepted metav1.Condition, observed int64, o health.Outcome) *unstructured.Unstructured {
-			var s v1alpha1.JobStatus
+			var s v1beta1.JobStatus
 			o.Message = "m"
 			health.SetJobConditions(&s, observed, metav1.NewTime(now), accepted, o)
 			meta := metav1.ObjectMeta{Namespace: namespace, Name: "o", Generation: generation}
 			if kind == "Redelivery" {
-				return object(kind, &v1alpha1.Redelivery{ObjectMeta: meta, Status: v1alpha1.RedeliveryStatus{JobStatus: s}})
+				return object(kind, &v1beta1.Redelivery{ObjectMeta: meta, Status: v1beta1.RedeliveryStatus{JobStatus: s}})
 			}
-			return object(kind, &v1alpha1.DeletionRequest{ObjectMeta: meta, Status: v1alpha1.DeletionRequestStatus{JobStatus: s}})
+			return object(kind, &v1beta1.DeletionRequest{ObjectMeta: meta, Status: v1beta1.DeletionRequestStatus{JobStatus: s}})
 		}
-		created := job(accepted, generation, health.Outcome{Reason: v1alpha1.ReasonRunning})
+		created := job(accepted, generation, health.Outcome{Reason: v1beta1.ReasonRunning})
 		created.Object["status"] = defaultStatus(t, kind)
 		for name, c := range map[string]struct {
 			o    *unstructured.Unstructured
 			want status.Status
 		}{
 			"created":             {created, status.InProgressStatus},
-			"missing destination": {job(missing, generation, health.Outcome{Reason: v1alpha1.ReasonDestinationNotFound}), status.InProgressStatus},
-			"invalid":             {job(invalid, generation, health.Outcome{Reason: v1alpha1.ReasonInvalidSpec}), status.FailedStatus},
-			"waiting":             {job(accepted, generation, health.Outcome{Reason: v1alpha1.ReasonWaiting}), status.InProgressStatus},
-			"running":             {job(accepted, generation, health.Outcome{Reason: v1alpha1.ReasonRunning}), status.InProgressStatus},
-			"complete": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}),
+			"missing destination": {job(missing, generation, health.Outcome{Reason: v1beta1.ReasonDestinationNotFound}), status.InProgressStatus},
+			"invalid":             {job(invalid, generation, health.Outcome{Reason: v1beta1.ReasonInvalidSpec}), status.FailedStatus},
+			"waiting":             {job(accepted, generation, health.Outcome{Reason: v1beta1.ReasonWaiting}), status.InProgressStatus},
+			"running":             {job(accepted, generation, health.Outcome{Reason: v1beta1.ReasonRunning}), status.InProgressStatus},
+			"complete": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1beta1.ReasonRedelivered}),
 				status.CurrentStatus},
-			"already done": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone}),
+			"already done": {job(accepted, generation, health.Outcome{Complete: true, Reason: v1beta1.ReasonAlreadyDone}),
 				status.CurrentStatus},
-			"failed": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered}),
+			"failed": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1beta1.ReasonNotDelivered}),
 				status.FailedStatus},
-			"deadline": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded}),
+			"deadline": {job(accepted, generation, health.Outcome{Failed: true, Reason: v1beta1.ReasonDeadlineExceeded}),
 				status.FailedStatus},
-			"another TTL": {job(accepted, generation-1, health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered}),
+			"another TTL": {job(accepted, generation-1, health.Outcome{Complete: true, Reason: v1beta1.ReasonRedelivered}),
 				status.InProgressStatus},
 		} {
 			t.Run(kind+"/"+name, func(t *testing.T) { expect(t, c.o, c.want) })
@@ -224,7 +225,7 @@ func endpoint(state adminapi.EndpointState, failures int) func(*adminapi.Namespa
 	return func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 		t.Destinations[0].Endpoints = []adminapi.EndpointReport{{
 			Name: "primary", State: state, Since: now, ConsecutiveFailures: failures,
-			LastFailure: &adminapi.Failure{Time: now, Reason: v1alpha1.ReasonTimedOut, Message: "m"},
+			LastFailure: &adminapi.Failure{Time: now, Reason: v1beta1.ReasonTimedOut, Message: "m"},
 		}}
 	}
 }
@@ -254,20 +255,20 @@ func compute(kind string, v compile.Verdict, pods []health.Pod) *unstructured.Un
 	var o any
 	switch kind {
 	case "Source":
-		s := v1alpha1.Source{ObjectMeta: meta}
+		s := v1beta1.Source{ObjectMeta: meta}
 		s.Status = health.Source(s, v, namespace, pods, now)
 		o = &s
 	case "WebhookDestination":
-		d := v1alpha1.WebhookDestination{ObjectMeta: meta}
-		d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "primary"}}
+		d := v1beta1.WebhookDestination{ObjectMeta: meta}
+		d.Spec.Endpoints = []v1beta1.Endpoint{{Name: "primary"}}
 		d.Status = health.Destination(d, v, namespace, pods, now)
 		o = &d
 	case "Audience":
-		a := v1alpha1.Audience{ObjectMeta: meta}
+		a := v1beta1.Audience{ObjectMeta: meta}
 		a.Status = health.Audience(a, v, namespace, pods, now)
 		o = &a
 	case "Redelivery":
-		r := v1alpha1.Redelivery{ObjectMeta: meta}
+		r := v1beta1.Redelivery{ObjectMeta: meta}
 		r.Status = health.Redelivery(r, v, namespace, pods, now)
 		o = &r
 	}
@@ -281,7 +282,7 @@ func object(kind string, o any) *unstructured.Unstructured {
 		panic(err)
 	}
 	u := &unstructured.Unstructured{Object: fields}
-	u.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
+	u.SetGroupVersionKind(v1beta1.GroupVersion.WithKind(kind))
 	return u
 }
 
@@ -321,7 +322,7 @@ func defaultStatus(t *testing.T, kind string) any {
 	if plural == "" {
 		plural = strings.ToLower(kind) + "s"
 	}
-	read(t, filepath.Join(root, "config/crd/posthorn.dev_"+plural+".yaml"), &crd)
+	read(t, filepath.Join(root, "config/crd/standard/posthorn.dev_"+plural+".yaml"), &crd)
 	s := crd.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["status"].Default
 	if s == nil {
 		t.Fatalf("the CRD of %s has no default status", kind)
@@ -338,7 +339,7 @@ func scripts(t *testing.T) map[string]string {
 	read(t, filepath.Join(root, "config/argocd/argocd-cm.yaml"), &cm)
 	byKind := map[string]string{}
 	for key, script := range cm.Data {
-		kind, ok := strings.CutPrefix(key, "resource.customizations.health."+v1alpha1.GroupVersion.Group+"_")
+		kind, ok := strings.CutPrefix(key, "resource.customizations.health."+v1beta1.GroupVersion.Group+"_")
 		if !ok {
 			t.Errorf("key %s: it is not a health script for one of Posthorn's kinds", key)
 		}
@@ -349,7 +350,7 @@ func scripts(t *testing.T) map[string]string {
 
 // Exactly the kinds of the API have a script.
 func TestEveryKindHasAScript(t *testing.T) {
-	files, err := filepath.Glob(filepath.Join(root, "config/crd/posthorn.dev_*.yaml"))
+	files, err := filepath.Glob(filepath.Join(root, "config/crd/standard/posthorn.dev_*.yaml"))
 	if err != nil || len(files) == 0 {
 		t.Fatalf("CRDs: got %d and error %v, want some", len(files), err)
 	}
@@ -378,7 +379,7 @@ func TestScriptWithoutStatus(t *testing.T) {
 	for kind := range scripts(t) {
 		for name, s := range map[string]any{"none": nil, "empty": map[string]any{}, "no conditions": map[string]any{"conditions": []any{}}} {
 			o := &unstructured.Unstructured{Object: map[string]any{"metadata": map[string]any{"name": "o", "generation": int64(1)}, "status": s}}
-			o.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
+			o.SetGroupVersionKind(v1beta1.GroupVersion.WithKind(kind))
 			if got, message := argoHealth(t, o); got != "Progressing" || message == "" {
 				t.Errorf("%s with the status %q: got %s (%q), want Progressing", kind, name, got, message)
 			}

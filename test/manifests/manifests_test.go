@@ -75,9 +75,9 @@ func TestConfigDefault(t *testing.T) {
 			pods = append(pods, pod)
 		}
 	}
-	crds, err := filepath.Glob(filepath.Join(root, "config", "crd", "*.yaml"))
+	crds, err := filepath.Glob(filepath.Join(root, "config", "crd", "standard", "*.yaml"))
 	if err != nil || len(crds) < 2 {
-		t.Fatalf("CRDs in config/crd: got %d and error %v, want at least 2", len(crds), err)
+		t.Fatalf("CRDs in config/crd/standard: got %d and error %v, want at least 2", len(crds), err)
 	}
 	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1,
 		"ServiceAccount": 4, "NetworkPolicy": 2} {

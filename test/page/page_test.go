@@ -108,20 +108,20 @@ kind: Secret
 metadata: {name: keys, namespace: shop}
 stringData: {writeKey: page-write-key, shared: page-shared-secret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: shop}
 spec: {writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]}
 `
 	for name, url := range destinations {
 		text += fmt.Sprintf(`---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: %s, namespace: shop}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "%s?token=query-secret", headers: [{name: X-Token, value: header-secret}]}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: keys, key: shared}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: keys, key: shared}}]}
 `, name, url)
 	}
 	check.NoError(t, "write the manifests", os.WriteFile(filepath.Join(manifests, "shop.yaml"), []byte(text), 0o600))
@@ -255,7 +255,7 @@ func TestTrouble(t *testing.T) {
 	send(30)
 	past(t, send)
 	send(-1)
-	await(t, root+"/page/deadletters", "deadletters redeliver billing -n shop --reason Rejected --code 422")
+	await(t, root+"/page/deadletters", "deadletters redeliver billing -n shop --reason Rejected --status-code 422")
 	await(t, root+"/page/destination/shop/mailer", "ConnectionRefused")
 	stop := make(chan struct{})
 	done := make(chan struct{})
@@ -298,7 +298,7 @@ func TestTrouble(t *testing.T) {
 	contains(t, "mailer", got["mailer"].Text, "ConnectionRefused")
 	check.Equal(t, "status of an unknown destination", got["missing"].Status, http.StatusNotFound)
 	contains(t, "missing", got["missing"].Text, "billing")
-	contains(t, "dead letters", got["dead letters"].Text, "Rejected", "posthorn deadletters redeliver billing -n shop --reason Rejected --code 422 --since ")
+	contains(t, "dead letters", got["dead letters"].Text, "Rejected", "posthorn deadletters redeliver billing -n shop --reason Rejected --status-code 422 --since ")
 	contains(t, "dead letters with 422", got["dead letters with 422"].Text, "422 Rejected", "deadletters redeliver billing ")
 	contains(t, "dead letters with 404", got["dead letters with 404"].Text, "No dead letter has this status code or reason.", "422")
 	contains(t, "billing with 422", got["billing with 422"].Text, "Last attempts with result 422", "422 Rejected", "first byte")

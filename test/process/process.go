@@ -128,7 +128,7 @@ func (p *Posthorn) AdminAPI() *adminapi.Client { return &adminapi.Client{URL: "h
 // free addresses of the loopback interface, to which it may also send. It is not started.
 func Run(binary, manifests, data string, flags ...string) *Posthorn {
 	p := &Posthorn{Binary: binary, Addr: FreeAddr(), Admin: FreeAddr()}
-	p.Args = append([]string{"run", "--manifests", manifests, "--data", data,
+	p.Args = append([]string{"run", "-f", manifests, "--data", data,
 		"--listen", p.Addr, "--admin-listen", p.Admin, "--egress-allow", "127.0.0.0/8"}, flags...)
 	return p
 }

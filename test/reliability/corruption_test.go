@@ -28,9 +28,9 @@ import (
 func TestDamagedFiles(t *testing.T) {
 	const messages = 1500
 	original := t.TempDir()
-	disabled := destination("crm", "web", "http://127.0.0.1:1")
-	disabled.State = liveconfig.Disabled
-	r := start(t, options(t, original, pebblestore.Options{}), config([]liveconfig.Source{source("web")}, disabled))
+	suspended := destination("crm", "web", "http://127.0.0.1:1")
+	suspended.State = liveconfig.Suspended
+	r := start(t, options(t, original, pebblestore.Options{}), config([]liveconfig.Source{source("web")}, suspended))
 	c := newClient()
 	defer c.close()
 	for n := 0; n < messages; n += 100 {

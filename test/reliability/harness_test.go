@@ -48,7 +48,7 @@ func number(name string, normal int) int {
 
 func source(name string) liveconfig.Source {
 	sum := sha256.Sum256([]byte("key-" + name))
-	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true,
+	return liveconfig.Source{Name: name, Generation: 1, Revision: "1",
 		WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 }
 

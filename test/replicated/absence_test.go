@@ -7,7 +7,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/witness"
 )
 
@@ -38,7 +38,7 @@ func (w *world) takeAway() {
 		time.Sleep(planGrace + deliveryTimeout)
 	}
 	for _, user := range again { // The objects are new ones, and a run that has not completed may be repeated.
-		w.sender.Write(witness.Line{Begin: w.clock.Now(), Call: w.deletionOf(user)})
+		w.Sender.Write(witness.Line{Begin: w.Clock.Now(), Call: w.deletionOf(user)})
 	}
 	w.present(pods, gone, source)
 	works()
@@ -47,16 +47,16 @@ func (w *world) takeAway() {
 // completed reports whether the deletion of a user has completed, so that another object for it changes nothing.
 func (w *world) completed(user string) bool {
 	namespace, number, _ := strings.Cut(user, "-")
-	var o v1alpha1.DeletionRequest
+	var o v1beta1.DeletionRequest
 	return w.object("deletions", namespace, "d"+number, &o) == nil &&
-		meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionComplete)
+		meta.IsStatusConditionTrue(o.Status.Conditions, v1beta1.ConditionComplete)
 }
 
 // absent removes destinations and their Source, if it is not empty, and notes when the owner uses them no more.
 func (w *world) absent(pods []*pod, gone []*target, source string) {
-	w.t.Logf("%v: %s %s is removed", w.clock.Now().Round(time.Millisecond), gone[0].id(), source)
+	w.t.Logf("%v: %s %s is removed", w.Clock.Now().Round(time.Millisecond), gone[0].id(), source)
 	for _, name := range names(gone, source) {
-		w.objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removing}})
+		w.Objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removing}})
 		w.away[name] = true
 	}
 	w.away[gone[0].namespace] = source != ""
@@ -65,7 +65,7 @@ func (w *world) absent(pods []*pod, gone []*target, source string) {
 		return
 	}
 	for _, name := range names(gone, source) {
-		w.objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removed}})
+		w.Objects.Write(witness.Line{Object: &witness.Object{Name: name, Action: witness.Removed}})
 	}
 }
 
@@ -74,7 +74,7 @@ func (w *world) present(pods []*pod, gone []*target, source string) {
 	clear(w.away)
 	if source != "" {
 		w.audiences[gone[0].namespace].replace()
-		w.objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Applied}})
+		w.Objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Applied}})
 	}
 	for _, d := range gone {
 		d.revision++
@@ -87,11 +87,11 @@ func (w *world) present(pods []*pod, gone []*target, source string) {
 	if source == "" {
 		return
 	}
-	var o v1alpha1.Source
+	var o v1beta1.Source
 	if until(20*time.Second, func() bool {
 		return w.object("sources", gone[0].namespace, "web", &o) == nil && programmed(o.Status.Conditions, o.Generation)
 	}) {
-		w.objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Confirmed}})
+		w.Objects.Write(witness.Line{Object: &witness.Object{Name: source, Action: witness.Confirmed}})
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/witness"
 )
 
@@ -27,7 +27,7 @@ func (a *audience) replace() { a.number, a.members = a.number+1, nil }
 
 func (a *audience) manifest(in string) string {
 	return fmt.Sprintf(`---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: buyers-%[1]d, %[2]s}
 spec: {sourceRef: {name: web}, displayName: Buyers, key: %[3]s}
@@ -52,7 +52,7 @@ func (w *world) changeMembers() {
 				Content: json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":%q,"traits":{%q:%v}}`, user, a.key(), member))})
 		}
 	}
-	begin := w.clock.Now()
+	begin := w.Clock.Now()
 	w.maybeLose(func() {
 		if until(30*time.Second, func() bool { return w.putMembers(namespace, members) }) {
 			call.Status = http.StatusOK
@@ -62,7 +62,7 @@ func (w *world) changeMembers() {
 		a.replace()
 		w.write(w.pods)
 	}
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
 }
 
 // without returns the users that are not in others.
@@ -117,7 +117,7 @@ func (w *world) maybeLose(run func()) {
 	delay, lost := time.Duration(w.rand.IntN(2000))*time.Millisecond, make(chan func())
 	go func() {
 		time.Sleep(delay)
-		end := w.begin(witness.Fault{Name: "kill -9 of the owner during a change, and loss of its disk", Repeats: witness.Unrecorded})
+		end := w.Fault(witness.Fault{Name: "kill -9 of the owner during a change, and loss of its disk", Repeats: witness.Unrecorded})
 		_ = p.Stop(syscall.SIGKILL)
 		lost <- end
 	}()
@@ -143,30 +143,30 @@ func (w *world) redeliver() {
 	until(15*time.Second, func() bool { return len(list()) > 20 }) // A circuit may be open at first.
 	works()
 	time.Sleep(time.Second)
-	begin, ids := w.clock.Now(), list()
-	w.t.Logf("%v: %d dead letters of %s are redelivered", w.clock.Now().Round(time.Millisecond), len(ids), d.id())
+	begin, ids := w.Clock.Now(), list()
+	w.t.Logf("%v: %d dead letters of %s are redelivered", w.Clock.Now().Round(time.Millisecond), len(ids), d.id())
 	call := &witness.Call{Kind: witness.Redelivery}
 	for _, id := range ids {
 		call.Messages = append(call.Messages, witness.Message{ID: id, Due: []string{d.id()}})
 	}
 	name := fmt.Sprint("r", begin.Milliseconds())
 	w.redelivery[d.namespace] = fmt.Sprintf(`---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Redelivery
 metadata: {name: %s, namespace: %s}
-spec: {destinationRef: {name: %s}, rate: 50, selector: {reasons: [Rejected]}}
+spec: {destinationRef: {name: %s}, deadLettersPerSecond: 50, match: {reasons: [Rejected]}}
 `, name, d.namespace, d.name)
 	w.write(w.pods)
 	w.maybeLose(func() {
 		if until(30*time.Second, func() bool {
-			var o v1alpha1.Redelivery
+			var o v1beta1.Redelivery
 			return w.object("redeliveries", d.namespace, name, &o) == nil &&
-				ended(o.Status.JobStatus, v1alpha1.ConditionComplete, v1alpha1.ReasonRedelivered) == nil
+				ended(o.Status.JobStatus, v1beta1.ConditionComplete, v1beta1.ReasonRedelivered) == nil
 		}) {
 			call.Status = http.StatusOK
 		}
 	})
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
 	delete(w.redelivery, d.namespace)
 	w.write(w.pods)
 }

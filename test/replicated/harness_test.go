@@ -532,13 +532,13 @@ kind: Secret
 metadata: {name: keys}
 stringData: {writeKey: ` + key + `, sharedSecret: ` + sharedSecret + `}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
@@ -548,10 +548,11 @@ spec:
     url: ` + url + `
   signing:
     schemes:
-    - type: HMACSHA1
+    - name: sha1
+      type: HMACSHA1
       secretKeyRef: {name: keys, key: sharedSecret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: buyers}
 spec: {sourceRef: {name: web}, displayName: Buyers}

@@ -16,8 +16,9 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
@@ -87,13 +88,13 @@ func (r *receiver) deletes() (ids []string) {
 
 func destinationManifest(name, source, url string) string {
 	return `---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: ` + name + `}
 spec:
   sourceRefs: [{name: ` + source + `}]
   endpoints: [{name: primary, url: "` + url + `"}]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: keys, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: keys, key: sharedSecret}}]}
 `
 }
 
@@ -102,7 +103,7 @@ spec:
 func jobManifests(urls map[string]string) map[string]string {
 	all := manifests(urls["crm"])
 	all["all.yaml"] += `---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: radio}
 spec:
@@ -126,10 +127,10 @@ func write(t *testing.T, pods []*pod, name, text string) {
 
 func deletionManifest(name, user, source string) string {
 	return `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: DeletionRequest
 metadata: {name: ` + name + `}
-spec: {userId: ` + user + `, suppress: true, sourceRefs: [{name: ` + source + `}]}
+spec: {userID: ` + user + `, suppress: true, sourceRefs: [{name: ` + source + `}]}
 `
 }
 
@@ -171,7 +172,7 @@ func sameCommands(t *testing.T, pods []*pod, commands ...string) {
 }
 
 // ended returns an error unless a condition of a run is True with a reason.
-func ended(s v1alpha1.JobStatus, condition, reason string) error {
+func ended(s v1beta1.JobStatus, condition, reason string) error {
 	if c := meta.FindStatusCondition(s.Conditions, condition); c == nil || c.Status != metav1.ConditionTrue || c.Reason != reason {
 		return fmt.Errorf("condition %s: got %+v, want True with %s", condition, c, reason)
 	}
@@ -179,7 +180,7 @@ func ended(s v1alpha1.JobStatus, condition, reason string) error {
 }
 
 // outcomes are the states of the notifications of a request, by Source and destination.
-func outcomes(s v1alpha1.DeletionRequestStatus) map[string]string {
+func outcomes(s v1beta1.DeletionRequestStatus) map[string]string {
 	states := map[string]string{}
 	for _, n := range s.Notifications {
 		states[n.Source+" to "+n.Destination] = strings.TrimSuffix(string(n.State)+" "+n.Reason, " ")
@@ -188,10 +189,10 @@ func outcomes(s v1alpha1.DeletionRequestStatus) map[string]string {
 }
 
 // wantDeletion waits for the end of a request with outcomes. condition is empty for a request that has not ended.
-func wantDeletion(t *testing.T, pods []*pod, name, condition, reason string, want map[string]string) (o v1alpha1.DeletionRequest) {
+func wantDeletion(t *testing.T, pods []*pod, name, condition, reason string, want map[string]string) (o v1beta1.DeletionRequest) {
 	t.Helper()
 	if err := wait.Until(func() error {
-		o = v1alpha1.DeletionRequest{}
+		o = v1beta1.DeletionRequest{}
 		if err := object(owner(t, pods), "deletions", name, &o); err != nil {
 			return err
 		}
@@ -199,7 +200,7 @@ func wantDeletion(t *testing.T, pods []*pod, name, condition, reason string, wan
 			return fmt.Errorf("notifications: got %v, want %v", got, want)
 		}
 		if condition == "" {
-			if v1alpha1.JobEnded(o.Status.JobStatus) {
+			if v1beta1.JobEnded(o.Status.JobStatus) {
 				return fmt.Errorf("the run has ended: %+v", o.Status.Conditions)
 			}
 			return nil
@@ -362,7 +363,7 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 		"web to held": "DeadLettered Rejected", "web to failing": "Pending"}
 	notDelivered := map[string]string{"radio to radio-crm": "Delivered", "radio to radio-rejecting": "DeadLettered Rejected"}
 	wantDeletion(t, pods, "gone", "", "", outcome)
-	failed := wantDeletion(t, pods, "radio", v1alpha1.ConditionFailed, v1alpha1.ReasonNotDelivered, notDelivered)
+	failed := wantDeletion(t, pods, "radio", v1beta1.ConditionFailed, v1beta1.ReasonNotDelivered, notDelivered)
 	wantSuppressed(t, pods, "gone")
 
 	names := []string{"crm", "rejecting", "held", "radio-crm", "radio-rejecting"}
@@ -380,7 +381,7 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 		t.Errorf("failing endpoint after the loss of the owner: got %+v with the failure %+v, want an open circuit since %v and a failure with status 503", e, e.LastFailure, circuit.Endpoints[0].Since)
 	}
 	wantDeletion(t, pods, "gone", "", "", outcome)
-	again := wantDeletion(t, pods, "radio", v1alpha1.ConditionFailed, v1alpha1.ReasonNotDelivered, notDelivered)
+	again := wantDeletion(t, pods, "radio", v1beta1.ConditionFailed, v1beta1.ReasonNotDelivered, notDelivered)
 	check.Same(t, "status of the request that ended before the loss of the owner", again.Status, failed.Status)
 	wantSuppressed(t, pods, "gone")
 
@@ -389,10 +390,10 @@ func TestJobsAndCircuitsAfterTheLossOfTheOwner(t *testing.T) {
 	already := requests()
 	rejecting.answer.Store(0)
 	write(t, pods, "again.yaml", `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Redelivery
 metadata: {name: again}
-spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected], types: [track]}}
+spec: {destinationRef: {name: rejecting}, deadLettersPerSecond: 2, match: {reasons: [Rejected], types: [track]}}
 `)
 	waitCount(t, "redelivered dead letters", rejecting, 3)
 	held.answer.Store(http.StatusServiceUnavailable)
@@ -402,18 +403,18 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 	check.Equal(t, "acknowledged redelivery of the dead letters of held", progress.Redelivered, letters)
 	loseOwner(t, pods)
 	held.answer.Store(0)
-	var run v1alpha1.Redelivery
+	var run v1beta1.Redelivery
 	if err := wait.Until(func() error {
-		run = v1alpha1.Redelivery{}
+		run = v1beta1.Redelivery{}
 		if err := object(owner(t, pods), "redeliveries", "again", &run); err != nil {
 			return err
 		}
-		return ended(run.Status.JobStatus, v1alpha1.ConditionComplete, v1alpha1.ReasonRedelivered)
+		return ended(run.Status.JobStatus, v1beta1.ConditionComplete, v1beta1.ReasonRedelivered)
 	}); err != nil {
 		t.Fatalf("redelivery: %v", err)
 	}
-	check.Equal(t, "matched dead letters", run.Status.Matched, letters)
-	check.Equal(t, "redelivered dead letters", run.Status.Redelivered, letters)
+	check.Equal(t, "matched dead letters", ptr.Deref(run.Status.Matched, -1), letters)
+	check.Equal(t, "redelivered dead letters", ptr.Deref(run.Status.Redelivered, -1), letters)
 	waitCount(t, "redelivery that the next owner has completed", rejecting, letters-1)
 	check.Equal(t, "requests for the dead letter that the receiver rejects again", requests()-already, 1)
 	waitCount(t, "redelivery that was acknowledged before the loss of the owner", held, letters)
@@ -426,7 +427,7 @@ spec: {destinationRef: {name: rejecting}, rate: 2, selector: {reasons: [Rejected
 	// It makes the next probe due.
 	write(t, pods, "failing.yaml", destinationManifest("failing", "web", failing.URL)+"  delivery: {maxInFlight: 20}\n")
 	outcome["web to failing"] = "Delivered"
-	wantDeletion(t, pods, "gone", v1alpha1.ConditionFailed, v1alpha1.ReasonNotDelivered, outcome)
+	wantDeletion(t, pods, "gone", v1beta1.ConditionFailed, v1beta1.ReasonNotDelivered, outcome)
 	for name, r := range map[string]*receiver{"crm": crm, "failing": failing.receiver, "radio": radio} {
 		check.Equal(t, "delete messages at "+name, len(r.deletes()), 1)
 	}

@@ -5,73 +5,42 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/record"
 	"github.com/posthorn/posthorn/test/signature"
 	"github.com/posthorn/posthorn/test/wait"
 	"github.com/posthorn/posthorn/test/witness"
 )
 
-// journals are the journals of a test, in a folder that is kept if the test fails.
+// journals are the journals of a test.
 type journals struct {
-	dir                                        string
-	clock                                      *witness.Clock
-	sender, received, objects, faults, ledgers *witness.Journal
-	number                                     atomic.Int64 // of faults
+	*record.Journals
+	// before has the ledgers at the start of the journals, and last those that were read last, by destination.
+	before, last map[string]adminapi.Ledger
 }
 
 func newJournals(t *testing.T) *journals {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "posthorn-journals-")
-	check.NoError(t, "create a folder for journals", err)
-	j := &journals{dir: dir, clock: witness.NewClock()}
-	for role, to := range map[witness.Role]**witness.Journal{witness.Sender: &j.sender, witness.Receiver: &j.received,
-		witness.Objects: &j.objects, witness.Faults: &j.faults, witness.Ledgers: &j.ledgers} {
-		*to, err = witness.Create(dir, string(role), role, j.clock)
-		check.NoError(t, "create a journal", err)
-	}
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("the journals are in %s", dir)
-		} else {
-			_ = os.RemoveAll(dir)
-		}
-	})
-	return j
+	return &journals{Journals: record.Begin(t), last: map[string]adminapi.Ledger{}}
 }
 
 // judge ends the journals, and reports violated clauses, and those that must hold and do not.
 func (j *journals) judge(t *testing.T, hold ...string) {
 	t.Helper()
-	for _, journal := range []*witness.Journal{j.sender, j.received, j.objects, j.faults, j.ledgers} {
-		check.NoError(t, "end a journal", journal.Close())
-	}
-	h, err := witness.Read(j.dir)
-	check.NoError(t, "read the journals", err)
 	var text strings.Builder
-	for _, v := range witness.Check(h) {
+	for _, v := range j.Judge(t) {
 		if v.Result == witness.Violated || v.Result != witness.Holds && slices.Contains(hold, v.Clause.ID) {
 			t.Errorf("%v", v)
 		}
 		fmt.Fprintf(&text, "%s %s (%d); ", v.Clause.ID, v.Result, v.Judged)
 	}
 	t.Log(text.String())
-}
-
-// begin notes the begin of a fault, and returns a function that notes its end.
-func (j *journals) begin(f witness.Fault) (end func()) { return j.beginAt(0, f) }
-
-// beginAt is begin for a fault that began before.
-func (j *journals) beginAt(at time.Duration, f witness.Fault) (end func()) {
-	f.ID = int(j.number.Add(1))
-	j.faults.Write(witness.Line{Begin: at, Fault: &f})
-	return func() { j.faults.Write(witness.Line{Fault: &witness.Fault{ID: f.ID, End: true}}) }
 }
 
 // receiptOf returns the receipt of a request, with those of the secrets whose signatures hold.
@@ -101,11 +70,15 @@ func receiptOf(q *http.Request, body []byte, status int, secrets ...string) *wit
 const only = "default/crm"
 
 // recordFaults begins journals of what a sender sends to the destination of manifests, and of what its receiver gets.
-func recordFaults(t *testing.T, all *sender, r *receiver) *journals {
+// earlier are the journals of the round before, or nil.
+func recordFaults(t *testing.T, all *sender, r *receiver, earlier *journals) *journals {
 	t.Helper()
 	j := newJournals(t)
-	j.sender.Write(witness.Line{Plan: &planBounds})
-	j.objects.Write(witness.Line{Object: &witness.Object{Name: only, Action: witness.Applied, Revision: 1, Destination: &witness.Destination{
+	if earlier != nil {
+		j.before = earlier.last
+	}
+	j.Sender.Write(witness.Line{Plan: &planBounds})
+	j.Objects.Write(witness.Line{Object: &witness.Object{Name: only, Action: witness.Applied, Revision: 1, Destination: &witness.Destination{
 		URLs: []string{r.URL + "/"}, Keys: []string{sharedSecret}, InFlight: inFlight, Timeout: 5 * time.Second, Window: 4 * time.Hour,
 	}}})
 	all.journals.Store(j)
@@ -118,13 +91,13 @@ func (j *journals) now() time.Duration {
 	if j == nil {
 		return 0
 	}
-	return j.clock.Now()
+	return j.Clock.Now()
 }
 
 // receipt notes a request.
 func (j *journals) receipt(begin time.Duration, r *witness.Receipt) {
 	if j != nil {
-		j.received.Write(witness.Line{Begin: begin, Receipt: r})
+		j.Received.Write(witness.Line{Begin: begin, Receipt: r})
 	}
 }
 
@@ -144,7 +117,7 @@ func (j *journals) call(begin time.Duration, to *pod, body string, status int, t
 		}
 		call.Messages = append(call.Messages, witness.Message{ID: id.MessageID, Content: content, Due: []string{only}})
 	}
-	j.sender.Write(witness.Line{Begin: begin, Call: call})
+	j.Sender.Write(witness.Line{Begin: begin, Call: call})
 }
 
 // sync notes changes of the audience of manifests: the users that were added, and those that were removed.
@@ -156,7 +129,7 @@ func (j *journals) sync(added, removed []string) {
 				Content: json.RawMessage(fmt.Sprintf(`{"type":"identify","userId":%q,"traits":{"buyers":%v}}`, u, member))})
 		}
 	}
-	j.sender.Write(witness.Line{Call: call})
+	j.Sender.Write(witness.Line{Call: call})
 }
 
 // settle waits until the owner has no pending message of the destination of manifests.
@@ -200,13 +173,15 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 				continue
 			}
 			seen++
+			j.last[name] = l
+			l = adminapi.Ledger(queue.Ledger(l).Minus(queue.Ledger(j.before[name])))
 			unsent := 0
 			for _, e := range d.Endpoints {
 				pending += int(e.FirstAttemptsPending)
 				unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
 			}
 			pending += int(l.Pending)
-			j.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
+			j.Ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: name, Process: owner.name, Final: final,
 				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered),
 				Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent,
@@ -223,7 +198,7 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 func (j *journals) writeLetters(t *testing.T, owner *pod, name string) {
 	t.Helper()
 	if ids, err := lettersOf(t, owner, name); err == nil {
-		j.ledgers.Write(witness.Line{Letters: &witness.Letters{Name: name, IDs: ids}})
+		j.Ledgers.Write(witness.Line{Letters: &witness.Letters{Name: name, IDs: ids}})
 	}
 }
 

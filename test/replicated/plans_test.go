@@ -26,7 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/env"
@@ -144,7 +144,7 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 	w.private.Listener = listener
 	w.private.Start()
 	t.Cleanup(w.private.Close)
-	w.sender.Write(witness.Line{Plan: &planBounds})
+	w.Sender.Write(witness.Line{Plan: &planBounds})
 	w.destinations = []*target{
 		{namespace: "shop", name: "crm", urls: 2},
 		{namespace: "shop", name: "people", types: []string{"identify"}},
@@ -159,7 +159,7 @@ func newWorld(t *testing.T, program string, seed uint64) *world {
 	for _, d := range w.destinations {
 		w.apply(d)
 	}
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: "shop/private", Action: witness.Applied, Destination: &witness.Destination{Denied: []string{w.private.URL + "/"}}}})
+	w.Objects.Write(witness.Line{Object: &witness.Object{Name: "shop/private", Action: witness.Applied, Destination: &witness.Destination{Denied: []string{w.private.URL + "/"}}}})
 	processes := 2 + w.rand.IntN(2)
 	if seed%slotsEach == 0 && program == binary && env.Missing() == nil {
 		w.compile(manifests)
@@ -206,7 +206,7 @@ kind: Secret
 metadata: {name: keys, %s}
 stringData: {writeKey: %s-key}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, %s}
 spec: {writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]}
@@ -225,18 +225,18 @@ kind: Secret
 metadata: {name: %[1]s, %[2]s}
 stringData: {sharedSecret: %[3]s}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: %[1]s, %[2]s}
 spec:
   sourceRefs: [{name: web}]
   endpoints: [%[4]s]
-  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: sharedSecret}}]}
+  signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: %[1]s, key: sharedSecret}}]}
 %[5]s`, d.name, in, d.secret(), w.endpointsOf(d), filter)
 	}
 	if namespace == "shop" {
 		text += fmt.Sprintf(`---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: private, %s}
 spec:
@@ -246,7 +246,7 @@ spec:
 	}
 	for _, user := range w.deletions {
 		if of, name, _ := strings.Cut(user, "-"); of == namespace {
-			text += fmt.Sprintf("---\napiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: d%s, %s}\nspec: {userId: %s}\n", name, in, user)
+			text += fmt.Sprintf("---\napiVersion: posthorn.dev/v1beta1\nkind: DeletionRequest\nmetadata: {name: d%s, %s}\nspec: {userID: %s}\n", name, in, user)
 		}
 	}
 	return text + w.audiences[namespace].manifest(in) + w.redelivery[namespace]
@@ -271,7 +271,7 @@ func (w *world) endpointsOf(d *target) string {
 
 // apply notes that the newest revision of a destination is about to be applied.
 func (w *world) apply(d *target) {
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
+	w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
 		Destination: &witness.Destination{
 			URLs: w.urlsOf(d), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
 			InFlight: inFlight, Timeout: deliveryTimeout, Window: 4 * time.Hour,
@@ -280,7 +280,7 @@ func (w *world) apply(d *target) {
 
 // receive is the handler of the receiver.
 func (w *world) receive(to http.ResponseWriter, q *http.Request) {
-	begin := w.clock.Now()
+	begin := w.Clock.Now()
 	body, err := io.ReadAll(q.Body)
 	if err != nil {
 		return // The product ended the request.
@@ -292,7 +292,7 @@ func (w *world) receive(to http.ResponseWriter, q *http.Request) {
 		}
 	}
 	r := receiptOf(q, body, w.answer(q.URL.Path), secrets...)
-	w.received.Write(witness.Line{Begin: begin, Receipt: r})
+	w.Received.Write(witness.Line{Begin: begin, Receipt: r})
 	to.WriteHeader(r.Status)
 }
 
@@ -358,11 +358,11 @@ func (w *world) load(ctx context.Context, namespace string, random *rand.Rand) {
 // post sends a batch to one of the processes.
 func (w *world) post(namespace, body string, messages []witness.Message, random *rand.Rand) (status int) {
 	p := w.pods[random.IntN(len(w.pods))]
-	l := witness.Line{Begin: w.clock.Now(), Call: &witness.Call{Kind: witness.Calls, Process: p.name, Source: namespace + "/web",
+	l := witness.Line{Begin: w.Clock.Now(), Call: &witness.Call{Kind: witness.Calls, Process: p.name, Source: namespace + "/web",
 		Messages: messages, Valid: true}}
 	defer func() {
 		l.Call.Status = status
-		w.sender.Write(l)
+		w.Sender.Write(l)
 	}()
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Second)
 	defer cancel()
@@ -465,7 +465,7 @@ var planSteps = []step{
 
 // fault notes a fault from its begin to its end.
 func (w *world) fault(name, repeats string, run func()) {
-	end := w.begin(witness.Fault{Name: name, Repeats: repeats})
+	end := w.Fault(witness.Fault{Name: name, Repeats: repeats})
 	run()
 	end()
 }
@@ -502,8 +502,8 @@ func (w *world) failURL(d *target, position int) (works func()) {
 
 // fail answers requests for paths with a prefix with a status, until works.
 func (w *world) fail(prefix string, status int, f witness.Fault) (works func()) {
-	w.t.Logf("%v: the receiver of %s fails", w.clock.Now().Round(time.Millisecond), prefix)
-	end := w.begin(f)
+	w.t.Logf("%v: the receiver of %s fails", w.Clock.Now().Round(time.Millisecond), prefix)
+	end := w.Fault(f)
 	w.failing.Store(prefix, status)
 	return sync.OnceFunc(func() {
 		w.failing.Delete(prefix)
@@ -714,7 +714,7 @@ func (w *world) edit(pods []*pod) {
 // confirm notes that the owner uses the newest revision of a destination.
 func (w *world) confirm(d *target) {
 	if until(20*time.Second, func() bool { return w.confirmed(d) == nil }) {
-		w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Confirmed, Revision: d.revision}})
+		w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Confirmed, Revision: d.revision}})
 	}
 }
 
@@ -723,7 +723,7 @@ func (w *world) confirmed(d *target) error {
 	if w.configs != nil {
 		return w.confirmedInSlots(d)
 	}
-	var o v1alpha1.WebhookDestination
+	var o v1beta1.WebhookDestination
 	if err := w.object("destinations", d.namespace, d.name, &o); err != nil {
 		return err
 	}
@@ -735,7 +735,7 @@ func (w *world) confirmed(d *target) error {
 
 // programmed reports whether the owner uses a generation of an object.
 func programmed(conditions []metav1.Condition, generation int64) bool {
-	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
+	c := meta.FindStatusCondition(conditions, v1beta1.ConditionProgrammed)
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation
 }
 
@@ -759,7 +759,7 @@ func (w *world) differ() {
 		return
 	}
 	if w.same == nil {
-		w.same = w.begin(witness.Fault{Name: "folders that differ"})
+		w.same = w.Fault(witness.Fault{Name: "folders that differ"})
 	}
 	standbys := w.standbys(p)
 	namespace := namespaces[w.rand.IntN(len(namespaces))]
@@ -801,14 +801,14 @@ func (w *world) remove() {
 // demand notes that a deletion of a user begins.
 func (w *world) demand(user string) {
 	namespace, number, _ := strings.Cut(user, "-")
-	begin, call := w.clock.Now(), w.deletionOf(user)
+	begin, call := w.Clock.Now(), w.deletionOf(user)
 	if until(20*time.Second, func() bool {
-		var o v1alpha1.DeletionRequest
+		var o v1beta1.DeletionRequest
 		return w.object("deletions", namespace, "d"+number, &o) == nil && o.Status.StartTime != nil
 	}) {
 		call.Status = http.StatusOK
 	}
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
 }
 
 // deletionOf is the demand of a deletion of a user, which has not begun.
@@ -848,7 +848,7 @@ func (w *world) run() {
 			n -= possible[i].weight
 		}
 		works := w.failReceivers()
-		w.t.Logf("%v: %s", w.clock.Now().Round(time.Millisecond), possible[i].name)
+		w.t.Logf("%v: %s", w.Clock.Now().Round(time.Millisecond), possible[i].name)
 		possible[i].run(w)
 		works()
 		w.progress(5 * time.Second)
@@ -881,9 +881,9 @@ func (w *world) observe(ctx context.Context) {
 					continue
 				}
 				if before := epochs[s.Slot]; before != 0 && s.Epoch > before {
-					w.beginAt(seen[s.Slot], witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
+					w.FaultAt(seen[s.Slot], witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
 				}
-				epochs[s.Slot], seen[s.Slot] = s.Epoch, w.clock.Now()
+				epochs[s.Slot], seen[s.Slot] = s.Epoch, w.Clock.Now()
 			}
 		}
 		for _, p := range w.pods {
@@ -891,7 +891,7 @@ func (w *world) observe(ctx context.Context) {
 			if err == nil {
 				resp.Body.Close()
 			}
-			w.ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: err == nil && resp.StatusCode == http.StatusOK}})
+			w.Ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: err == nil && resp.StatusCode == http.StatusOK}})
 		}
 		w.writeLedgers(false)
 		time.Sleep(time.Second)
@@ -917,10 +917,10 @@ func (w *world) settled() bool { return w.writeLedgers(false) == 0 }
 // final writes the ledgers, statuses and dead letters at the end.
 func (w *world) final() {
 	for _, d := range w.destinations {
-		var o v1alpha1.WebhookDestination
+		var o v1beta1.WebhookDestination
 		if w.configs == nil && w.object("destinations", d.namespace, d.name, &o) == nil && o.Status.Delivery != nil {
 			s := o.Status.Delivery
-			w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{
+			w.Ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: d.id(), Status: true,
 				Accepted:  int(s.Delivered + s.Filtered + s.DeadLettered + s.Discarded + s.Pending),
 				Delivered: int(s.Delivered), Filtered: int(s.Filtered), DeadLettered: int(s.DeadLettered), Discarded: int(s.Discarded),

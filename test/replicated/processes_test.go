@@ -67,7 +67,7 @@ func startDispatcher(t *testing.T, url, kubeconfig, data string, flags ...string
 	p := &pod{t: t, name: fmt.Sprint("process-", number.Add(1)-1), data: data, slots: severalSlots}
 	p.Posthorn = &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr()}
 	p.Args = append([]string{
-		"dispatcher", "--namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
+		"dispatcher", "--system-namespace", env.Release, "--kubeconfig", kubeconfig, "--pod-name", p.name, "--data", p.data,
 		"--listen", p.Addr, "--admin-listen", p.Admin, "--admin-auth", "none", "--peer-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8",
 		"--replication-url", url, "--replication-name", "several", "--replication-installation", installation, "--replication-slots",
 		strconv.Itoa(severalSlots), "--replication-max-bytes", strconv.Itoa(jetstream.MinBytes),
@@ -199,7 +199,7 @@ func TestSeveralSlotsOfProcesses(t *testing.T) {
 	}
 	t.Logf("%d acknowledged calls, %d repeated deliveries of at most %d", len(l.acknowledged), repeated, most)
 	for _, id := range l.acknowledged[len(l.acknowledged)-severalNamespaces:] {
-		sameCommands(t, pods, "trace "+id+" -o json")
+		sameCommands(t, pods, "trace "+id+" -A -o json")
 	}
 	for _, p := range pods {
 		// The process that continued may still close its store of a slot that it lost.

@@ -317,7 +317,7 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 	}
 	c.pods = c.more(2)
 	all := &sender{pods: c.pods}
-	c.record = recordFaults(t, all, r)
+	c.record = recordFaults(t, all, r, nil)
 	syncMembers(t, owner(t, c.pods), "u1", "u2")
 	c.record.sync([]string{"u1", "u2"}, nil)
 	sum := faultSum{}
@@ -325,7 +325,7 @@ func testFaults(t *testing.T, s *servers, faults []fault) {
 		if round > 0 { // Long runs have many calls.
 			time.Sleep(positionsWithin + time.Second)
 			c.record.judgeFaults(t, c.pods)
-			c.record = recordFaults(t, all, r)
+			c.record = recordFaults(t, all, r, c.record)
 		}
 		for i, f := range faults {
 			if strings.Contains(f.name, os.Getenv("POSTHORN_FAULT")) {
@@ -400,7 +400,7 @@ func runFault(t *testing.T, c *cluster, f fault, all *sender, r *receiver, prefi
 	if f.lost {
 		repeats = witness.Unrecorded
 	}
-	ended := c.record.begin(witness.Fault{Name: f.name, Repeats: repeats})
+	ended := c.record.Fault(witness.Fault{Name: f.name, Repeats: repeats})
 	end := f.begin(c, before)
 	all.setPods(c.pods)
 	if !f.silent {
@@ -587,7 +587,7 @@ func syncMembers(t *testing.T, p *pod, members ...string) string {
 	}
 	var out []byte
 	if err := wait.Until(func() (err error) { // Servers that start again have no leader for a moment.
-		out, err = exec.Command(binary, "audience", "sync", "buyers", path, "--endpoint", "http://"+p.calls, "--write-key", key).CombinedOutput()
+		out, err = exec.Command(binary, "audience", "sync", "buyers", path, "--address", "http://"+p.calls, "--write-key", key).CombinedOutput()
 		return err
 	}); err != nil {
 		t.Fatalf("audience sync: %v\n%s", err, out)

@@ -163,7 +163,7 @@ func severalConfig(t *testing.T, url, namespace, key string) liveconfig.Stored {
 	sum := sha256.Sum256([]byte(key))
 	return storedConfig(t, liveconfig.Config{
 		Version: liveconfig.FormatVersion, Namespace: namespace,
-		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s", Enabled: true,
+		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s",
 			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
 		Destinations: []liveconfig.Destination{{
 			Name: "crm", Generation: 1, Revision: "d", State: liveconfig.Active, Sources: []string{"web"},

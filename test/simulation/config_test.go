@@ -41,7 +41,7 @@ type target struct {
 	// positions is the number of its URLs. With every, each of them must accept a message.
 	positions int
 	every     bool
-	// state is Disabled or Paused while the destination is kept and not delivered to.
+	// state is Suspended or Paused while the destination is kept and not delivered to.
 	state liveconfig.State
 	// perSecond bounds the requests to a URL; 0 for no bound.
 	perSecond int
@@ -165,7 +165,7 @@ func (c *config) know(number int64) {
 func (c *config) encode(t *testing.T) {
 	sum := sha256.Sum256([]byte(c.namespace + "-key"))
 	live := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: c.namespace, Sources: []liveconfig.Source{
-		{Name: "web", Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}}}
+		{Name: "web", Generation: 1, Revision: "1", WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}}}
 	var tombstones []liveconfig.Tombstone
 	for _, d := range c.destinations {
 		if d.removed.IsZero() {

@@ -1,9 +1,11 @@
 package simulation
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -17,6 +19,8 @@ type replicatedLog struct {
 	stream             *slotstest.Stream
 	snapshots, members *slotstest.ObjectStore
 	directory          *slotstest.Assignments
+	// flaky is true while requests are lost. The world's mu guards it.
+	flaky bool
 }
 
 func newReplicatedLog() *replicatedLog {
@@ -30,28 +34,65 @@ type bus struct {
 	fns []func([]byte)
 }
 
-// access is the access of a process to the servers. Nothing passes after its loss. A request takes no virtual time: the store
-// waits for the log with a mutex held, for which virtual time does not advance.
+// access is the access of a process to the servers. Nothing passes after its loss.
 type access struct {
 	*life
-	to  *replicatedLog
-	log slots.Log
+	to           *replicatedLog
+	sound, flaky slots.Log
 }
+
+// lossy are the faults of the log while requests are lost.
+var lossy = slotstest.Faults{LostRequest: 0.2, LostAnswer: 0.2, LateRequest: 0.1, StaleRead: 0.2}
 
 func newAccess(l *life, to *replicatedLog) *access {
-	return &access{life: l, to: to, log: slotstest.NewLog(to.stream)}
+	l.pod.w.mu.Lock()
+	defer l.pod.w.mu.Unlock()
+	random := rand.New(rand.NewPCG(l.pod.w.dice.Uint64(), 0))
+	return &access{life: l, to: to, sound: slotstest.NewLog(to.stream), flaky: slotstest.NewFaultyLog(to.stream, lossy, random)}
 }
 
-var errLost = errors.New("the process is lost")
-
-// pass returns an error if a request does not pass.
-func (a *access) pass(ctx context.Context) error {
+// log is the stream with its present faults.
+func (a *access) log() slots.Log {
 	a.pod.w.mu.Lock()
 	defer a.pod.w.mu.Unlock()
-	if a.dead {
-		return errLost
+	if a.to.flaky {
+		return a.flaky
 	}
-	return ctx.Err()
+	return a.sound
+}
+
+var (
+	errLost = errors.New("the process is lost")
+	errCut  = errors.New("no server answers")
+)
+
+// requestTimeout is the time after which a request without another limit has no response.
+const requestTimeout = 5 * time.Second
+
+// pass returns an error if a request does not pass: after its timeout if no server is reached.
+func (a *access) pass(ctx context.Context) error {
+	err := a.reach()
+	if errors.Is(err, errCut) {
+		select {
+		case <-ctx.Done():
+		case <-a.lost:
+		case <-time.After(requestTimeout):
+		}
+	}
+	return cmp.Or(err, ctx.Err())
+}
+
+// reach returns an error if the process is lost, or reaches no server.
+func (a *access) reach() error {
+	a.pod.w.mu.Lock()
+	defer a.pod.w.mu.Unlock()
+	switch {
+	case a.dead:
+		return errLost
+	case a.pod.cut:
+		return errCut
+	}
+	return nil
 }
 
 // remote is the slot, as the process reaches it.
@@ -63,23 +104,27 @@ func (a *access) remote() slots.Remote {
 
 // Publish implements slots.Log. A lost process does not publish again: it finds that its session has ended.
 func (a *access) Publish(ctx context.Context, expected uint64, id string, record []byte) (uint64, error) {
-	if err := a.pass(ctx); err != nil {
+	if err := a.pass(ctx); errors.Is(err, errLost) {
 		return 0, slots.ErrWrongSequence
+	} else if err != nil {
+		return 0, err
 	}
-	return a.log.Publish(ctx, expected, id, record)
+	return a.log().Publish(ctx, expected, id, record)
 }
 
 // Get implements slots.Log.
 func (a *access) Get(ctx context.Context, from uint64) (slots.Entry, error) {
-	if err := a.pass(ctx); err != nil {
+	if err := a.pass(ctx); errors.Is(err, errLost) {
 		return slots.Entry{Sequence: from}, nil
+	} else if err != nil {
+		return slots.Entry{}, err
 	}
-	return a.log.Get(ctx, from)
+	return a.log().Get(ctx, from)
 }
 
 // Tail implements slots.Log.
 func (a *access) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error) error {
-	return a.log.Tail(ctx, from, func(e slots.Entry) error {
+	return a.sound.Tail(ctx, from, func(e slots.Entry) error {
 		if err := a.pass(ctx); err != nil {
 			return err
 		}
@@ -92,7 +137,7 @@ func (a *access) State(ctx context.Context) (slots.State, error) {
 	if err := a.pass(ctx); err != nil {
 		return slots.State{}, err
 	}
-	return a.log.State(ctx)
+	return a.log().State(ctx)
 }
 
 // Trim implements slots.Log.
@@ -100,7 +145,7 @@ func (a *access) Trim(ctx context.Context, before uint64) error {
 	if err := a.pass(ctx); err != nil {
 		return err
 	}
-	return a.log.Trim(ctx, before)
+	return a.log().Trim(ctx, before)
 }
 
 // heartbeats are the Bus of a process.
@@ -108,7 +153,7 @@ type heartbeats struct{ *access }
 
 // Publish implements slots.Bus.
 func (h heartbeats) Publish(text []byte) error {
-	if err := h.pass(context.Background()); err != nil {
+	if err := h.reach(); err != nil {
 		return err
 	}
 	h.to.mu.Lock()
@@ -125,7 +170,7 @@ func (h heartbeats) Subscribe(fn func([]byte)) (func(), error) {
 	h.to.mu.Lock()
 	defer h.to.mu.Unlock()
 	h.to.fns = append(h.to.fns, func(text []byte) {
-		if h.pass(context.Background()) == nil {
+		if h.reach() == nil {
 			fn(text)
 		}
 	})

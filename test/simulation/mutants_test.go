@@ -26,8 +26,9 @@ type mutant struct {
 type search struct{ folder, test, variable string }
 
 var (
-	plans = &search{"test/simulation", "TestRandomPlans", "POSTHORN_SIMULATION_SEEDS"}
-	model = &search{"dispatcher/replicated/slots", "TestModel", "POSTHORN_MODEL_SEEDS"}
+	plans   = &search{"test/simulation", "TestRandomPlans", "POSTHORN_SIMULATION_SEEDS"}
+	several = &search{"test/simulation", "TestRandomPlansOfSeveralProcesses", "POSTHORN_SIMULATION_SEEDS"}
+	model   = &search{"dispatcher/replicated/slots", "TestModel", "POSTHORN_MODEL_SEEDS"}
 )
 
 // mutants are defects that tests with random trials find.
@@ -55,6 +56,13 @@ var mutants = []mutant{
 	{"duplicates are accepted", "dispatcher/queue/pebblestore/append.go", "			if dup {", "			if dup && false {", plans},
 	{"a circuit without probes", "dispatcher/delivery/endpoint/endpoint.go", "	return m.open && !m.probing && !now.Before(m.probeAt)",
 		"	return m.open && !m.probing && !now.Before(m.probeAt.Add(2*time.Minute))", plans},
+	{"a filter excludes the notification of a deletion", "dispatcher/jobs/deletion/deletion.go",
+		"			if !to.IgnoreDeletions && slices.Contains(to.Sources, c.Name) {",
+		"			if to.Filter == nil && slices.Contains(to.Sources, c.Name) {", plans},
+	{"a purged stream is not replaced", "dispatcher/replicated/slots/snapshot.go", "	if state.First > s.needed {",
+		"	if state.First == 0 {", several},
+	{"lost snapshots are not replaced", "dispatcher/replicated/slots/snapshot.go", "	if len(missing) > 0 {",
+		"	if len(missing) < 0 {", several},
 	{"skip the fence", "dispatcher/replicated/slots/publisher.go",
 		`		p.end(fmt.Errorf("record %d is a %v of session %x, epoch %d", e.Sequence, h.kind, h.session, h.epoch))`, "		p.expected = e.Sequence", model},
 	{"a lease of a slot five seconds too long", "dispatcher/replicated/slots/publisher.go",
@@ -111,7 +119,7 @@ func (m mutant) run(t *testing.T, trials int) string {
 	check.NoError(t, "encode the overlay", err)
 	check.NoError(t, "write the overlay", os.WriteFile(overlay, replace, 0o600))
 	command := exec.CommandContext(t.Context(), "go", "test", "-overlay", overlay, "-vet=off", "-run", m.find.test+"$", "-v", "-count=1",
-		"-timeout", "5m", "./"+m.find.folder)
+		"-timeout", "30m", "./"+m.find.folder)
 	command.Dir, command.Env = root, append(os.Environ(), fmt.Sprint(m.find.variable, "=", trials), "TMPDIR="+t.TempDir())
 	text, _ = command.CombinedOutput() // It fails if the mutant is found.
 	return string(text)

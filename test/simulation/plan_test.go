@@ -25,16 +25,19 @@ type step struct {
 // steps is the number of steps of a plan.
 const steps = 8
 
-// newPlan returns the plan of a seed.
-func newPlan(seed uint64) (plan []step) {
-	random := rand.New(rand.NewPCG(seed, 2))
+// newPlan returns the plan of a seed, with a replicated log or without.
+func newPlan(seed uint64, log bool) (plan []step) {
+	n, random := len(kinds), rand.New(rand.NewPCG(seed, 2))
+	if !log {
+		n -= len(logKinds)
+	}
 	for range steps {
-		plan = append(plan, step{random.IntN(len(kinds)), random.Uint64()})
+		plan = append(plan, step{random.IntN(n), random.Uint64()})
 	}
 	return plan
 }
 
-// kinds are the kinds of steps.
+// kinds are the kinds of steps, at the end those with a replicated log.
 var kinds []kind
 
 type kind struct {
@@ -53,11 +56,12 @@ func init() {
 		{"a URL fails", (*world).failURL},
 		{"a destination changes", (*world).edit},
 		{"a destination is removed", (*world).remove},
-		{"a destination is disabled", (*world).disable},
+		{"a destination is suspended", (*world).suspend},
 		{"a bit flips", (*world).flip},
 		{"a user is deleted", (*world).deleteUser},
 		{"dead letters are redelivered", (*world).redeliver},
 	}
+	kinds = append(kinds, logKinds...)
 }
 
 // some returns one of the machines.
@@ -93,7 +97,7 @@ func (w *world) loseAtWrite() {
 func (w *world) end() {
 	w.recover()
 	p := w.some()
-	end := w.begin(witness.Fault{Name: "SIGTERM", Process: p.name, Repeats: witness.InFlight})
+	end := w.Fault(witness.Fault{Name: "SIGTERM", Process: p.name, Repeats: witness.InFlight})
 	p.end()
 	p.start()
 	w.progress()
@@ -128,7 +132,7 @@ func (w *world) fail(prefix string, f witness.Fault) {
 		w.mu.Unlock()
 		return
 	}
-	end := w.begin(f)
+	end := w.Fault(f)
 	w.failing[prefix] = receiverFaults[w.rand.IntN(len(receiverFaults))]
 	w.mu.Unlock()
 	d := time.Duration(w.rand.IntN(15_000)) * time.Millisecond
@@ -149,13 +153,16 @@ func (w *world) calm() {
 		p.life.untilLoss = 0
 	}
 	w.mu.Unlock()
-	w.recover()
-	for _, c := range w.configs {
-		for _, d := range c.destinations {
-			w.restore(d)
-		}
-	}
+	w.restoreAll()
 	time.Sleep(time.Second)
+}
+
+// restoreAll starts the processes that are lost, and adds the destinations that were removed.
+func (w *world) restoreAll() {
+	w.recover()
+	for _, d := range w.destinations() {
+		w.restore(d)
+	}
 }
 
 // configure gives a process the live configs, maybe late. The first one can be old, as from a watch that hangs for a time.
@@ -273,14 +280,14 @@ func (w *world) revise(d *target) {
 	w.set(w.configs[d.namespace])
 }
 
-// disable disables or pauses a destination for a time.
-func (w *world) disable() {
+// suspend suspends or pauses a destination for a time.
+func (w *world) suspend() {
 	d := w.destinations()[w.rand.IntN(len(w.destinations()))]
 	if !d.removed.IsZero() {
 		return
 	}
-	end := w.begin(witness.Fault{Name: "disabled destination", Namespace: d.namespace})
-	d.state = []liveconfig.State{liveconfig.Disabled, liveconfig.Paused}[w.rand.IntN(2)]
+	end := w.Fault(witness.Fault{Name: "suspended destination", Namespace: d.namespace})
+	d.state = []liveconfig.State{liveconfig.Suspended, liveconfig.Paused}[w.rand.IntN(2)]
 	w.revise(d)
 	time.Sleep(time.Duration(w.rand.IntN(10_000)) * time.Millisecond)
 	d.state = ""
@@ -292,7 +299,7 @@ func (w *world) disable() {
 func (w *world) flip() {
 	w.recover()
 	p := w.some()
-	end := w.begin(witness.Fault{Name: "flipped bit", Process: p.name, Repeats: witness.InFlight})
+	end := w.Fault(witness.Fault{Name: "flipped bit", Process: p.name, Repeats: witness.InFlight})
 	p.end()
 	sound := p.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: w.rand})
 	p.flip(w.rand)
@@ -316,11 +323,18 @@ func (w *world) remove() {
 	if w.set(c) {
 		w.note(d, witness.Removed)
 	}
-	if w.rand.IntN(2) == 0 {
-		time.Sleep(time.Duration(w.rand.IntN(2 * int(grace))))
+	absent := 2 * grace
+	if w.log != nil && w.Clock.Now() > forgetting-3*absent {
+		absent = max(1, grace/2-time.Since(d.removed)) // The restoration needs some seconds, too.
+	}
+	if w.log != nil || w.rand.IntN(2) == 0 {
+		time.Sleep(time.Duration(w.rand.IntN(int(absent))))
 		w.restore(d)
 	}
 }
+
+// forgetting is the age of an owner from which on it deletes the ledger of a removed destination after the grace period.
+const forgetting = time.Minute
 
 // restore adds a destination that was removed.
 func (w *world) restore(d *target) {
@@ -347,7 +361,7 @@ func (w *world) deleteUser() {
 		return &witness.Call{Kind: witness.Deletion, Source: c.namespace + "/web", Messages: []witness.Message{m}}
 	}
 	call, may := message("crm", "people"), message("strict") // Its window may end before an attempt.
-	begin := w.clock.Now()
+	begin := w.Clock.Now()
 	c.deletions = append(c.deletions, user)
 	w.set(c)
 	for end := time.Now().Add(5 * time.Second); time.Now().Before(end) && call.Status == 0; time.Sleep(100 * time.Millisecond) {
@@ -355,8 +369,8 @@ func (w *world) deleteUser() {
 			call.Status = http.StatusOK
 		}
 	}
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
-	w.sender.Write(witness.Line{Begin: begin, Call: may})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: may})
 }
 
 // begun reports whether the owner has begun the newest deletion of a namespace.
@@ -388,11 +402,11 @@ func (w *world) redeliver() {
 		return
 	}
 	w.configs[d.namespace].redelivered.Store(true)
-	begin := w.clock.Now()
+	begin := w.Clock.Now()
 	ctx, cancel := context.WithTimeout(w.Context(), 5*time.Second)
 	defer cancel()
 	if p, err := w.admin().Redeliver(ctx, action, nil); err == nil && p.Done {
 		call.Status = http.StatusOK
 	}
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
 }

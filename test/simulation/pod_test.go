@@ -15,6 +15,7 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/intake/ingest"
@@ -33,7 +34,14 @@ type pod struct {
 	disk *vfs.MemFS
 	// sound is the disk before a bit was flipped; nil without one.
 	sound *vfs.MemFS
-	life  *life // The present process. The world's mu guards it.
+	// drift is by how much the clock of leases is faster.
+	drift float64
+
+	// The world's mu guards the following: the present process, whether it reaches no server of the log, and by how much its
+	// wall clock is ahead.
+	life  *life
+	cut   bool
+	ahead time.Duration
 }
 
 // life is the time of a process, from its start to its end or its loss.
@@ -58,7 +66,44 @@ type life struct {
 	restored func()
 }
 
-func newPod(w *world, name string) *pod { return &pod{w: w, name: name, disk: vfs.NewCrashableMem()} }
+func newPod(w *world, name string) *pod {
+	return &pod{w: w, name: name, disk: vfs.NewCrashableMem(), drift: (w.rand.Float64() - 0.5) * maxDrift}
+}
+
+// maxDrift is by how much the rates of two clocks of leases may differ.
+const maxDrift = 0.1
+
+// leaseClock returns the clock of leases of a process that starts now.
+func (p *pod) leaseClock() func() time.Time {
+	start := time.Now()
+	return func() time.Time {
+		elapsed := time.Since(start)
+		return start.Add(elapsed + time.Duration(p.drift*float64(elapsed)))
+	}
+}
+
+// wallClock is the clock that is compared with those of the servers.
+func (p *pod) wallClock() time.Time {
+	p.w.mu.Lock()
+	defer p.w.mu.Unlock()
+	return time.Now().Add(p.ahead)
+}
+
+// owns returns the epoch of the process as the owner of the slot; 0 if it does not own it.
+func (p *pod) owns() (epoch uint64) {
+	l := p.living()
+	if l == nil {
+		return 0
+	}
+	c := &adminapi.Client{URL: "http://admin.test", HTTP: &http.Client{Transport: l.admin, Timeout: 5 * time.Second}}
+	states, _ := c.Slots(p.w.Context()) // Without an answer it has none.
+	for _, s := range states {
+		if s.Owner {
+			epoch = s.Epoch
+		}
+	}
+	return epoch
+}
 
 // living returns the present process, or nil.
 func (p *pod) living() *life {
@@ -117,7 +162,7 @@ func (l *life) follow(ctx context.Context, o dispatcher.Options) {
 		l.listeners = append(l.listeners, network.listen(p.name+name))
 	}
 	remote := newAccess(l, p.w.log)
-	h := host.Options{Options: o, PeerListen: l.listeners[2].address, LeaseClock: time.Now, Dial: network.dial,
+	h := host.Options{Options: o, PeerListen: l.listeners[2].address, LeaseClock: p.leaseClock(), WallClock: p.wallClock, Dial: network.dial,
 		Listeners: host.NewListeners(dispatcher.NewListeners(l.listeners[0], l.listeners[1]), l.listeners[2])}
 	go func() {
 		l.ended <- host.Run(ctx, h, host.Slots{Number: 1, Standbys: 2, Bus: heartbeats{remote},
@@ -266,7 +311,7 @@ func (l *life) lose() {
 	if l.power {
 		unsynced, name = w.dice.IntN(101), "power loss"
 	}
-	l.restored = w.begin(witness.Fault{Name: name, Process: l.pod.name, Repeats: witness.Unrecorded})
+	l.restored = w.Fault(witness.Fault{Name: name, Process: l.pod.name, Repeats: witness.Unrecorded})
 	if l.power && w.log != nil {
 		l.pod.disk = vfs.NewCrashableMem()
 	} else {

@@ -59,7 +59,7 @@ func (r *receivers) endpoint(e *egress.Endpoint) liveconfig.Endpoint {
 // Post implements delivery.Poster. A receiver gets a request of a process that is lost during it, or not, and the process no
 // answer.
 func (l *life) Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result {
-	w, to, begin := l.pod.w, l.endpoint(e), l.pod.w.clock.Now()
+	w, to, begin := l.pod.w, l.endpoint(e), l.pod.w.Clock.Now()
 	receipt := w.receiptOf(to, headers, string(body))
 	w.mu.Lock()
 	dead := l.dead
@@ -86,11 +86,11 @@ func (l *life) Post(ctx context.Context, e *egress.Endpoint, headers []egress.He
 	defer w.mu.Unlock()
 	if l.dead {
 		if !dead && w.dice.IntN(2) == 0 {
-			w.received.Write(witness.Line{Begin: begin, Receipt: receipt})
+			w.Received.Write(witness.Line{Begin: begin, Receipt: receipt})
 		}
 		return egress.Result{Reason: egress.ConnectionFailed, Message: "failed"}
 	}
-	w.received.Write(witness.Line{Begin: begin, Receipt: receipt})
+	w.Received.Write(witness.Line{Begin: begin, Receipt: receipt})
 	return result
 }
 

@@ -3,7 +3,9 @@ package simulation
 
 import (
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -26,14 +28,17 @@ func runPlans(t *testing.T, seeds int, log func() *replicatedLog) {
 	}
 	first := setting("POSTHORN_SIMULATION_SEED", 1)
 	seeds = setting("POSTHORN_SIMULATION_SEEDS", seeds)
-	all := &tally{results: map[string]map[witness.Result]int{}}
+	all := &tally{results: map[string]map[witness.Result]int{}, rounds: map[string]int{}, failed: map[string]int{}}
 	t.Cleanup(func() { all.check(t, seeds) })
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			t.Parallel()
 			t.Logf("to reproduce: POSTHORN_SIMULATION_SEED=%d POSTHORN_SIMULATION_SEEDS=1", seed)
-			for _, v := range simulate(t, uint64(seed), newPlan(uint64(seed)), log) {
-				if all.add(v); fails(v) {
+			plan := newPlan(uint64(seed), log != nil)
+			verdicts := simulate(t, uint64(seed), plan, log)
+			all.add(plan, verdicts)
+			for _, v := range verdicts {
+				if fails(v) {
 					t.Errorf("%v", v)
 				}
 			}
@@ -41,26 +46,44 @@ func runPlans(t *testing.T, seeds int, log func() *replicatedLog) {
 	}
 }
 
-// always are the clauses that hold in each plan, and sometimes those about which not every plan has a line. Package
-// witness has the others: denied and status need sockets and a control plane.
+// always are the clauses that hold in each plan, and sometimes those about which not every plan has a line. The other one,
+// denied, needs sockets.
 var (
 	always    = []string{"outcome", "accepted", "refusal", "config", "signed", "bytes", "urls", "window", "wait", "ids", "ledger"}
-	sometimes = []string{"repeats", "isolation", "fall", "once", "ready"}
+	sometimes = []string{"repeats", "isolation", "fall", "once", "status", "ready"}
 )
 
-// tally counts the verdicts of all plans.
+// tally counts the verdicts of all plans, and the steps of each kind, of which some were in a plan that failed.
 type tally struct {
 	sync.Mutex
-	results map[string]map[witness.Result]int
+	results        map[string]map[witness.Result]int
+	rounds, failed map[string]int
 }
 
-func (a *tally) add(v witness.Verdict) {
+func (a *tally) add(plan []step, verdicts []witness.Verdict) {
 	a.Lock()
 	defer a.Unlock()
-	if a.results[v.Clause.ID] == nil {
-		a.results[v.Clause.ID] = map[witness.Result]int{}
+	for _, v := range verdicts {
+		if a.results[v.Clause.ID] == nil {
+			a.results[v.Clause.ID] = map[witness.Result]int{}
+		}
+		a.results[v.Clause.ID][v.Result]++
 	}
-	a.results[v.Clause.ID][v.Result]++
+	for _, s := range plan {
+		name := kinds[s.kind].name
+		if a.rounds[name]++; slices.ContainsFunc(verdicts, fails) {
+			a.failed[name]++
+		}
+	}
+}
+
+// classes describes the rounds of each kind of step, how many of them failed, and the bound of the risk of a round for which
+// the chance to see no failure is 5 %.
+func (a *tally) classes() (text string) {
+	for _, name := range slices.Sorted(maps.Keys(a.rounds)) {
+		text += fmt.Sprintf("; %s: %d rounds, %d failed, bound %.2g", name, a.rounds[name], a.failed[name], 3/float64(a.rounds[name]))
+	}
+	return text
 }
 
 // check reports the clauses that hold in too few plans to be tested.
@@ -70,31 +93,17 @@ func (a *tally) check(t *testing.T, seeds int) {
 			t.Errorf("clause %s: got %d plans in which it holds, want a tenth of %d or more", id, holds, seeds)
 		}
 	}
-	t.Logf("%d plans; verdicts by clause: %v", seeds, a.results)
+	t.Logf("verdicts by clause: %v", a.results)
+	t.Logf("%d plans%s", seeds, a.classes())
 }
 
-// simulate runs a plan in virtual time. The journals are kept if the test has failed.
+// simulate runs a plan in virtual time.
 func simulate(t *testing.T, seed uint64, plan []step, log func() *replicatedLog) (verdicts []witness.Verdict) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, seed, log)
 		verdicts = w.run(plan)
-		if len(violated(verdicts)) > 0 || t.Failed() {
-			t.Logf("the journals are in %s", w.dir)
-		} else {
-			_ = os.RemoveAll(w.dir)
-		}
 	})
 	return verdicts
-}
-
-// violated returns the ids of the clauses that are violated.
-func violated(verdicts []witness.Verdict) (ids []string) {
-	for _, v := range verdicts {
-		if v.Result == witness.Violated {
-			ids = append(ids, v.Clause.ID)
-		}
-	}
-	return ids
 }
 
 func setting(name string, normal int) int {

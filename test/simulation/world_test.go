@@ -13,16 +13,22 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/test/record"
 	"github.com/posthorn/posthorn/test/witness"
 )
 
 // bounds are what docs/reliability.md states: what is not recorded after a loss, and the next probe of a circuit.
-var bounds = witness.Plan{Unrecorded: 300 * time.Millisecond, Wait: 65 * time.Second, Ready: 5 * time.Second, Grace: grace}
+var bounds = witness.Plan{Unrecorded: 300 * time.Millisecond, Wait: 65 * time.Second, Status: reported, Ready: 5 * time.Second,
+	Grace: grace}
 
 // replicatedBounds are those with a replicated log: a takeover is added, and two to Ready, because the next owner may be lost, too.
-var replicatedBounds = witness.Plan{Unrecorded: 2 * time.Second, Wait: 85 * time.Second, Ready: 45 * time.Second, Grace: grace}
+var replicatedBounds = witness.Plan{Unrecorded: 2 * time.Second, Wait: 85 * time.Second, Status: reported, Ready: 45 * time.Second,
+	Grace: grace}
 
 const (
+	// reported is the time after which a report counts a delivery.
+	reported = 2 * time.Second
 	// grace is the grace period, and timeout the timeout of a request to a receiver.
 	grace   = 10 * time.Second
 	timeout = 2 * time.Second
@@ -35,7 +41,7 @@ const (
 // world has what survives the loss of a process: senders, receivers, manifests, and the disk.
 type world struct {
 	*testing.T
-	*journals
+	*record.Journals
 	seed uint64
 	// rand is used by the goroutine of the plan only.
 	rand *rand.Rand
@@ -60,16 +66,19 @@ type world struct {
 	bounds  witness.Plan
 	// acknowledged is the number of calls that were acknowledged.
 	acknowledged int
+	// epoch is the epoch of the newest owner, and disturbed the time from which on the log is disturbed; 0 if it is not.
+	epoch     uint64
+	disturbed time.Duration
 }
 
 func newWorld(t *testing.T, seed uint64, log func() *replicatedLog) *world {
-	w := &world{T: t, seed: seed, journals: newJournals(t), rand: rand.New(rand.NewPCG(seed, 0)), dice: rand.New(rand.NewPCG(seed, 1)),
+	w := &world{T: t, seed: seed, Journals: record.Begin(t), rand: rand.New(rand.NewPCG(seed, 0)), dice: rand.New(rand.NewPCG(seed, 1)),
 		configs: map[string]*config{}, failing: map[string]receiverFault{}, network: network{listeners: map[string]*listener{}}}
 	w.bounds = bounds
 	if log != nil { // Its channels are in the bubble.
 		w.bounds, w.log = replicatedBounds, log()
 	}
-	w.sender.Write(witness.Line{Plan: &w.bounds})
+	w.Sender.Write(witness.Line{Plan: &w.bounds})
 	for _, namespace := range namespaces {
 		w.configs[namespace] = newConfig(namespace)
 		w.configs[namespace].encode(t)
@@ -116,15 +125,15 @@ func (w *world) destinations() (all []*target) {
 
 // apply notes that the newest revision of a destination is about to be applied.
 func (w *world) apply(d *target) {
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
+	w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
 		Destination: &witness.Destination{
 			URLs: d.urls(), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
-			InFlight: inFlight, Timeout: timeout, Window: d.window,
+			InFlight: inFlight, Timeout: timeout, Window: d.window, Suspended: d.state == liveconfig.Suspended,
 		}}})
 }
 
 func (w *world) note(d *target, action string) {
-	w.objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: action, Revision: d.revision}})
+	w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: action, Revision: d.revision}})
 }
 
 // observe writes ledgers and the readiness every second until stop is closed.
@@ -136,7 +145,7 @@ func (w *world) observe(stop <-chan struct{}) {
 		case <-time.After(time.Second):
 		}
 		for _, p := range w.pods {
-			w.ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: p.request(http.MethodGet, "/readyz") == http.StatusOK}})
+			w.Ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: p.request(http.MethodGet, "/readyz") == http.StatusOK}})
 		}
 		w.writeLedgers(false)
 	}
@@ -156,7 +165,7 @@ func (w *world) admin() *adminapi.Client {
 	return nil
 }
 
-// report returns the report of the owner; nil without an answer.
+// report returns the report of the owner; nil without an answer, or from an earlier owner that reaches no server.
 func (w *world) report() *adminapi.Report {
 	c := w.admin()
 	if c == nil {
@@ -166,7 +175,25 @@ func (w *world) report() *adminapi.Report {
 	if err != nil {
 		return nil
 	}
+	if r.Replication != nil && !w.follow(r.Replication.Epoch) {
+		return nil
+	}
 	return r
+}
+
+// follow notes an owner, and reports whether it is the newest one. A change of the owner while the log is disturbed is a fault:
+// the last one sent nothing from Unrecorded after the begin on.
+func (w *world) follow(epoch uint64) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if epoch < w.epoch {
+		return false
+	}
+	if epoch > w.epoch && w.disturbed > 0 {
+		w.FaultAt(w.disturbed+w.bounds.Unrecorded, witness.Fault{Name: "change of the owner", Repeats: witness.Unrecorded})()
+	}
+	w.epoch = epoch
+	return true
 }
 
 // progress waits, with a replicated log, until another call is acknowledged.
@@ -212,9 +239,12 @@ func (w *world) writeLedger(name string, d adminapi.DestinationReport, final boo
 		pending += int(e.FirstAttemptsPending)
 		unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
 	}
-	w.ledgers.Write(witness.Line{Ledger: &witness.Ledger{Name: name, Final: final, Accepted: int(l.Accepted),
-		Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded),
-		Pending: int(l.Pending), Unsent: unsent}})
+	numbers := witness.Ledger{Name: name, Final: final, Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered),
+		DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent}
+	status := numbers // A status repeats the numbers of a report.
+	status.Status, status.Final = true, false
+	w.Ledgers.Write(witness.Line{Ledger: &numbers})
+	w.Ledgers.Write(witness.Line{Ledger: &status})
 	return pending + int(l.Pending)
 }
 
@@ -237,7 +267,7 @@ func (w *world) run(plan []step) []witness.Verdict {
 	}
 	for _, s := range plan {
 		w.rand = rand.New(rand.NewPCG(s.seed, 0))
-		w.Logf("%v: %s", w.clock.Now(), kinds[s.kind].name)
+		w.Logf("%v: %s", w.Clock.Now(), kinds[s.kind].name)
 		kinds[s.kind].run(w)
 	}
 	w.calm()
@@ -254,21 +284,24 @@ func (w *world) run(plan []step) []witness.Verdict {
 		p.end()
 	}
 	w.ending.Wait()
-	return w.judge(w.T)
+	return w.Judge(w.T)
 }
 
 // writeLetters writes the dead letters of all destinations.
 func (w *world) writeLetters() {
 	for _, d := range w.destinations() {
-		letters := &witness.Letters{Name: d.id()}
+		letters := &witness.Letters{Name: d.id(), Expired: map[string]time.Duration{}}
 		for letter, err := range w.admin().DeadLetters(w.Context(), d.id(), 10_000) {
 			if err != nil {
-				w.Errorf("dead letters of %s: got error %v, want none", d.id(), err)
+				w.Logf("the dead letters of %s are not known, so its outcomes are unclear: %v", d.id(), err)
 				return
 			}
-			letters.IDs = append(letters.IDs, string(letter.MessageID))
+			id := string(letter.MessageID)
+			if letters.IDs = append(letters.IDs, id); letter.Reason == "Expired" {
+				letters.Expired[id] = letter.FailedAt.Sub(letter.AcceptedAt)
+			}
 		}
-		w.ledgers.Write(witness.Line{Letters: letters})
+		w.Ledgers.Write(witness.Line{Letters: letters})
 	}
 }
 
@@ -326,7 +359,7 @@ func (w *world) send(namespace, body string, messages []witness.Message, random 
 func (w *world) post(namespace, body string, messages []witness.Message, random *rand.Rand) int {
 	p := w.pods[random.IntN(len(w.pods))]
 	call := &witness.Call{Kind: witness.Calls, Source: namespace + "/web", Messages: messages, Valid: true}
-	begin, fate := w.clock.Now(), random.IntN(30)
+	begin, fate := w.Clock.Now(), random.IntN(30)
 	if fate == 0 {
 		time.Sleep(time.Second)
 	} else {
@@ -340,13 +373,13 @@ func (w *world) post(namespace, body string, messages []witness.Message, random 
 				if call.Status = acknowledges(status, text); call.Status == http.StatusOK {
 					w.acknowledged += len(messages)
 				}
-				w.sender.Write(witness.Line{Begin: begin, Call: call})
+				w.Sender.Write(witness.Line{Begin: begin, Call: call})
 			})
 		if call.Status != 0 {
 			return call.Status
 		}
 	}
-	w.sender.Write(witness.Line{Begin: begin, Call: call})
+	w.Sender.Write(witness.Line{Begin: begin, Call: call})
 	return call.Status
 }
 

@@ -14,14 +14,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
 func audience(name, more string) string {
 	return `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: ` + name + `}
 spec: {sourceRef: {name: web}, ` + more + `}
@@ -48,7 +48,7 @@ func members(t *testing.T, list ...string) string {
 
 func (p *posthorn) syncMembers(key string, list []string, flags ...string) (stdout, stderr string, code int) {
 	p.T.Helper()
-	return cli(p.T, "", append([]string{"audience", "sync", key, members(p.T, list...), "--endpoint", "http://" + p.Addr, "--write-key",
+	return cli(p.T, "", append([]string{"audience", "sync", key, members(p.T, list...), "--address", "http://" + p.Addr, "--write-key",
 		"system-write-key"}, flags...)...)
 }
 
@@ -72,13 +72,13 @@ func traits(t *testing.T, requests []request) (out []string) {
 	return out
 }
 
-func (p *posthorn) audience(name string) v1alpha1.Audience {
+func (p *posthorn) audience(name string) v1beta1.Audience {
 	p.T.Helper()
 	out, errs, code := cli(p.T, "", "get", "audiences", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
 		p.T.Fatalf("get audiences: got exit code %d, want 0: %s", code, errs)
 	}
-	var a v1alpha1.Audience
+	var a v1beta1.Audience
 	if err := json.Unmarshal([]byte(out), &a); err != nil {
 		p.T.Fatal(err)
 	}
@@ -166,11 +166,11 @@ func TestAudience(t *testing.T) {
 	}
 	wait.For(p.T, "the rejected sync in the status", func() error {
 		for _, c := range p.audience("shoppers").Status.Conditions {
-			if c.Type == v1alpha1.ConditionSynced && c.Reason == v1alpha1.ReasonSyncRefused && strings.Contains(c.Message, "line 2") {
+			if c.Type == v1beta1.ConditionSynced && c.Reason == v1beta1.ReasonSyncRefused && strings.Contains(c.Message, "line 2") {
 				return nil
 			}
 		}
-		return fmt.Errorf("conditions: got %+v, want Synced %s for line 2", p.audience("shoppers").Status.Conditions, v1alpha1.ReasonSyncRefused)
+		return fmt.Errorf("conditions: got %+v, want Synced %s for line 2", p.audience("shoppers").Status.Conditions, v1beta1.ReasonSyncRefused)
 	})
 
 	// The members survive a kill of the process.
@@ -179,7 +179,7 @@ func TestAudience(t *testing.T) {
 	ok(p.syncMembers("first_time_shoppers", []string{"u4"}, "--allow-removal", "70"))
 	wantCalls("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
 	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-",
-		"--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 ||
+		"--increment", "--address", "http://"+p.Addr, "--write-key", key); code != 0 ||
 		!strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
 		t.Errorf("increment: got exit code %d: %s %s, want 0 and one added and removed", code, out, errs)
 	}

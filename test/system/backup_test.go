@@ -202,7 +202,7 @@ func TestBackupAndRestore(t *testing.T) {
 		if code != 0 || !strings.Contains(out, "Restored the backup") {
 			t.Fatalf("restore of %s: exit %d: %s%s", restored.from, code, out, errs)
 		}
-		again := &posthorn{Instance: process.NewInstance(t, binary, data, nil, "--manifests", p.Manifests)}
+		again := &posthorn{Instance: process.NewInstance(t, binary, data, nil, "-f", p.Manifests)}
 		again.Launch()
 		// Waits until nothing is pending; the report has balanced ledgers.
 		if got, _, dead, discarded := again.ledger("crm"); got < int64(len(restored.ids)) || got > int64(len(all)) || dead+discarded > 0 {

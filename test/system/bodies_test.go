@@ -104,7 +104,8 @@ func TestTailForwardTo(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	cmd := exec.CommandContext(ctx, binary, "tail", "crm", "--forward-to", developer.URL+"/hook", "--secret", "test-secret", "-o", "json",
+	cmd := exec.CommandContext(ctx, binary, "tail", "crm", "--forward-to", developer.URL+"/hook", "--secret-value", "test-secret",
+		"-o", "json",
 		"--admin", p.Admin)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {

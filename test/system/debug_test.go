@@ -23,10 +23,10 @@ func TestDebug(t *testing.T) {
     - {name: Authorization, value: hush-header}
     url:`, 1),
 		"deletion.yaml": `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: DeletionRequest
 metadata: {name: forgotten}
-spec: {userId: hush-user, suppress: true}
+spec: {userID: hush-user, suppress: true}
 `,
 	}
 	p := start(t, manifests, "--debug")

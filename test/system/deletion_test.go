@@ -24,19 +24,18 @@ func TestDeletionRequest(t *testing.T) {
 	failing.set(func(int) int { return http.StatusBadRequest })
 	p := start(t, map[string]string{
 		"source.yaml": source() + `---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: tv}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: sharedSecret}}]
 `, "crm.yaml": destination("crm", crm.URL, ""), "failing.yaml": destination("failing", failing.URL, ""),
-		"off.yaml":   destination("off", crm.URL, "\n  enabled: false\n"),
 		"picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
 	})
 	for _, name := range []string{"crm", "failing"} {
 		p.condition(name, "Ready", "True", "")
 	}
-	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests, "--admin", p.Admin, "--suppress", "--wait")
+	out, errs, code := cli(t, "", "delete-user", "ü1", "-f", p.Manifests, "--admin", p.Admin, "--suppress", "--wait")
 	if code != 1 { // One notification was not delivered.
 		t.Errorf("delete-user: got exit code %d, want 1: %s %s", code, out, errs)
 	}
@@ -64,7 +63,7 @@ spec:
 	}
 	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
 	p.arrive(crm, 4)
-	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.Manifests); code != 1 ||
+	if out, errs, code := cli(t, "", "delete-user", "ü1", "-f", p.Manifests); code != 1 ||
 		!strings.Contains(errs, "is already requested") {
 		t.Errorf("repeated request: got exit code %d: %s %s, want 1 and \"is already requested\"", code, out, errs)
 	}
@@ -81,8 +80,8 @@ spec:
 	}
 
 	// A request for one Source without destinations sends no notifications.
-	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.Manifests, "--admin", p.Admin, "--source", "tv", "--wait")
-	if code != 0 || !strings.Contains(out, "no WebhookDestination has an affected Source") {
+	out, errs, code = cli(t, "", "delete-user", "u3", "-f", p.Manifests, "--admin", p.Admin, "--source", "tv", "--wait")
+	if code != 0 || !strings.Contains(out, "has an affected Source") {
 		t.Errorf("request without destinations: got exit code %d: %s %s, want 0 and that no destination has the Source", code, out, errs)
 	}
 	for _, line := range strings.Split(out, "\n") {
@@ -92,7 +91,7 @@ spec:
 	}
 
 	// With a TTL the request is removed after its end; a file with several objects is kept.
-	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.Manifests, "--admin", p.Admin, "--ttl", "10s")
+	out, errs, code = cli(t, "", "delete-user", "u4", "-f", p.Manifests, "--admin", p.Admin, "--ttl", "10s")
 	if code != 0 {
 		t.Errorf("request with a TTL: got exit code %d, want 0: %s %s", code, out, errs)
 	}
@@ -116,8 +115,8 @@ spec:
 	if _, err := os.Stat(filepath.Join(p.Manifests, "two.yaml")); err != nil {
 		t.Error(err)
 	}
-	for _, bad := range [][]string{{"--ttl", "1s"}, {"--ttl", "1h", "--suppress"}} {
-		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "--manifests", p.Manifests}, bad...)...); code != 2 {
+	for _, bad := range [][]string{{"--ttl", "1s", "--wait"}, {"--ttl", "1500ms"}, {"--ttl", "0", "--suppress"}} {
+		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "-f", p.Manifests}, bad...)...); code != 2 {
 			t.Errorf("delete-user with %v: got exit code %d, want 2: %s", bad, code, errs)
 		}
 	}
@@ -133,10 +132,10 @@ spec:
 
 func deletionRequest(name, user string) string {
 	return `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: DeletionRequest
 metadata: {name: ` + name + `}
-spec: {userId: ` + user + `, ttlSecondsAfterFinished: 1}
+spec: {userID: ` + user + `, ttlSecondsAfterFinished: 1}
 `
 }
 

@@ -44,7 +44,7 @@ func TestDiscard(t *testing.T) {
 		"why crm": "parked ", "why": object + ": parked "} {
 		wait.For(p.T, command+" with the parked destination", func() error {
 			out, _, code := cli(t, "", append(strings.Fields(command), "--admin", p.Admin)...)
-			if code != 1 || !strings.Contains(out, want) || !strings.Contains(out, "posthorn discard default/crm") {
+			if code != 1 || !strings.Contains(out, want) || !strings.Contains(out, "posthorn discard crm -n default") {
 				return fmt.Errorf("exit code %d, output:\n%s\nwant exit code 1 and %q with the command that deletes it", code, out, want)
 			}
 			return nil
@@ -54,11 +54,10 @@ func TestDiscard(t *testing.T) {
 		args, want string
 		code       int
 	}{
-		{"default/nothing --yes", "no parked object has this name", 1},
-		{"default/mail --yes", "no parked object has this name", 1},
-		{"other/crm --yes", "no parked object has this name", 1},
-		{"crm --yes", "use NAMESPACE/NAME", 2},
-		{"default/crm", "--yes to delete " + object, 2},
+		{"nothing -y", "no parked object in namespace default has this name", 1},
+		{"mail -n default --yes", "no parked object in namespace default has this name", 1},
+		{"crm -n other --yes", "no parked object in namespace other has this name", 1},
+		{"crm", "--yes to delete " + object, 2},
 	} {
 		_, errs, code := cli(t, "", append([]string{"discard", "--admin", p.Admin}, strings.Fields(c.args)...)...)
 		if code != c.code || !strings.Contains(errs, c.want) {
@@ -68,9 +67,9 @@ func TestDiscard(t *testing.T) {
 	if l := ledger(); l.Discarded != 0 || l.Pending != 2*messages {
 		t.Errorf("ledger of the Source while the destination is parked: got %+v, want %d pending and nothing discarded", l, 2*messages)
 	}
-	out, errs, code := cli(t, "", "discard", "default/crm", "--yes", "--admin", p.Admin)
+	out, errs, code := cli(t, "", "discard", "crm", "--yes", "--admin", p.Admin)
 	if code != 0 || !strings.Contains(out, "deleted: "+object+"; ") {
-		t.Fatalf("posthorn discard default/crm --yes: got exit code %d, %q and %q; want 0, deleted", code, out, errs)
+		t.Fatalf("posthorn discard crm --yes: got exit code %d, %q and %q; want 0, deleted", code, out, errs)
 	}
 	wait.For(p.T, "the messages are discarded", func() error {
 		if l := ledger(); l.Discarded != messages || l.Pending != messages {
@@ -84,8 +83,8 @@ func TestDiscard(t *testing.T) {
 		}
 		return nil
 	})
-	if _, errs, code := cli(t, "", "discard", "default/crm", "--yes", "--admin", p.Admin); code != 1 ||
-		!strings.Contains(errs, "no parked object has this name") {
+	if _, errs, code := cli(t, "", "discard", "crm", "--yes", "--admin", p.Admin); code != 1 ||
+		!strings.Contains(errs, "has this name") {
 		t.Errorf("posthorn discard of a deleted object: got exit code %d and %q, want 1", code, errs)
 	}
 	r.set(func(int) int { return http.StatusOK })

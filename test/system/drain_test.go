@@ -21,7 +21,7 @@ import (
 // drain runs `posthorn drain` with the manifests and the data directory of a stopped Posthorn.
 func (p *posthorn) drain(flags ...string) (stdout, stderr string, code int) {
 	p.T.Helper()
-	args := []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8"}
+	args := []string{"drain", "--data", p.Data, "-f", p.Manifests, "--egress-allow", "127.0.0.0/8"}
 	return cli(p.T, "", append(args, flags...)...)
 }
 
@@ -135,7 +135,7 @@ func TestDrainEndsEarly(t *testing.T) {
 				return http.StatusOK
 			})
 			var output bytes.Buffer
-			cmd := exec.CommandContext(t.Context(), binary, "drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8")
+			cmd := exec.CommandContext(t.Context(), binary, "drain", "--data", p.Data, "-f", p.Manifests, "--egress-allow", "127.0.0.0/8")
 			cmd.Stdout, cmd.Stderr = &output, &output
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
@@ -190,8 +190,8 @@ func TestDrainKeepsWhatItCannotDeliver(t *testing.T) {
 	}
 	p.remove("crm.yaml")
 	p.expectTimeout(20, "the WebhookDestination is not in the config")
-	p.Write("crm.yaml", string(crm)+"  enabled: false\n")
-	p.expectTimeout(20, "the WebhookDestination is disabled; set spec.enabled to true")
+	p.Write("crm.yaml", string(crm)+"  suspend: true\n")
+	p.expectTimeout(20, "the WebhookDestination is suspended; set spec.suspend to false")
 	p.Write("crm.yaml", strings.Replace(string(crm), "key: sharedSecret", "key: missing", 1))
 	p.expectTimeout(20, "the WebhookDestination is paused: ")
 	p.Write("other.yaml", strings.Replace(source()[strings.Index(source(), "---"):], "name: web", "name: other", 1))
@@ -233,7 +233,7 @@ func TestDrainOfDeadLetters(t *testing.T) {
 	p.End(syscall.SIGTERM)
 	r.set(nil)
 	p.Write("again.yaml", `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Redelivery
 metadata: {name: again}
 spec: {destinationRef: {name: crm}}
@@ -251,7 +251,7 @@ func TestDrainAdminAPI(t *testing.T) {
 	r := newReceiver(t)
 	p := backlog(t, r, 5)
 	drain := *p.Posthorn
-	drain.Addr, drain.Args = "", []string{"drain", "--data", p.Data, "--manifests", p.Manifests, "--egress-allow", "127.0.0.0/8",
+	drain.Addr, drain.Args = "", []string{"drain", "--data", p.Data, "-f", p.Manifests, "--egress-allow", "127.0.0.0/8",
 		"--admin-listen", p.Admin}
 	if err := drain.Start(); err != nil {
 		t.Fatal(err)
@@ -309,16 +309,16 @@ func TestDrainRefuses(t *testing.T) {
 		"empty folder":     {[]string{"--data", empty}, "has no folder queue, so no dispatcher has stored messages there"},
 		"empty queue":      {[]string{"--data", emptyQueue}, "is empty, so it has no messages"},
 		"the queue itself": {[]string{"--data", p.Data + "/queue"}, "use the folder above it, " + p.Data},
-		"two configs":      {[]string{"--data", p.Data, "--namespace", "posthorn-system"}, "set either --manifests or --namespace"},
+		"two configs":      {[]string{"--data", p.Data, "--system-namespace", "posthorn-system"}, "set either -f or --system-namespace"},
 		"a replicated log": {[]string{"--data", p.Data, "--replication-url", "nats://127.0.0.1:4222"},
 			"--replication-url: a replicated log is not drained"},
 		"open admin API": {[]string{"--data", p.Data, "--admin-listen", ":8081"},
 			"the address has no authentication; use a loopback address"},
-		"kubeconfig":          {[]string{"--data", p.Data, "--kubeconfig", "config"}, "--kubeconfig needs --namespace"},
+		"kubeconfig":          {[]string{"--data", p.Data, "--kubeconfig", "config"}, "--kubeconfig needs --system-namespace"},
 		"a negative timeout":  {[]string{"--data", p.Data, "--timeout", "-1s"}, "--timeout -1s: use a positive duration"},
-		"manifests not found": {[]string{"--data", p.Data, "--manifests", empty + "/missing"}, "is not a folder"},
+		"manifests not found": {[]string{"--data", p.Data, "-f", empty + "/missing"}, "is not a folder"},
 	} {
-		args := append([]string{"drain", "--manifests", p.Manifests}, c.args...)
+		args := append([]string{"drain", "-f", p.Manifests}, c.args...)
 		if _, stderr, code := cli(t, "", args...); code != 2 || !strings.Contains(stderr, c.want) {
 			t.Errorf("%s: got exit code %d, error %s, want 2 and %q", name, code, stderr, c.want)
 		}

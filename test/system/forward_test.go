@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -17,10 +17,10 @@ import (
 // forwarded returns status.delivery.deadLettersForwarded of a destination.
 func (p *posthorn) forwarded(name string) (int64, error) {
 	d, err := p.destination(name)
-	if err != nil || d.Status.Delivery == nil {
+	if err != nil || d.Status.Delivery == nil || d.Status.Delivery.DeadLettersForwarded == nil {
 		return 0, err
 	}
-	return d.Status.Delivery.DeadLettersForwarded, nil
+	return *d.Status.Delivery.DeadLettersForwarded, nil
 }
 
 // Dead letters reach the destination in forwardTo with the reason of their failure, also when
@@ -34,12 +34,12 @@ func TestForwardedDeadLetters(t *testing.T) {
 		"crm.yaml":    destination("crm", broken.URL, "  deadLetters: {forwardTo: {destinationRef: {name: ops}}}\n"),
 	})
 	p.builtIn = true
-	message := p.condition("crm", "ResolvedRefs", "False", v1alpha1.ReasonDestinationNotFound)
+	message := p.condition("crm", "ResolvedRefs", "False", v1beta1.ReasonDestinationNotFound)
 	check.Equal(t, "the message names the destination", strings.Contains(message, `"ops"`), true)
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"waits"}`)
 	ops := strings.Replace(destination("ops", sink.URL, ""), "{name: web}", "{name: posthorn-dead-letters}", 1)
 	p.Write("ops.yaml", ops)
-	p.condition("crm", "Ready", "True", v1alpha1.ReasonReady)
+	p.condition("crm", "Ready", "True", v1beta1.ReasonReady)
 	for i := range kills {
 		for n := range calls / kills {
 			p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d-%d"}`, i, n))
@@ -86,7 +86,7 @@ func TestForwardedDeadLetters(t *testing.T) {
 
 	// A destination that forwards cannot be a target, which stops nothing but the forwarding.
 	p.Write("ops.yaml", ops+"  deadLetters: {forwardTo: {destinationRef: {name: crm}}}\n")
-	message = p.condition("crm", "ResolvedRefs", "False", v1alpha1.ReasonInvalidForwardTarget)
+	message = p.condition("crm", "ResolvedRefs", "False", v1beta1.ReasonInvalidForwardTarget)
 	check.Equal(t, "the message has the rule", strings.Contains(message, "forwards its own dead letters"), true)
 	broken.set(nil)
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"delivered"}`)
@@ -98,7 +98,7 @@ func TestBuiltInSourceName(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source(),
 		"reserved.yaml": strings.Replace(source()[strings.Index(source(), "---"):], "{name: web}", "{name: posthorn-dead-letters}", 1)})
 	wait.For(p.T, "the manifest is rejected", func() error {
-		if !strings.Contains(p.Output.Tail(), "metadata.name is the name of a built-in Source; choose another name") {
+		if !strings.Contains(p.Output.Tail(), "names that begin with posthorn- are reserved for built-in Sources; choose another name") {
 			return fmt.Errorf("the log does not mention it")
 		}
 		return nil

@@ -17,7 +17,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/process"
@@ -87,7 +87,7 @@ func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, cod
 }
 
 // destination reads a destination's status with `posthorn get`.
-func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err error) {
+func (p *posthorn) destination(name string) (d v1beta1.WebhookDestination, err error) {
 	p.T.Helper()
 	out, errs, code := cli(p.T, "", "get", "destinations", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
@@ -318,7 +318,7 @@ kind: Secret
 metadata: {name: keys}
 stringData: {writeKey: ` + key + `, sharedSecret: ` + secret + `}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
@@ -328,7 +328,7 @@ spec:
 
 func destination(name, url, more string) string {
 	return `
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: ` + name + `}
 spec:
@@ -338,7 +338,8 @@ spec:
     url: ` + url + `
   signing:
     schemes:
-    - type: HMACSHA1
+    - name: sha1
+      type: HMACSHA1
       secretKeyRef: {name: keys, key: sharedSecret}
 ` + more
 }

@@ -9,14 +9,15 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
 // redelivery reads a Redelivery with `posthorn get`.
-func (p *posthorn) redelivery(name string) (o v1alpha1.Redelivery, err error) {
+func (p *posthorn) redelivery(name string) (o v1beta1.Redelivery, err error) {
 	p.T.Helper()
 	out, errs, code := cli(p.T, "", "get", "redeliveries", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
@@ -40,20 +41,20 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 	}
 	r.set(nil)
 	object := func(name, spec string) string {
-		return "apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: " + name + "}\nspec: {destinationRef: {name: crm}, " + spec + "}\n"
+		return "apiVersion: posthorn.dev/v1beta1\nkind: Redelivery\nmetadata: {name: " + name + "}\nspec: {destinationRef: {name: crm}, " + spec + "}\n"
 	}
-	p.Write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
+	p.Write("again.yaml", object("again", "deadLettersPerSecond: 1, match: {reasons: [Rejected]}"))
 	p.arrive(r, 3)
 	p.End(syscall.SIGKILL)
 	before := len(r.got())
 	p.Launch()
-	ends := func(name, reason string) (o v1alpha1.Redelivery) {
+	ends := func(name, reason string) (o v1beta1.Redelivery) {
 		t.Helper()
 		wait.For(p.T, name+" "+reason, func() (err error) {
 			if o, err = p.redelivery(name); err != nil {
 				return err
 			}
-			c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady)
+			c := meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionReady)
 			if c == nil || string(c.Status)+" "+c.Reason != "True "+reason {
 				return fmt.Errorf("Ready: %+v", c)
 			}
@@ -61,7 +62,7 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 		})
 		return o
 	}
-	o := ends("again", v1alpha1.ReasonRedelivered)
+	o := ends("again", v1beta1.ReasonRedelivered)
 	check.Equal(t, "the kill interrupted the run", before < letters, true)
 	wait.For(p.T, "all messages", func() error {
 		if n := len(r.count()); n != letters {
@@ -69,8 +70,8 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 		}
 		return nil
 	})
-	check.Equal(t, "matched", o.Status.Matched, letters)
-	check.Equal(t, "redelivered", o.Status.Redelivered, letters)
+	check.Equal(t, "matched", ptr.Deref(o.Status.Matched, -1), letters)
+	check.Equal(t, "redelivered", ptr.Deref(o.Status.Redelivered, -1), letters)
 	report, err := p.report()
 	check.NoError(t, "report", err)
 	// The kill may have interrupted a page, which is one message at this rate.
@@ -100,6 +101,6 @@ func TestRedeliveryWithoutACluster(t *testing.T) {
 		}
 		return nil
 	})
-	p.Write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
-	ends("again", v1alpha1.ReasonAlreadyDone)
+	p.Write("again.yaml", object("again", "deadLettersPerSecond: 1, match: {reasons: [Rejected]}"))
+	ends("again", v1beta1.ReasonAlreadyDone)
 }

@@ -234,18 +234,18 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 	})
 }
 
-func TestDisabledDestinationKeepsMessages(t *testing.T) {
+func TestSuspendedDestinationKeepsMessages(t *testing.T) {
 	r := newReceiver(t)
-	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
+	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  suspend: true", 1)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": off})
 	for i := range 20 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 	}
-	p.condition("crm", "Accepted", "True", "Disabled")
+	p.condition("crm", "Accepted", "True", "Suspended")
 	p.End(syscall.SIGTERM)
 	p.Launch()
 	if n := len(r.got()); n > 0 {
-		t.Fatalf("messages of a disabled destination: got %d, want 0", n)
+		t.Fatalf("messages of a suspended destination: got %d, want 0", n)
 	}
 	p.Write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 20)
@@ -360,7 +360,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 // The command repairs the store.
 func TestDamagedStoreIsRepaired(t *testing.T) {
 	r := newReceiver(t)
-	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
+	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  suspend: true", 1)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": off})
 	send := func(from int) {
 		t.Helper()
@@ -388,7 +388,7 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	}
 	send(0)
 	damage()
-	if _, errs, code := cli(t, "", "run", "--manifests", p.Manifests, "--data", p.Data, "--listen", p.Addr, "--admin-listen",
+	if _, errs, code := cli(t, "", "run", "-f", p.Manifests, "--data", p.Data, "--listen", p.Addr, "--admin-listen",
 		p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
 		t.Fatalf("start with a damaged store: got exit code %d and %s, want 1, the MANIFEST and `posthorn repair`", code, errs)
 	}
@@ -548,13 +548,14 @@ func TestCommandLine(t *testing.T) {
 		"no command":        {nil, "", 0, "signed HTTP POST", ""},
 		"unknown command":   {[]string{"frobnicate"}, "", 2, "", "unknown command"},
 		"unknown flag":      {[]string{"sink", "--nope"}, "", 2, "", "--nope"},
-		"run, no manifests": {[]string{"run"}, "", 2, "", "--manifests"},
-		"run, bad egress":   {[]string{"run", "--manifests", t.TempDir(), "--egress-allow", "10.0.0.0/99"}, "", 2, "", "--egress-allow"},
-		"verify, authentic": {[]string{"verify", "--secret", "k", "--signature", signature.SHA1("k", "body")}, "body", 0, "authentic", ""},
-		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", signature.SHA1("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
-		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret"},
+		"run, no manifests": {[]string{"run"}, "", 2, "", "-f"},
+		"run, bad egress":   {[]string{"run", "-f", t.TempDir(), "--egress-allow", "10.0.0.0/99"}, "", 2, "", "--egress-allow"},
+		"verify, authentic": {[]string{"verify", "--secret-value", "k", "--signature", signature.SHA1("k", "body")}, "body", 0, "authentic", ""},
+		"verify, changed": {[]string{"verify", "--secret-value", "k", "--signature", signature.SHA1("k", "body")}, "body\n", 1,
+			"NOT AUTHENTIC", ""},
+		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret-value"},
 		"send, no type":     {[]string{"send"}, "", 2, "", "TYPE"},
-		"send, no server": {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"},
+		"send, no server": {[]string{"send", "track", "--write-key", "k", "--user-id", "u", "--event", "E", "--address", "http://127.0.0.1:1"},
 			"", 1, "", "Is Posthorn running"},
 		"get, no server": {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
 		"get, bad kind":  {[]string{"get", "frobs"}, "", 2, "", "frobs"},
@@ -732,7 +733,7 @@ kind: Secret
 metadata: {name: ios-keys}
 stringData: {writeKey: ios-key}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: ios}
 spec:

@@ -278,7 +278,7 @@ func TestInvalidTraceSettings(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Setenv(name, value)
-			_, stderr, code := cli(t, "", "run", "--manifests", t.TempDir(), "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen",
+			_, stderr, code := cli(t, "", "run", "-f", t.TempDir(), "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen",
 				"127.0.0.1:0")
 			if code != 2 || !strings.Contains(stderr, name) || !strings.Contains(stderr, "use ") || strings.Contains(stderr, "hush") {
 				t.Errorf("start with %s=%s: got exit code %d and %s, want 2, the variable and the fix, without its value", name, value, code, stderr)

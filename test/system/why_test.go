@@ -159,7 +159,7 @@ func TestRejectedManifestOfOtherKinds(t *testing.T) {
 		t.Errorf("why of a valid Source: got exit code %d, want 0:\n%s%s", code, stdout, stderr)
 	}
 	p.Write("source.yaml", strings.Replace(source(), "writeKeys:", "writeKey:", 1))
-	p.Write("vip.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {source: web}\n")
+	p.Write("vip.yaml", "apiVersion: posthorn.dev/v1beta1\nkind: Audience\nmetadata: {name: vip}\nspec: {source: web}\n")
 	p.Write("broken.yaml", "kind: [\n")
 	wait.For(p.T, "3 files with problems", func() error {
 		stdout, _, _ := cli(t, "", "problems", "--admin", p.Admin)
@@ -181,9 +181,9 @@ func TestRejectedManifestOfOtherKinds(t *testing.T) {
 		{"why audience/vip", []string{"Audience default/vip: rejected ", `unknown field "spec.source"`,
 			"no earlier valid version, so the object does not exist"}, "there is no Audience"},
 		{"why redelivery/gone", []string{`there is no Redelivery "gone" in namespace "default"`, "NOTICE    Manifest"}, ""},
-		{"why sources", []string{"source.yaml:", "broken.yaml:", "1 of 1 object has a problem."}, "vip.yaml"},
+		{"why sources", []string{"source.yaml:", "broken.yaml:", "1 of 1 object in namespace default has a problem."}, "vip.yaml"},
 		{"why audiences", []string{"vip.yaml:", "broken.yaml:"}, "source.yaml"},
-		{"why", []string{"source.yaml:", "vip.yaml:", "broken.yaml:", "1 of 2 objects has a problem."}, ""},
+		{"why", []string{"source.yaml:", "vip.yaml:", "broken.yaml:", "1 of 2 objects in namespace default has a problem."}, ""},
 	} {
 		stdout, stderr, code := cli(t, "", append(strings.Fields(c.args), "--admin", p.Admin)...)
 		out := stdout + stderr

@@ -81,7 +81,7 @@ var Clauses = []Clause{
 		needs: []Role{Sender, Receiver, Objects}, untimed: true, judge: judgeBytes},
 	{ID: "urls", Sentence: "Each URL of a destination gets each delivered message at least once, unless the destination is removed.",
 		needs: []Role{Sender, Receiver, Objects, Faults, Ledgers}, judge: judgeURLs},
-	{ID: "window", Sentence: "Retries end with the retry window.",
+	{ID: "window", Sentence: "Retries end with the retry window, and not before; it does not include suspensions.",
 		needs: []Role{Sender, Receiver, Objects}, judge: judgeWindow},
 	{ID: "wait", Sentence: "A message waits for a working receiver no longer than for a takeover and the next probe.",
 		needs: []Role{Sender, Receiver, Objects, Faults}, judge: judgeWait},
@@ -185,6 +185,8 @@ type destination struct {
 	// letters are its dead letters; nil if they are not known. final is its last ledger.
 	letters map[string]*Line
 	final   *Line
+	// expired are Letters.Expired.
+	expired map[string]time.Duration
 	// redeliver are the redeliveries of its dead letters, by identity.
 	redeliver map[string][]*Line
 }
@@ -236,7 +238,7 @@ func (h *History) build() {
 	}
 	for _, l := range h.letters {
 		d := h.destination(l.Letters.Name)
-		d.letters = map[string]*Line{}
+		d.letters, d.expired = map[string]*Line{}, l.Letters.Expired
 		for _, id := range l.Letters.IDs {
 			d.letters[id] = l
 		}
@@ -339,6 +341,27 @@ func (d *destination) largest() (inFlight int, timeout, window time.Duration) {
 		inFlight, timeout, window = max(inFlight, r.InFlight), max(timeout, r.Timeout), max(window, r.Window)
 	}
 	return inFlight, timeout, window
+}
+
+// suspended returns how long the destination was suspended in an interval, at least and at most.
+func (d *destination) suspended(since, until time.Duration) (least, most time.Duration) {
+	for i, r := range d.revisions {
+		if !r.Suspended {
+			continue
+		}
+		end, resumed := until, until
+		for _, next := range d.revisions[i+1:] {
+			if end = min(end, next.applied.At); !next.Suspended && next.confirmed != nil {
+				resumed = min(resumed, next.confirmed.At)
+				break
+			}
+		}
+		if r.confirmed != nil {
+			least += max(0, end-max(since, r.confirmed.At))
+		}
+		most += max(0, resumed-max(since, r.applied.At))
+	}
+	return least, most
 }
 
 // done returns the receipts of a message that were answered 2xx in time.

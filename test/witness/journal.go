@@ -147,6 +147,8 @@ type Destination struct {
 	InFlight int               `json:"inFlight"`
 	Timeout  time.Duration     `json:"timeout"`
 	Window   time.Duration     `json:"window"`
+	// Suspended: it gets nothing, and windows do not end.
+	Suspended bool `json:"suspended,omitempty"`
 }
 
 // Fault is the begin or the end of a fault. A failing receiver answers with errors, so that it gets all requests.
@@ -190,6 +192,8 @@ type Ledger struct {
 type Letters struct {
 	Name string   `json:"name"`
 	IDs  []string `json:"ids"`
+	// Expired are the ages at which messages became dead letters because their retry window ended, by identity.
+	Expired map[string]time.Duration `json:"expired,omitempty"`
 }
 
 // Probe is an answer of /readyz.

@@ -14,9 +14,33 @@ func judgeWindow(h *History, f *finding) {
 		}
 		f.judged++
 		_, timeout, window := r.to.largest()
-		if late := r.Begin - m.acknowledged.At - window - timeout; window > 0 && late > 0 {
+		_, suspended := r.to.suspended(m.acknowledged.At, r.Begin)
+		late := r.Begin - m.acknowledged.At - window - timeout - suspended
+		if window > 0 && late > 0 {
 			f.violated([]*Line{m.acknowledged, r.Line}, "message %s is sent %v after the end of its retry window", r.id,
 				late.Round(time.Millisecond))
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(h.destinations)) {
+		h.destinations[name].judgeExpired(h, f)
+	}
+}
+
+// judgeExpired finds messages whose window ended early, by more than two timeouts: one for the last attempt before its end, and
+// one for an attempt that began before a suspension.
+func (d *destination) judgeExpired(h *History, f *finding) {
+	_, timeout, _ := d.largest()
+	for _, id := range slices.Sorted(maps.Keys(d.expired)) {
+		m, age := h.sent[id], d.expired[id]
+		if m == nil || m.acknowledged == nil || len(d.redeliver[id]) > 0 {
+			continue
+		}
+		f.judged++
+		window := slices.MinFunc(d.revisions, func(a, b *revision) int { return int(a.Window - b.Window) }).Window
+		suspended, _ := d.suspended(m.acknowledged.At, m.first.Begin+age)
+		if early := window + suspended - 2*timeout - age; early > 0 {
+			f.violated([]*Line{m.acknowledged, d.letters[id]}, "message %s became a dead letter %v before the end of its retry window", id,
+				early.Round(time.Millisecond))
 		}
 	}
 }
@@ -178,7 +202,7 @@ func judgeStatus(h *History, f *finding) {
 		for _, id := range slices.Sorted(maps.Keys(d.got)) {
 			done := d.done(id)
 			most += len(done)
-			if len(done) > 0 && done[0].At <= since {
+			if len(done) > 0 && done[0].At <= since && d.letters[id] == nil { // The result may be lost before it is one.
 				least, seen = least+1, done[0].Line
 			}
 		}

@@ -271,6 +271,9 @@ var violations = map[string]func(*story){
 			s.add(Objects, at, Line{Object: &Object{Name: crm, Process: "p", Action: action}})
 		}
 	},
+	"window: an early end": func(s *story) {
+		s.add(Ledgers, 9002, Line{Letters: &Letters{Name: news, IDs: []string{"n1"}, Expired: map[string]time.Duration{"n1": ms(1000)}}})
+	},
 	"window: a late retry": func(s *story) { s.track(14_200, newsURL, "n1") },
 	"wait: a late first attempt": func(s *story) {
 		s.received(crmA, "m1").At, s.received(crmB, "m1").At = ms(1500), ms(1500)
@@ -341,6 +344,25 @@ func TestEachClauseCanHoldAndBeViolated(t *testing.T) {
 	}
 	for _, c := range Clauses {
 		check.Equal(t, "a test violates "+c.ID, found[c.ID], true)
+	}
+}
+
+// A retry is later than its window permits by the time of a suspension at most, and the window ends later.
+func TestSuspensionsExtendTheWindow(t *testing.T) {
+	t.Parallel()
+	for suspended, want := range map[bool]Result{true: Holds, false: Violated} {
+		s, early := good(), good()
+		for i, at := range []int{6000, 9000} {
+			revision := Destination{URLs: []string{newsURL}, InFlight: 1, Timeout: ms(100), Window: ms(10_000), Suspended: suspended && i == 0}
+			for _, s := range []*story{s, early} {
+				s.add(Objects, at, Line{Object: &Object{Name: news, Action: Applied, Revision: 2 + i, Destination: &revision}})
+				s.add(Objects, at+10, Line{Object: &Object{Name: news, Action: Confirmed, Revision: 2 + i}})
+			}
+		}
+		early.add(Ledgers, 9002, Line{Letters: &Letters{Name: news, IDs: []string{"n1"}, Expired: map[string]time.Duration{"n1": ms(11_000)}}})
+		check.Equal(t, fmt.Sprint("end after 11 s, suspended: ", suspended), early.check(t)["window"].Result == Holds, !suspended)
+		s.track(14_200, newsURL, "n1")
+		check.Equal(t, fmt.Sprint("window, suspended: ", suspended), s.check(t)["window"].Result, want)
 	}
 }
 

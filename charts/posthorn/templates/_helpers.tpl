@@ -3,7 +3,7 @@
 {{- end }}
 
 {{- define "posthorn.fullname" -}}
-{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "replication" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" "extraObjects" }}
+{{- range list "image" "podSecurityContext" "containerSecurityContext" "crds" "rbac" "adminAuth" "replication" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" "extraObjects" }}
 {{- if not (hasKey $.Values .) }}
 {{- fail (printf "the value %s is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values instead of --reuse-values" .) }}
 {{- end }}
@@ -51,9 +51,12 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* global.imageRegistry replaces the registry of the repository: its first part, if that is a host. */}}
 {{- define "posthorn.image" -}}
 {{- $i := .Values.image -}}
-{{- if $i.digest }}{{ $i.repository }}@{{ $i.digest }}{{ else }}{{ $i.repository }}:{{ default .Chart.AppVersion $i.tag }}{{ end }}
+{{- $repository := $i.repository -}}
+{{- with (default (dict) .Values.global).imageRegistry }}{{ $repository = printf "%s/%s" . (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $repository "") }}{{ end -}}
+{{- if $i.digest }}{{ $repository }}@{{ $i.digest }}{{ else }}{{ $repository }}:{{ default .Chart.AppVersion $i.tag }}{{ end }}
 {{- end }}
 
 {{- define "posthorn.serviceAccount" -}}
@@ -61,15 +64,15 @@ annotations:
 {{- default $own (index .root.Values .component).serviceAccount.name }}
 {{- end }}
 
+{{/* Creates the ServiceAccount of a component: true or nothing. Default: unless it has a name. */}}
+{{- define "posthorn.ownAccount" -}}
+{{- $account := (index .root.Values .component).serviceAccount }}
+{{- if kindIs "invalid" $account.create }}{{ if not $account.name }}true{{ end }}{{ else if $account.create }}true{{ end }}
+{{- end }}
+
 {{/* The Secret with the certificate for calls, or nothing without TLS. */}}
 {{- define "posthorn.tlsSecret" -}}
 {{- if .Values.tls.secretName }}{{ .Values.tls.secretName }}{{ else if .Values.tls.certManager.enabled }}{{ include "posthorn.fullname" . }}-calls-tls{{ end }}
-{{- end }}
-
-{{- define "posthorn.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
 {{- end }}
 
 {{/* The fields shared by the pods of both components. */}}
@@ -95,26 +98,19 @@ topologySpreadConstraints:
       {{- include "posthorn.selector" $ | nindent 6 }}
 {{- end }}
 {{- end }}
-{{- include "posthorn.nodes" $c }}
-{{- with $c.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $c.priorityClassName }}
-priorityClassName: {{ . }}
+{{- with include "posthorn.fields" (list $c "nodeSelector" "tolerations" "affinity" "priorityClassName" "dnsPolicy" "dnsConfig" "hostAliases" "initContainers") }}
+{{ . }}
 {{- end }}
 {{- end }}
 
-{{/* The fields that limit the nodes of a pod. */}}
-{{- define "posthorn.nodes" -}}
-{{- with .nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
+{{/* The fields of an object with these names that are set, or nothing: list object names. */}}
+{{- define "posthorn.fields" -}}
+{{- $object := first . }}
+{{- $set := dict }}
+{{- range $name := rest . }}
+{{- with index $object $name }}{{ $_ := set $set $name . }}{{ end }}
 {{- end }}
-{{- with .tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- with $set }}{{ toYaml . }}{{ end }}
 {{- end }}
 
 {{- define "posthorn.env" -}}
@@ -123,4 +119,15 @@ tolerations:
 {{- with (index .root.Values .component).extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* The probes of a container with the times of its values: list values names. */}}
+{{- define "posthorn.probes" -}}
+{{- $values := first . }}
+{{- $probes := dict }}
+{{- range $probe := rest . }}
+{{- $get := dict "path" (ternary "/readyz" "/healthz" (eq $probe "readinessProbe")) "port" "probes" }}
+{{- $_ := set $probes $probe (merge (dict "httpGet" $get) (index $values $probe)) }}
+{{- end }}
+{{- toYaml $probes }}
 {{- end }}

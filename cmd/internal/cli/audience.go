@@ -35,6 +35,7 @@ func newAudience(flags senderFlags) *cobra.Command {
 func newAudienceSync(flags senderFlags) *cobra.Command {
 	var c sender
 	var o syncOptions
+	var objects *command.Objects
 	var wait bool
 	cmd := &cobra.Command{
 		Use:   "sync KEY FILE|-",
@@ -84,19 +85,20 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 				return fmt.Errorf("%w\nThe result of the sync is unknown; it is safe to send it again", err)
 			}
 			defer resp.Body.Close()
-			result, err := printSyncResult(cmd.OutOrStdout(), resp)
+			result, err := printSyncResult(cmd.OutOrStdout(), objects, resp)
 			switch {
 			case err != nil || result.Sent || o.dryRun:
 				return err
 			case wait:
 				return awaitSent(cmd, &client, to, path, result.Sync)
 			}
-			fmt.Fprintln(cmd.OutOrStdout(), "The sync is accepted; its identify calls follow as fast as the destinations accept them. See 'posthorn get audiences', or use --wait.")
+			fmt.Fprintln(cmd.ErrOrStderr(), "The sync is accepted; its identify calls follow as fast as the destinations accept them. See 'posthorn get audiences', or use --wait.")
 			return nil
 		},
 	}
 	c = flags(cmd)
 	f := cmd.Flags()
+	objects = command.ObjectsFlag(cmd)
 	f.BoolVar(&o.increment, "increment", false, "the lines add and remove members; all other members are kept")
 	f.Float64Var(&o.allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
 	f.BoolVar(&o.allowEmpty, "allow-empty", false, "allow an empty file, which removes every member")
@@ -227,7 +229,7 @@ func readSyncAnswer[T adminapi.SyncResult | adminapi.SyncProgress](resp *http.Re
 }
 
 // printSyncResult prints the answer to a sync.
-func printSyncResult(out io.Writer, resp *http.Response) (adminapi.SyncResult, error) {
+func printSyncResult(out io.Writer, objects *command.Objects, resp *http.Response) (adminapi.SyncResult, error) {
 	r, err := readSyncAnswer[adminapi.SyncResult](resp)
 	if refused, ok := errors.AsType[*syncError](err); ok {
 		where := ""
@@ -238,6 +240,9 @@ func printSyncResult(out io.Writer, resp *http.Response) (adminapi.SyncResult, e
 		return r, fmt.Errorf("sync refused, nothing was changed (%s): %s%s%s", refused.Code, where, refused.Message, flag)
 	} else if err != nil {
 		return r, err
+	}
+	if objects.Chosen() {
+		return r, objects.Print(out, r)
 	}
 	verb, again := "", ""
 	if r.DryRun {

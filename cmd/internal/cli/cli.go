@@ -8,25 +8,15 @@ package cli
 
 import "github.com/spf13/cobra"
 
-// GroupTry is the group of the commands that need no running Posthorn.
-const GroupTry = "try"
-
-// AddTo adds the client commands and their groups to the root command of posthorn.
+// AddTo adds the client commands to the root command of posthorn.
 func AddTo(root *cobra.Command) {
-	for _, group := range []struct {
-		id, title string
-		commands  []*cobra.Command
-	}{
-		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newTrace(connectDirect), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDiscard(), newSlots(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
-		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newImport(sendDirect), newAudience(sendDirect), newDeleteUser()}},
-		{GroupTry, "Trying out:", []*cobra.Command{newSink(), newVerify(), newVersion()}},
-	} {
-		root.AddGroup(&cobra.Group{ID: group.id, Title: group.title})
-		for _, c := range group.commands {
-			c.GroupID = group.id
-			root.AddCommand(c)
-		}
-	}
+	Add(root, GroupBasic, newStatus(), newGet(), newSend(sendDirect), newTest(connectDirect), newImport(sendDirect), newAudience(sendDirect),
+		newDeleteUser())
+	Add(root, GroupDebug, newWhy(), newProblems(), newAttempts(connectDirect), newTail(connectDirect), newTrace(connectDirect),
+		newDeadLetters(connectDirect), newSlots(connectDirect), newDebug(connectDirect))
+	Add(root, GroupData, newDiscard())
+	Add(root, GroupDev, newSink(), newVerify())
+	Add(root, GroupOther, newKubectl("kubectl"), newVersion())
 }
 
 // NewPlugin makes the root command of `kubectl posthorn`: kubectl finds plugins by the name of the

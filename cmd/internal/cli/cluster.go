@@ -28,7 +28,7 @@ import (
 	"k8s.io/client-go/transport/spdy"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 )
@@ -75,6 +75,9 @@ func (c *clusterConnector) config() clientcmd.ClientConfig {
 
 func (c *clusterConnector) rest() (*rest.Config, error) {
 	config, err := c.config().ClientConfig()
+	if clientcmd.IsEmptyConfig(err) {
+		return nil, errors.New("there is no kubeconfig; set KUBECONFIG or --kubeconfig. Without a cluster, the commands of posthorn itself are for posthorn run: 'posthorn why'")
+	}
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to a cluster: %w", err)
 	}
@@ -459,16 +462,16 @@ func (c *clusterSender) readKey(ctx context.Context) (string, error) {
 }
 
 // chosenSource returns the Source of the flag --source, or the only Source of the namespace.
-func (c *clusterSender) chosenSource(ctx context.Context, posthorn *resources) (*v1alpha1.Source, error) {
+func (c *clusterSender) chosenSource(ctx context.Context, posthorn *resources) (*v1beta1.Source, error) {
 	if c.source != "" {
-		var source v1alpha1.Source
+		var source v1beta1.Source
 		err := posthorn.get(ctx, "sources", c.source, &source)
 		if apierrors.IsNotFound(err) {
 			err = fmt.Errorf("there is no Source %q in namespace %q", c.source, posthorn.namespace)
 		}
 		return &source, err
 	}
-	var all v1alpha1.SourceList
+	var all v1beta1.SourceList
 	if err := posthorn.list(ctx, "sources", &all); err != nil {
 		return nil, err
 	}

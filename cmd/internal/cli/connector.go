@@ -129,17 +129,31 @@ func destinationArg(arg string) (string, error) {
 type connectorFlags func(cmd *cobra.Command) connector
 
 // direct connects to one dispatcher by its address.
-type direct struct{ admin, ns string }
+type direct struct {
+	admin, ns string
+	// all selects all namespaces.
+	all bool
+}
+
+// scope returns the selected namespace; "" for all.
+func (d *direct) scope() string {
+	if d.all {
+		return ""
+	}
+	return d.ns
+}
+
+// scopeFlags registers -n and -A.
+func (d *direct) scopeFlags(cmd *cobra.Command) {
+	command.NamespaceFlag(cmd, &d.ns)
+	command.AllNamespacesFlag(cmd, &d.all)
+}
 
 func connectDirect(cmd *cobra.Command) connector {
 	d := &direct{}
-	d.adminFlag(cmd)
-	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
+	command.AdminFlag(cmd, &d.admin)
+	command.NamespaceFlag(cmd, &d.ns)
 	return d
-}
-
-func (d *direct) adminFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&d.admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
 }
 
 func (d *direct) namespace() (string, error) { return d.ns, nil }

@@ -17,7 +17,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/internal/plural"
@@ -115,7 +115,7 @@ const maxListed = 10_000
 
 func newDeadLettersList(flags connectorFlags) *cobra.Command {
 	var r connector
-	var output string
+	var objects *command.Objects
 	var limit int
 	cmd := &cobra.Command{
 		Use:     "list DESTINATION",
@@ -132,7 +132,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
-			return list(cmd, r, name, "", output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
+			return list(cmd, r, name, "", objects, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(string(l.MessageID)),
 					l.Attempts, l.Reason, status(l.StatusCode))
 			})
@@ -140,7 +140,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 	}
 	r = flags(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
-	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
+	objects = command.ObjectsFlag(cmd)
 	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
 }
@@ -167,11 +167,14 @@ func omitted(ctx context.Context, targets []target, destination string, shown, l
 
 func newDeadLettersShow(flags connectorFlags) *cobra.Command {
 	var r connector
+	var objects *command.Objects
 	cmd := &cobra.Command{
-		Use:   "show DESTINATION KEY",
+		Use:   "show DESTINATION KEY|MESSAGE_ID",
 		Short: "Show one dead letter with its body and the receiver's last response",
-		Long: `Shows one dead letter with its body and the receiver's last response. In a cluster
-the body needs the Role posthorn-bodies-user; without it the rest is shown.`,
+		Long: `Shows one dead letter with its body and the receiver's last response. The first
+characters of the key or of the messageId, at least six, are enough if no other dead
+letter has them. In a cluster the body needs the Role posthorn-bodies-user; without
+it the rest is shown.`,
 		Example: "  posthorn deadletters show crm 018c2f…",
 		Args:    command.ExactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -191,6 +194,9 @@ the body needs the Role posthorn-bodies-user; without it the rest is shown.`,
 			if withoutBody != nil {
 				fmt.Fprintf(cmd.ErrOrStderr(), "The body is not shown. %v\n", withoutBody)
 			}
+			if objects.Chosen() {
+				return objects.Print(cmd.OutOrStdout(), letter)
+			}
 			text, err := json.MarshalIndent(letter, "", "  ")
 			if err != nil {
 				return err
@@ -201,6 +207,7 @@ the body needs the Role posthorn-bodies-user; without it the rest is shown.`,
 	}
 	r = flags(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
@@ -241,11 +248,16 @@ func newDeadLettersAction(flags connectorFlags, verb, short, done string, reques
 	var a adminapi.DeadLetterAction
 	var chosen selection
 	var yes bool
+	var objects *command.Objects
 	purge := verb == "purge"
-	example := fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --reason Rejected --code 422\n  posthorn deadletters %s crm --all", verb, verb, verb)
+	example := fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --reason Rejected --status-code 422\n  posthorn deadletters %s crm --all", verb, verb, verb)
 	long := short + `. Select them by key, by a filter flag, or with --all.
 With --dry-run they are only counted.`
-	if purge {
+	if !purge {
+		long += ` In a cluster, 'redeliver' is the
+command for the owners of a namespace: it creates a Redelivery, which continues
+after a restart. This one is for administrators, and ends with the command.`
+	} else {
 		example += " --yes"
 		long += ` On a terminal the command shows their number and
 asks for confirmation; otherwise it requires --yes.`
@@ -270,15 +282,16 @@ asks for confirmation; otherwise it requires --yes.`
 				return err
 			}
 			a.Destination, a.Selector = name, chosen.DeadLetterSelector
-			return act(cmd, r, request, done, a, purge && !yes && !a.DryRun)
+			return act(cmd, r, objects, request, done, a, purge && !yes && !a.DryRun)
 		},
 	}
 	r = flags(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
+	objects = command.ObjectsFlag(cmd)
 	if purge {
-		cmd.Flags().BoolVar(&yes, "yes", false, "do not ask for confirmation")
+		command.YesFlag(cmd, &yes)
 	} else {
 		cmd.Flags().Float64Var(&a.Rate, "rate", adminapi.DefaultRate, "dead letters per second")
 	}
@@ -288,17 +301,18 @@ asks for confirmation; otherwise it requires --yes.`
 // selection holds the flags that select dead letters.
 type selection struct {
 	adminapi.DeadLetterSelector
-	all          bool
-	since, until string
+	all, noResponse bool
+	since, until    string
 }
 
 func (c *selection) register(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.BoolVar(&c.all, "all", false, "all dead letters of the destination")
 	f.StringSliceVar(&c.Reasons, "reason", nil, "those with this reason, e.g. Expired")
-	f.IntSliceVar(&c.StatusCodes, "code", nil, "those whose last response had this status code, e.g. 422; 0: no response")
+	f.IntSliceVar(&c.StatusCodes, "status-code", nil, "those whose last response had this status code, e.g. 422")
+	f.BoolVar(&c.noResponse, "no-response", false, "those without a response, in addition to --status-code")
 	f.StringSliceVar(&c.Types, "type", nil, "those with this type of call")
-	f.StringSliceVar(&c.Events, "event", nil, "those with this event name")
+	f.StringSliceVar(&c.Events, "event", nil, "those whose event name matches, e.g. \"Order *\"")
 	f.StringVar(&c.since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
 	f.StringVar(&c.until, "until", "", "those that failed before then")
 	c.completeValues(cmd)
@@ -306,7 +320,7 @@ func (c *selection) register(cmd *cobra.Command) {
 
 // completeValues completes --reason and --type.
 func (c *selection) completeValues(cmd *cobra.Command) {
-	for flag, values := range map[string][]string{"reason": v1alpha1.DeadLetterReasons, "type": callTypes} {
+	for flag, values := range map[string][]string{"reason": v1beta1.DeadLetterReasons, "type": callTypes} {
 		_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
 	}
 }
@@ -333,13 +347,16 @@ func checkValues(flag string, values, known []string) error {
 // parse makes the selector. At least one selection, or --all, is required; how names the
 // alternatives in the error.
 func (c *selection) parse(how string, keys ...string) (err error) {
-	if err := cmp.Or(checkValues("--reason", c.Reasons, v1alpha1.DeadLetterReasons), checkValues("--type", c.Types, callTypes)); err != nil {
+	if err := cmp.Or(checkValues("--reason", c.Reasons, v1beta1.DeadLetterReasons), checkValues("--type", c.Types, callTypes)); err != nil {
 		return err
 	}
 	for _, code := range c.StatusCodes {
-		if code < 0 || code > 999 {
-			return command.Usagef("--code %d: use a status code like 422, or 0 for dead letters without a response", code)
+		if code < 100 || code > 999 {
+			return command.Usagef("--status-code %d: use a status code like 422; --no-response selects dead letters without one", code)
 		}
+	}
+	if c.noResponse {
+		c.StatusCodes = append(c.StatusCodes, 0)
 	}
 	if c.Since, err = moment("--since", c.since); err != nil {
 		return err
@@ -350,14 +367,15 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 	c.Keys = keys
 	if some := len(keys)+len(c.Reasons)+len(c.StatusCodes)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() ||
 		!c.Until.IsZero(); some == c.all {
-		return command.Usagef("select dead letters %s --reason, --code, --type, --event, --since or --until; or set --all", how)
+		return command.Usagef("select dead letters %s --reason, --status-code, --no-response, --type, --event, --since or --until; or set --all", how)
 	}
 	return nil
 }
 
 // act sends an action to every dispatcher and shows the progress. If ask is true, the user confirms
 // the number of selected dead letters before.
-func act(cmd *cobra.Command, r connector, request action, done string, a adminapi.DeadLetterAction, ask bool) error {
+func act(cmd *cobra.Command, r connector, objects *command.Objects, request action, done string, a adminapi.DeadLetterAction,
+	ask bool) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
@@ -426,7 +444,12 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 	if a.DryRun && !ask {
 		what = fmt.Sprintf("%d would be %s", sum.Matched, done)
 	}
-	fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, sum.Bytes)
+	if objects.Chosen() {
+		sum.Done = err == nil
+		err = errors.Join(err, objects.Print(cmd.OutOrStdout(), sum))
+	} else {
+		fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, sum.Bytes)
+	}
 	if left := sum.Matched - sum.Redelivered; err == nil && !a.DryRun && left > 0 {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d kept: their Source or endpoint is no longer part of the destination\n", left)
 	}
@@ -438,7 +461,8 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 
 func newAttempts(flags connectorFlags) *cobra.Command {
 	var r connector
-	var endpoint, output string
+	var endpoint string
+	var objects *command.Objects
 	var limit int
 	var failed bool
 	cmd := &cobra.Command{
@@ -467,8 +491,8 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 			if endpoint != "" {
 				none = strings.TrimSuffix(none, ".") + fmt.Sprintf(", at endpoint %q.", endpoint)
 			}
-			return list(cmd, r, name, endpoint, output, none, pick, func([]target, int) string {
-				if output == "json" {
+			return list(cmd, r, name, endpoint, objects, none, pick, func([]target, int) string {
+				if objects.Chosen() {
 					return ""
 				}
 				return footer
@@ -481,7 +505,7 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	f.IntVar(&limit, "limit", 0, "only the newest ones, this many (0: all)")
 	f.BoolVar(&failed, "failed", false, "only failed attempts")
-	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
@@ -515,6 +539,9 @@ func attemptLine(a adminapi.Attempt) string {
 	if a.Probe {
 		result += " (probe)"
 	}
+	if a.Test {
+		result += " (test)"
+	}
 	if a.RetryAfter > 0 {
 		a.Message += fmt.Sprintf("; Retry-After: %d", int64(a.RetryAfter.Seconds()))
 	}
@@ -526,7 +553,7 @@ func attemptLine(a adminapi.Attempt) string {
 // list prints the items that request returns of every dispatcher and pick, unless nil, chooses, as a
 // table or as lines of JSON, and then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
 // items of the others. Without any item it fails if there is no such destination, or no such endpoint of it ("" for all).
-func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output, none string, pick func([]T) []T,
+func list[T any](cmd *cobra.Command, r connector, destination, endpoint string, objects *command.Objects, none string, pick func([]T) []T,
 	footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
@@ -558,12 +585,8 @@ func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output,
 			}
 		}()
 	}
-	if output == "json" {
-		out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))
-		for _, item := range items {
-			err = errors.Join(err, out.Encode(item))
-		}
-		return err
+	if objects.Chosen() {
+		return errors.Join(err, command.PrintAll(cmd.OutOrStdout(), objects, items))
 	}
 	if len(items) == 0 {
 		if err == nil {
@@ -577,21 +600,6 @@ func list[T any](cmd *cobra.Command, r connector, destination, endpoint, output,
 		fmt.Fprintln(w, line(item))
 	}
 	return errors.Join(w.Flush(), err)
-}
-
-// moment parses a point in time: a duration ago, or a time.
-func moment(flag, text string) (time.Time, error) {
-	if text == "" {
-		return time.Time{}, nil
-	}
-	if d, err := time.ParseDuration(text); err == nil {
-		return time.Now().Add(-d), nil
-	}
-	t, err := time.Parse(time.RFC3339, text)
-	if err != nil {
-		return t, command.Usagef("%s %q: use a duration like 2h or a time like 2026-01-02T03:04:05Z", flag, text)
-	}
-	return t, nil
 }
 
 // quoted makes external text safe to print: one line, without control characters.

@@ -27,7 +27,7 @@ func TestInterruptedDeletionContinues(t *testing.T) {
 	t.Cleanup(server.Close)
 	cmd := &cobra.Command{}
 	cmd.SetContext(ctx)
-	err := (&direct{admin: server.URL}).awaitDeletion(cmd, "default", "delete-1", time.Hour)
+	err := (&direct{admin: server.URL}).awaitDeletion(cmd, &command.Objects{}, "default", "delete-1", time.Hour)
 	if want := "the request delete-1 continues; see 'posthorn get deletions delete-1'"; err == nil || err.Error() != want {
 		t.Errorf("error: got %v, want %s", err, want)
 	}

@@ -28,11 +28,11 @@ import (
 // resourceNames maps the names of kinds that users may type to resources.
 var resourceNames = map[string]string{
 	"source": "sources", "sources": "sources", "psrc": "sources",
-	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations",
+	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations", "pwhd": "webhookdestinations",
 	"webhookdestination": "webhookdestinations", "webhookdestinations": "webhookdestinations",
 	"audience": "audiences", "audiences": "audiences", "paud": "audiences",
 	"deletionrequest": "deletionrequests", "deletionrequests": "deletionrequests", "deletions": "deletionrequests", "pdel": "deletionrequests",
-	"redelivery": "redeliveries", "redeliveries": "redeliveries", "rdl": "redeliveries",
+	"redelivery": "redeliveries", "redeliveries": "redeliveries", "rdl": "redeliveries", "prdl": "redeliveries",
 }
 
 // kindNames are the names of the kinds in help and completion, in the order of "get all".
@@ -66,10 +66,6 @@ type getter struct {
 	cmd       *cobra.Command
 	resources []string
 	wanted    []string
-	// namespace is empty for all namespaces.
-	namespace string
-	// always prints the column NAMESPACE also when all objects are in one namespace.
-	always    bool
 	output    outputFormat
 	noHeaders bool
 	selector  string
@@ -139,8 +135,8 @@ with their status. With --watch it then prints each object again when it changes
 		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			g.cmd = cmd
-			if g.always && g.namespace != "" {
-				return command.Usagef("set either --namespace or --all-namespaces")
+			if err := command.CheckAllNamespaces(cmd, g.all, strings.Join(g.wanted, " ")); err != nil {
+				return err
 			}
 			if watch {
 				return g.watch(cmd.Context())
@@ -150,10 +146,9 @@ with their status. With --watch it then prints each object again when it changes
 	}
 	cmd.ValidArgsFunction = g.complete
 	f := cmd.Flags()
-	g.adminFlag(cmd)
+	command.AdminFlag(cmd, &g.admin)
 	f.VarP(&g.output, "output", "o", "wide, name, yaml, json or jsonpath=TEMPLATE")
-	f.StringVarP(&g.namespace, "namespace", "n", "", "only this namespace (default: all; with NAME: default)")
-	f.BoolVarP(&g.always, "all-namespaces", "A", false, "all namespaces, with the column NAMESPACE")
+	g.scopeFlags(cmd)
 	f.StringVarP(&g.selector, "selector", "l", "", "only objects with these labels, e.g. app=shop")
 	f.BoolVar(&g.noHeaders, "no-headers", false, "print no header line")
 	f.BoolVarP(&watch, "watch", "w", false, "print changes until interrupted")
@@ -163,12 +158,8 @@ with their status. With --watch it then prints each object again when it changes
 // objects requests the selected objects of a resource. It fails if a named one does not exist.
 func (g *getter) objects(ctx context.Context, resource, accept string, include string, each func([]byte) error) error {
 	base := apiPrefix
-	namespace := g.namespace
-	if namespace == "" && len(g.wanted) > 0 {
-		namespace = "default"
-	}
-	if namespace != "" {
-		base += "/namespaces/" + url.PathEscape(namespace)
+	if !g.all {
+		base += "/namespaces/" + url.PathEscape(g.ns)
 	}
 	base += "/" + resource
 	query := url.Values{"labelSelector": {g.selector}, "includeObject": {include}}
@@ -183,7 +174,7 @@ func (g *getter) objects(ctx context.Context, resource, accept string, include s
 	for _, name := range g.wanted {
 		body, err := g.fetch(ctx, base+"/"+url.PathEscape(name)+"?"+query.Encode(), accept)
 		if isNotFound(err) { // The others are printed, as by kubectl.
-			missing = errors.Join(missing, g.suggest(ctx, err, namespace, resource, name))
+			missing = errors.Join(missing, g.suggest(ctx, err, g.ns, resource, name))
 			continue
 		}
 		if err != nil {
@@ -263,12 +254,12 @@ func (g *getter) once(ctx context.Context) error {
 			fmt.Fprintln(g.cmd.OutOrStdout())
 		}
 		printed += len(table.Rows)
-		if err := g.printTable(table, resource, g.always || severalNamespaces(table), g.noHeaders); err != nil || missing != nil {
+		if err := g.printTable(table, resource, g.noHeaders); err != nil || missing != nil {
 			return cmp.Or(err, missing)
 		}
 	}
 	if printed == 0 {
-		fmt.Fprintln(g.cmd.ErrOrStderr(), "No resources found.")
+		fmt.Fprintln(g.cmd.ErrOrStderr(), g.nothing())
 	}
 	return nil
 }
@@ -346,8 +337,8 @@ func (g *getter) table(ctx context.Context, resource string) (*metav1.Table, err
 	return &all, err
 }
 
-func (g *getter) printTable(table *metav1.Table, resource string, withNamespace, noHeaders bool) error {
-	options := printers.PrintOptions{Wide: g.output.text == "wide", WithNamespace: withNamespace, NoHeaders: noHeaders}
+func (g *getter) printTable(table *metav1.Table, resource string, noHeaders bool) error {
+	options := printers.PrintOptions{Wide: g.output.text == "wide", WithNamespace: g.all, NoHeaders: noHeaders}
 	if len(g.resources) > 1 {
 		// Rows of several kinds have the kind in front of the name, as kubectl prints them.
 		options.WithKind = true
@@ -436,8 +427,7 @@ func (g *getter) changedRows(ctx context.Context, known map[string]string, first
 		if len(table.Rows) == 0 {
 			continue
 		}
-		if err := g.printTable(table, resource, g.always || g.namespace == "" && len(g.wanted) == 0, g.noHeaders ||
-			!first && len(g.resources) == 1); err != nil {
+		if err := g.printTable(table, resource, g.noHeaders || !first && len(g.resources) == 1); err != nil {
 			return err
 		}
 	}
@@ -458,19 +448,16 @@ func (g *getter) complete(cmd *cobra.Command, args []string, _ string) ([]string
 	if err != nil || len(resources) != 1 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	names, _ := g.namesIn(cmd.Context(), cmp.Or(g.namespace, "default"), resources[0])
+	names, _ := g.namesIn(cmd.Context(), g.ns, resources[0])
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(args[1:], name) }), cobra.ShellCompDirectiveNoFileComp
 }
 
-// severalNamespaces reports whether a table has rows of more than one namespace.
-func severalNamespaces(t *metav1.Table) bool {
-	seen := map[string]bool{}
-	for _, row := range t.Rows {
-		if m, ok := row.Object.Object.(*metav1.PartialObjectMetadata); ok {
-			seen[m.Namespace] = true
-		}
+// nothing is printed when there is no object.
+func (g *getter) nothing() string {
+	if g.all {
+		return "No resources found."
 	}
-	return len(seen) > 1
+	return fmt.Sprintf("No resources found in namespace %s; -A shows all namespaces.", g.ns)
 }
 
 // resource requests a path of the resources that posthorn run serves, and prints the warnings of

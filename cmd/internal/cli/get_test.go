@@ -47,7 +47,7 @@ func fakeRun(t *testing.T) string {
 				continue
 			}
 			metadata := fmt.Sprintf(`{"name":%q,"namespace":"default"}`, name)
-			objects = append(objects, fmt.Sprintf(`{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"metadata":%s,"status":{"delivered":%d}}`, kind, metadata, delivered))
+			objects = append(objects, fmt.Sprintf(`{"apiVersion":"posthorn.dev/v1beta1","kind":%q,"metadata":%s,"status":{"delivered":%d}}`, kind, metadata, delivered))
 			count := delivered
 			if name != "crm" {
 				count = 0
@@ -63,7 +63,7 @@ func fakeRun(t *testing.T) string {
 		case r.PathValue("name") != "":
 			fmt.Fprint(w, objects[0])
 		default:
-			fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[%s]}`, kind+"List", strings.Join(objects, ","))
+			fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1beta1","kind":%q,"items":[%s]}`, kind+"List", strings.Join(objects, ","))
 		}
 	}
 	for _, path := range []string{"/{resource}", "/{resource}/{name}", "/namespaces/{namespace}/{resource}",
@@ -87,8 +87,10 @@ func TestGet(t *testing.T) {
 		{"whd crm -o jsonpath={.metadata.name}{.metadata.missing}", command.ExitOK, "crm"},
 		{"whd -o jsonpath={.items[*].metadata.name}", command.ExitOK, "crm warehouse"},
 		{"whd crm warehouse -o name", command.ExitOK, "webhookdestination.posthorn.dev/crm\nwebhookdestination.posthorn.dev/warehouse\n"},
-		{"source web -A --no-headers -o name", command.ExitOK, "source.posthorn.dev/web\n"},
-		{"audiences", command.ExitOK, "No resources found.\n"},
+		{"source web --no-headers -o name", command.ExitOK, "source.posthorn.dev/web\n"},
+		{"audiences", command.ExitOK, "No resources found in namespace default; -A shows all namespaces.\n"},
+		{"audiences -A", command.ExitOK, "No resources found.\n"},
+		{"source web -A", command.ExitUsage, "posthorn: -A is for all objects; leave out -A or the name \"web\"\nSee 'posthorn get --help'.\n"},
 		{"whd crmm", command.ExitFailure, "posthorn: webhookdestinations.posthorn.dev \"crmm\" not found; did you mean crm?\n"},
 		{"sourcs", command.ExitUsage, "posthorn: \"sourcs\" is not one of sources, destinations, audiences, deletions, redeliveries or all; did you mean source or sources?\nSee 'posthorn get --help'.\n"},
 		{"sources,whd web", command.ExitUsage, "posthorn: set one kind when you set the name \"web\"\nSee 'posthorn get --help'.\n"},
@@ -138,7 +140,7 @@ func TestGetWatch(t *testing.T) {
 	defer stop()
 	out := &until{text: "crm   3", then: stop}
 	cmd := newGet()
-	cmd.SetArgs([]string{"whd", "--watch", "--admin", fakeRun(t)})
+	cmd.SetArgs([]string{"whd", "--watch", "-A", "--admin", fakeRun(t)})
 	cmd.SetOut(out)
 	cmd.SetErr(out)
 	if err := cmd.ExecuteContext(ctx); err != nil {

@@ -46,6 +46,7 @@ func newImport(flags senderFlags) *cobra.Command {
 	i := importer{pause: importPause}
 	var rejectedFile string
 	var perSecond int
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:   "import FILE|-",
 		Short: "Import calls from a file, one per line",
@@ -90,6 +91,9 @@ Exits 1 if lines were rejected.`,
 				}
 			}
 			i.name, i.out = filepath.Base(args[0]), cmd.OutOrStdout()
+			if objects.Chosen() {
+				i.out = cmd.ErrOrStderr() // Standard output has the result alone.
+			}
 			if args[0] != "-" {
 				i.stateFile = args[0] + ".posthorn-import"
 				if err := i.load(cmd.Flags().Changed("from-line")); err != nil {
@@ -121,11 +125,16 @@ Exits 1 if lines were rejected.`,
 			endProgress := showProgress(cmd.ErrOrStderr(), func() string { return i.progress(file) })
 			err = i.run(cmd.Context())
 			endProgress()
-			return i.finish(args[0], err)
+			err = i.finish(args[0], err)
+			if objects.Chosen() {
+				return errors.Join(err, objects.Print(cmd.OutOrStdout(), i.state))
+			}
+			return err
 		},
 	}
 	c = flags(cmd)
 	f := cmd.Flags()
+	objects = command.ObjectsFlag(cmd)
 	f.StringVar(&rejectedFile, "rejected", "", "append rejected lines to this file, as NDJSON with number, code, message and the line")
 	f.IntVar(&perSecond, "rate", 0, "maximum number of calls per second; 0 is no limit")
 	f.Int64Var(&i.from, "from-line", 1, "skip the lines before this one; instead of the position of an interrupted import")
@@ -429,7 +438,7 @@ func (i *importer) post(ctx context.Context, lines []importLine) (rejected []imp
 		case foreign:
 			why = err.Error()
 			if !temporary {
-				return nil, nil, fmt.Errorf("%w; set --endpoint to the address of the tracking API, which is --listen of posthorn run, and not --admin-listen", err)
+				return nil, nil, fmt.Errorf("%w; set --address to the address of the tracking API, which is --listen of posthorn run, and not --admin-listen", err)
 			}
 		case err != nil:
 			temporary, why = true, i.to.explain(err).Error()

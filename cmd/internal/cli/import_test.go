@@ -81,7 +81,7 @@ func runImport(t *testing.T, h *history, name, text string, flags ...string) (co
 		stdin = nil
 	}
 	var output bytes.Buffer
-	code = execute(append([]string{"import", name, "--write-key", "k", "--endpoint", server.URL}, flags...), stdin, &output, &output)
+	code = execute(append([]string{"import", name, "--write-key", "k", "--address", server.URL}, flags...), stdin, &output, &output)
 	return code, output.String()
 }
 
@@ -190,7 +190,7 @@ func TestImportEndsAtAnotherServer(t *testing.T) {
 		body   string
 		want   string
 	}{
-		{404, "404 page not found\n", "/v1/import returned 404 Not Found, and the response is not Posthorn's; set --endpoint to the address of the tracking API"},
+		{404, "404 page not found\n", "/v1/import returned 404 Not Found, and the response is not Posthorn's; set --address to the address of the tracking API"},
 		{405, "Method Not Allowed\n", "/v1/import returned 405 Method Not Allowed"},
 		{403, "<html>", "/v1/import returned 403 Forbidden"},
 		{200, "<html>", "/v1/import returned 200 OK"},
@@ -205,7 +205,7 @@ func TestImportEndsAtAnotherServer(t *testing.T) {
 			}))
 			defer server.Close()
 			var out bytes.Buffer
-			code := execute([]string{"import", "-", "--write-key", "k", "--endpoint", server.URL}, strings.NewReader(calls(1, 1)), &out, &out)
+			code := execute([]string{"import", "-", "--write-key", "k", "--address", server.URL}, strings.NewReader(calls(1, 1)), &out, &out)
 			if code != command.ExitFailure || requests != 1 || !strings.Contains(out.String(), c.want) {
 				t.Errorf("exit %d after %d requests, want 1 after 1:\n%s\nwant %q in it", code, requests, out.String(), c.want)
 			}

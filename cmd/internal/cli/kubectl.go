@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -17,9 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/utils/ptr"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -41,14 +39,16 @@ redeliver, and why without live numbers, need permissions in your own namespace
 only (ClusterRoles view and edit). The others connect to the
 dispatcher pods and need the Role posthorn-support-user in the namespace of
 Posthorn's release.`,
-		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlStatus(cluster), newKubectlWhy(cluster), newTrace(flags), newAttempts(flags), newTail(flags),
-		newDeadLetters(flags), newSlots(flags), newDebug(flags), newKubectlRedeliver(cluster), newKubectlPage(cluster), newSend(cluster.call),
-		newImport(cluster.call), newAudience(cluster.call), newVersion())
+	Add(cmd, GroupBasic, newKubectlStatus(cluster), newKubectlPage(cluster), newSend(cluster.call), newTest(flags), newImport(cluster.call),
+		newAudience(cluster.call), newKubectlRedeliver(cluster))
+	Add(cmd, GroupDebug, newKubectlWhy(cluster), newAttempts(flags), newTail(flags), newTrace(flags), newDeadLetters(flags), newSlots(flags),
+		newDebug(flags))
+	Add(cmd, GroupOther, newVersion())
+	SetGroups(cmd, insteadPlugin)
 	ofPlugin(cmd)
 	return cmd
 }
@@ -65,13 +65,11 @@ func ofPlugin(cmd *cobra.Command) {
 const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
 Secrets, its Sources, its filter or its endpoints, and the backlog. Without a name
 it prints the first problem of every object that has one, of all kinds; with a kind
-alone, such as sources, all objects of the kind. The count names the namespace unless
-it is of all. Exits 1 if there is a problem.`
+alone, such as sources, all objects of the kind. Exits 1 if there is a problem.`
 
 func newWhy() *cobra.Command {
 	var d direct
-	var output string
-	var all bool
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:     "why [DESTINATION|KIND|KIND/NAME]",
 		Short:   "Diagnose a destination (standalone)",
@@ -81,54 +79,39 @@ func newWhy() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			resource, name, err := explained(args)
 			if err == nil {
-				err = allWithoutName(cmd, all, name)
+				err = command.CheckAllNamespaces(cmd, d.all, name)
 			}
 			if err != nil {
 				return err
 			}
 			if resource != "webhookdestinations" || name == "" {
-				namespace := d.ns
-				if all || name == "" && !cmd.Flags().Changed("namespace") {
-					namespace = ""
-				}
-				v, err := d.inventory(cmd.Context(), namespace)
+				v, err := d.inventory(cmd.Context(), d.scope())
 				if err != nil {
 					return err
 				}
-				return v.explain(cmd, output, namespace, resource, name)
+				return v.explain(cmd, objects, d.scope(), resource, name)
 			}
 			facts, err := d.facts(cmd.Context(), name)
 			if err != nil {
 				return err
 			}
-			return printFindings(cmd.OutOrStdout(), output, facts.Namespace+"/"+facts.Name, why.Explain(facts))
+			return printFindings(cmd.OutOrStdout(), objects, trouble{Kind: "WebhookDestination", Namespace: facts.Namespace, Name: facts.Name},
+				why.Explain(facts))
 		},
 	}
-	d.adminFlag(cmd)
+	command.AdminFlag(cmd, &d.admin)
 	cmd.ValidArgsFunction = completeObject(func() connector { return &d })
 	command.ColorFlag(cmd)
-	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the namespace; without a name, all are the default")
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, the default without a name")
-	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
+	d.scopeFlags(cmd)
+	objects = command.ObjectsFlag(cmd)
 	return cmd
-}
-
-// allWithoutName fails if -A is set together with a name or a namespace.
-func allWithoutName(cmd *cobra.Command, all bool, name string) error {
-	if all && name != "" {
-		return command.Usagef("-A prints the problems of all objects; leave out -A or the name %q", name)
-	}
-	if all && cmd.Flags().Changed("namespace") {
-		return command.Usagef("set either --namespace or --all-namespaces")
-	}
-	return nil
 }
 
 // facts reads the input of why for a destination.
 func (d *direct) facts(ctx context.Context, destination string) (why.Facts, error) {
 	facts := why.Facts{Namespace: d.ns, Name: destination, Now: time.Now()}
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
+	var sources v1beta1.SourceList
+	var destinations v1beta1.WebhookDestinationList
 	var problems manifest.Problems
 	prefix := apiPrefix + "/namespaces/" + url.PathEscape(d.ns)
 	for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations,
@@ -229,7 +212,7 @@ func (c *clusterConnector) live(ctx context.Context, f func(context.Context, []t
 }
 
 func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
-	var output string
+	var objects *command.Objects
 	var live, all bool
 	cmd := &cobra.Command{
 		Use:     "why [DESTINATION|KIND|KIND/NAME]",
@@ -240,7 +223,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			resource, name, err := explained(args)
 			if err == nil {
-				err = allWithoutName(cmd, all, name)
+				err = command.CheckAllNamespaces(cmd, all, name)
 			}
 			if err != nil {
 				return err
@@ -253,14 +236,14 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return v.explain(cmd, output, namespace, resource, name)
+				return v.explain(cmd, objects, namespace, resource, name)
 			}
 			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
 			}
-			var sources v1alpha1.SourceList
-			var destinations v1alpha1.WebhookDestinationList
+			var sources v1beta1.SourceList
+			var destinations v1beta1.WebhookDestinationList
 			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Now: time.Now(), OperatorRenewed: cluster.operatorRenewed(cmd.Context())}
 			for resource, into := range map[string]runtime.Object{"webhookdestinations": &destinations, "sources": &sources} {
 				err := posthorn.list(cmd.Context(), resource, into)
@@ -278,25 +261,30 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 					return err
 				}
 			}
-			return printFindings(cmd.OutOrStdout(), output, facts.Namespace+"/"+facts.Name, why.Explain(facts))
+			return printFindings(cmd.OutOrStdout(), objects, trouble{Kind: "WebhookDestination", Namespace: facts.Namespace, Name: facts.Name},
+				why.Explain(facts))
 		},
 	}
 	cmd.ValidArgsFunction = completeObject(func() connector { return cluster })
 	command.ColorFlag(cmd)
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, without a name")
+	command.AllNamespacesFlag(cmd, &all)
 	cmd.Flags().BoolVar(&live, "live", true, "query the dispatcher pods, which needs the Role posthorn-support-user; unless set, the stored status is shown if that fails")
-	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
-// printFindings prints the findings, the cause first.
-func printFindings(w io.Writer, output, object string, findings []why.Finding) error {
+// printFindings prints the findings about an object, the cause first.
+func printFindings(w io.Writer, objects *command.Objects, of trouble, findings []why.Finding) error {
 	cause := why.Cause(findings)
+	object := of.Namespace + "/" + of.Name
+	if of.Kind != "WebhookDestination" {
+		object = of.Kind + " " + object
+	}
 	object = strings.Trim(fmt.Sprintf("%+q", object), `"`) // The name is an argument: any bytes.
-	if output == "json" {
-		out := json.NewEncoder(w)
+	if objects.Chosen() {
 		for _, f := range findings {
-			if err := out.Encode(f); err != nil {
+			of.Finding = f
+			if err := objects.Print(w, of); err != nil {
 				return err
 			}
 		}
@@ -305,6 +293,9 @@ func printFindings(w io.Writer, output, object string, findings []why.Finding) e
 			fmt.Fprintf(w, "%s: no problem found.\n\n", object)
 		} else {
 			fmt.Fprintf(w, "%s: %s\n", object, sentence(cause.Text))
+			if since := sinceLine(*cause, time.Now()); since != "" {
+				fmt.Fprintln(w, since)
+			}
 			if cause.Fix != "" {
 				fmt.Fprintf(w, "To do: %s\n", sentence(cause.Fix))
 			}
@@ -325,6 +316,14 @@ func printFindings(w io.Writer, output, object string, findings []why.Finding) e
 		return command.ErrFailed
 	}
 	return nil
+}
+
+// sinceLine is the time since when an endpoint fails; "" for another finding.
+func sinceLine(f why.Finding, now time.Time) string {
+	if f.About != "Endpoint" || f.Since.IsZero() {
+		return ""
+	}
+	return fmt.Sprintf("Since: %s (%s)", f.Since.UTC().Format(time.RFC3339), now.Sub(f.Since).Round(time.Second))
 }
 
 func colorOf(level why.Level) command.Color {
@@ -350,21 +349,28 @@ func sentence(text string) string {
 func newKubectlRedeliver(cluster *clusterConnector) *cobra.Command {
 	var chosen selection
 	var wait bool
-	var ttl time.Duration
-	o := &v1alpha1.Redelivery{}
+	var ttl string
+	var objects *command.Objects
+	o := &v1beta1.Redelivery{}
 	cmd := &cobra.Command{
 		Use:   "redeliver DESTINATION",
 		Short: "Send a destination's dead letters again",
 		Long: `Creates a Redelivery, which runs in all dispatcher pods, and waits for its end.
-Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
+Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.
+
+Use it rather than 'deadletters redeliver': it needs only the permission to edit the
+namespace, continues after a restart of a pod, and leaves a record. 'deadletters
+redeliver' is for administrators: it takes keys, runs at once while the command
+runs, and needs no object.`,
 		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
 		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := chosen.parse("with"); err != nil {
 				return err
 			}
-			if ttl < 0 || ttl%time.Second != 0 || ttl > 365*24*time.Hour {
-				return command.Usagef("--ttl must be whole seconds, from 0s to a year")
+			var err error
+			if o.Spec.TTLSecondsAfterFinished, err = ttlSeconds(ttl, wait); err != nil {
+				return err
 			}
 			name, err := destinationArg(args[0])
 			if err != nil {
@@ -375,55 +381,59 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 				return err
 			}
 			o.Namespace, o.GenerateName = posthorn.namespace, name+"-"
-			o.Spec.DestinationRef.Name, o.Spec.Selector = name, selectorOf(chosen)
-			if ttl > 0 {
-				o.Spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
-			}
+			o.Spec.DestinationRef.Name, o.Spec.Match = name, matchOf(chosen)
 			if err := posthorn.create(cmd.Context(), "redeliveries", o); err != nil {
 				return err
 			}
 			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
-			if !wait {
+			if !wait && objects.Chosen() {
+				return objects.Print(cmd.OutOrStdout(), o)
+			} else if !wait {
 				return nil
 			}
-			return awaitRedelivery(cmd, posthorn, o)
+			return awaitRedelivery(cmd, objects, posthorn, o)
 		},
 	}
 	chosen.register(cmd)
 	f := cmd.Flags()
 	f.BoolVar(&o.Spec.DryRun, "dry-run", false, "only count")
-	f.Int32Var(&o.Spec.Rate, "rate", adminapi.DefaultRate, "dead letters per second, over all dispatchers")
-	f.DurationVar(&ttl, "ttl", time.Hour, "delete the Redelivery this long after its end (0: keep it)")
+	f.Int32Var(&o.Spec.DeadLettersPerSecond, "rate", adminapi.DefaultRate, "dead letters per second, over all dispatchers")
+	f.StringVar(&ttl, "ttl", "1h", "delete the Redelivery this long after it finished; 0s: at once, never: keep it")
 	f.BoolVar(&wait, "wait", true, "wait for the end")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
-// selectorOf returns the selector of a Redelivery; nil selects all dead letters.
-func selectorOf(chosen selection) *v1alpha1.DeadLetterSelector {
+// matchOf returns the match of a Redelivery; nil selects all dead letters.
+func matchOf(chosen selection) *v1beta1.DeadLetterMatch {
 	if chosen.all {
 		return nil
 	}
-	s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since),
+	s := &v1beta1.DeadLetterMatch{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since),
 		Until: optional(chosen.Until)}
 	for _, code := range chosen.StatusCodes {
-		s.StatusCodes = append(s.StatusCodes, int32(code)) //nolint:gosec // selection.parse bounds it.
+		if code == 0 {
+			s.NoResponse = true
+		} else {
+			s.StatusCodes = append(s.StatusCodes, int32(code)) //nolint:gosec // selection.parse bounds it.
+		}
 	}
 	for _, t := range chosen.Types {
-		s.Types = append(s.Types, v1alpha1.CallType(t))
+		s.Types = append(s.Types, v1beta1.CallType(t))
 	}
 	return s
 }
 
 // awaitRedelivery waits for the end of a Redelivery. It prints each new message of the condition
 // Ready, and fails if the Redelivery failed.
-func awaitRedelivery(cmd *cobra.Command, posthorn *resources, o *v1alpha1.Redelivery) error {
+func awaitRedelivery(cmd *cobra.Command, objects *command.Objects, posthorn *resources, o *v1beta1.Redelivery) error {
 	message := func() string {
-		if ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady); ready != nil {
+		if ready := meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionReady); ready != nil {
 			return ready.Message
 		}
 		return ""
 	}
-	for before := ""; !v1alpha1.JobEnded(o.Status.JobStatus); {
+	for before := ""; !v1beta1.JobEnded(o.Status.JobStatus); {
 		select {
 		case <-cmd.Context().Done():
 			return command.Interrupted(fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name))
@@ -432,16 +442,19 @@ func awaitRedelivery(cmd *cobra.Command, posthorn *resources, o *v1alpha1.Redeli
 		if err := posthorn.get(cmd.Context(), "redeliveries", o.Name, o); err != nil && cmd.Context().Err() == nil {
 			return err
 		}
-		if now := message(); now != before && !v1alpha1.JobEnded(o.Status.JobStatus) {
+		if now := message(); now != before && !v1beta1.JobEnded(o.Status.JobStatus) {
 			fmt.Fprintln(cmd.ErrOrStderr(), now)
 			before = now
 		}
 	}
-	fmt.Fprintln(cmd.OutOrStdout(), message())
-	if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
-		return command.ErrFailed
+	if objects.Chosen() {
+		if err := objects.Print(cmd.OutOrStdout(), o); err != nil {
+			return err
+		}
+	} else {
+		fmt.Fprintln(cmd.OutOrStdout(), message())
 	}
-	return nil
+	return failedRun(o.Status.Conditions)
 }
 
 // optional is nil for the zero time.

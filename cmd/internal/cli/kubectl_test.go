@@ -121,8 +121,9 @@ func idle(t *testing.T) target {
 
 // execute runs one command line of the client commands.
 func execute(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
-	root := &cobra.Command{Use: "posthorn", Args: command.OnlyCommands, RunE: command.ShowHelp}
+	root := &cobra.Command{Use: "posthorn", RunE: command.ShowHelp}
 	AddTo(root)
+	SetGroups(root, InsteadLocal)
 	return command.Run(root, args, stdin, stdout, stderr)
 }
 
@@ -166,8 +167,10 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		{"tail to a receiver, without the permission", newTail(flags(pod(t, "c", -1))), []string{"crm", "--forward-to", "http://127.0.0.1:1"},
 			[]string{"0 sent on"}, "pod c: 403 Forbidden: bind the ClusterRole posthorn-bodies"},
 		{"tail to no URL", newTail(flags(a)), []string{"crm", "--forward-to", "localhost:3000"}, nil, `--forward-to "localhost:3000" is not a URL like http://localhost:3000/hook`},
-		{"tail with a secret alone", newTail(flags(a)), []string{"crm", "--secret", "s"}, nil,
-			"--secret signs the requests of --forward-to; set both"},
+		{"tail, of the namespace", newTail(flags(a)), nil, []string{"of-a"}, ""},
+		{"tail, all and a destination", newTail(flags(a)), []string{"crm", "-A"}, nil, `-A is for all objects; leave out -A or the name "crm"`},
+		{"tail with a secret alone", newTail(flags(a)), []string{"crm", "--secret-value", "s"}, nil,
+			"--secret-value signs the requests of --forward-to; set both"},
 		{"tail to a receiver that is down", newTail(flags(a)), []string{"crm", "--forward-to", "http://127.0.0.1:1"},
 			[]string{"of-a", "not sent on: ", "1 sent on, 1 of them not accepted; 2 missed"}, ""},
 		{"show, no pod has it", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
@@ -315,7 +318,7 @@ func TestSendProperties(t *testing.T) {
 		body = string(text)
 	}))
 	t.Cleanup(server.Close)
-	args := []string{"send", "track", "--write-key", "k", "--endpoint", server.URL}
+	args := []string{"send", "track", "--write-key", "k", "--address", server.URL}
 	want := []string{}
 	add := func(quote string, values ...string) {
 		for _, value := range values {
@@ -348,9 +351,9 @@ func TestSendExplains(t *testing.T) {
 		want string
 		code int
 	}{
-		{[]string{"--endpoint", "http://127.0.0.1:1"}, "Is Posthorn running there?", command.ExitFailure},
-		{[]string{"--endpoint", server.URL}, "use --insecure to skip verification", command.ExitFailure},
-		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", command.ExitOK},
+		{[]string{"--address", "http://127.0.0.1:1"}, "Is Posthorn running there?", command.ExitFailure},
+		{[]string{"--address", server.URL}, "use --insecure to skip verification", command.ExitFailure},
+		{[]string{"--address", server.URL, "--insecure"}, "200 OK", command.ExitOK},
 	} {
 		var out bytes.Buffer
 		if code := execute(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code ||
@@ -365,12 +368,13 @@ func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POSTHORN_WRITE_KEY", "")
 	for _, c := range []struct{ line, want string }{
 		{"kubectl atempts", `unknown command "atempts"; did you mean attempts?`},
-		{"deadletters redeliver crm --code 4222", "--code 4222: use a status code like 422"},
+		{"deadletters redeliver crm --status-code 4222", "--status-code 4222: use a status code like 422"},
+		{"deadletters redeliver crm --status-code 0", "--no-response selects dead letters without one"},
 		{"deadletters redeliver crm --rate x", `--rate "x": use a number`},
 		{"send track", "set --write-key or POSTHORN_WRITE_KEY"},
 		{"tail a b", `unexpected argument "b"`},
 		{"verify a b", `unexpected argument "b"`},
-		{"tail -o yaml", `--output "yaml": use json`},
+		{"tail -o xml", `--output "xml": use json, yaml`},
 		{"kubectl attempts crm -o wide", `--output "wide": use json`},
 		{"debug lane", "lanes, config or pprof/NAME"},
 		{"get sources -o xml", "use wide, name, yaml, json or jsonpath=TEMPLATE"},
@@ -430,9 +434,9 @@ func TestKubectlWithoutOneKind(t *testing.T) {
 				w.Header().Set("Content-Type", "text/plain")
 				http.Error(w, "404 page not found", http.StatusNotFound)
 			case resource == "sources":
-				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":[{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all calls are rejected"}]}}]}`)
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1beta1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":[{"type":"Receiving","status":"False","reason":"RejectingCalls","message":"all calls are rejected"}]}}]}`)
 			default:
-				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[]}`, kindOf(resource)+"List")
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1beta1","kind":%q,"items":[]}`, kindOf(resource)+"List")
 			}
 		}))
 		t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
@@ -469,9 +473,9 @@ func TestKubectlWithoutOperator(t *testing.T) {
 				check.NoError(t, "age", err)
 				fmt.Fprintf(w, `{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"posthorn-operator"},"spec":{"renewTime":%q}}`, time.Now().Add(-age).UTC().Format("2006-01-02T15:04:05.000000Z"))
 			case resource == "sources":
-				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":%s}}]}`, healthy)
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1beta1","kind":"SourceList","items":[{"metadata":{"name":"web","namespace":"shop"},"status":{"conditions":%s}}]}`, healthy)
 			case strings.HasPrefix(r.URL.Path, apiPrefix):
-				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1alpha1","kind":%q,"items":[]}`, kindOf(resource)+"List")
+				fmt.Fprintf(w, `{"apiVersion":"posthorn.dev/v1beta1","kind":%q,"items":[]}`, kindOf(resource)+"List")
 			default:
 				w.WriteHeader(http.StatusForbidden)
 				fmt.Fprint(w, `{"apiVersion":"v1","kind":"Status","status":"Failure","reason":"Forbidden","code":403}`)
@@ -503,7 +507,7 @@ func TestKubectl(t *testing.T) {
 	}
 	kubectl("", "create", "namespace", "shop")
 	kubectl(`
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: crm, namespace: shop}
 spec:
@@ -532,7 +536,7 @@ spec:
 	}
 	has(call(command.ExitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
 	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's log")
-	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
+	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `"name":"crm","level":"PROBLEM","about":"Destination"`)
 	// Without the Role, the stored status is shown, and a notice names the permission.
 	for _, args := range [][]string{{"why", "crm"}, {"why"}, {"why", "source/web"}} {
 		out := call(command.ExitFailure, args...)
@@ -562,9 +566,10 @@ spec:
 	}
 
 	has(call(command.ExitUsage, "redeliver", "crm"), "--all")
-	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--code", "422,0", "--since", "2h", "--rate", "7",
+	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--status-code", "422", "--no-response", "--since", "2h",
+		"--rate", "7",
 		"--wait=false"), "created")
-	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons} {.items[*].spec.selector.statusCodes}"); got != `crm 7 ["Rejected"] [422,0]` {
+	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.deadLettersPerSecond} {.items[*].spec.match.reasons} {.items[*].spec.match.statusCodes} {.items[*].spec.match.noResponse}"); got != `crm 7 ["Rejected"] [422] true` {
 		t.Errorf("the Redelivery: %s", got)
 	}
 	// The command prints the progress and the result.
@@ -575,7 +580,7 @@ spec:
 	has(<-said, "created")
 	var name string
 	for deadline := time.Now().Add(wait.Limit); name == ""; time.Sleep(50 * time.Millisecond) {
-		name = kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[?(@.spec.rate==100)].metadata.name}")
+		name = kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[?(@.spec.deadLettersPerSecond==100)].metadata.name}")
 		if time.Now().After(deadline) {
 			t.Fatal("no Redelivery was created")
 		}
@@ -602,13 +607,13 @@ kind: Secret
 metadata: {name: web, namespace: shop}
 stringData: {key: demo-write-key}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: shop}
 spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 `, "apply", "-f", "-")
 	has(call(command.ExitFailure, "send", "track"), "posthorn-support-user")
-	kubectl(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
+	kubectl(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
 	has(call(command.ExitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
 	has(call(command.ExitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
 	has(call(command.ExitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)
@@ -712,6 +717,14 @@ func TestTraceAsksEveryPod(t *testing.T) {
 	bounded := answers("d", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended after 7 messages"})
 	if _, err := run(newTrace(func(*cobra.Command) connector { return pods{[]target{bounded}} }), "m1"); err == nil || err.Error() != "the message may exist, because not all messages were searched" {
 		t.Errorf("an incomplete search without a result: got error %v, want one that does not deny the message", err)
+	}
+	other := answers("e", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Accepted: []adminapi.AcceptedMessage{{Source: "other/web"}}})
+	byPod := func(*cobra.Command) connector { return pods{[]target{other}} }
+	if out, err := run(newTrace(byPod), "m1"); err == nil || err.Error() != "no message in namespace shop; found in namespace other: set -n, or -A" {
+		t.Errorf("a message of another namespace: got error %v and\n%s", err, out)
+	}
+	if out, err := run(newTrace(byPod), "m1", "-A"); err != nil || !strings.Contains(out, "other/web") {
+		t.Errorf("a message of another namespace, with -A: got error %v and\n%s", err, out)
 	}
 	none, fails := answers("b", http.StatusOK, adminapi.MessageTrace{MessageID: "m1"}),
 		answers("c", http.StatusInternalServerError, adminapi.MessageTrace{})
@@ -850,7 +863,8 @@ func TestTokenForBodiesIsReused(t *testing.T) {
 func TestWhyEscapesItsArgument(t *testing.T) {
 	for _, findings := range [][]why.Finding{{{Level: why.Problem, Text: "text", Fix: "fix"}}, {{Level: why.Fine, Text: "text"}}} {
 		var out strings.Builder
-		if err := printFindings(&out, "", "shop/\x1b[31mx\x9b31m\u202e", findings); err != nil && !errors.Is(err, command.ErrFailed) {
+		if err := printFindings(&out, &command.Objects{}, trouble{Kind: "WebhookDestination", Namespace: "shop", Name: "\x1b[31mx\x9b31m\u202e"},
+			findings); err != nil && !errors.Is(err, command.ErrFailed) {
 			t.Fatal(err)
 		}
 		if !strings.HasPrefix(out.String(), `shop/\x1b[31mx\x9b31m\u202e: `) || strings.ContainsAny(out.String(), "\x1b\u202e") ||

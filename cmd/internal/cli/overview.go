@@ -14,7 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/controllers/manifest"
@@ -27,8 +27,8 @@ import (
 type inventory struct {
 	// kind is the kind of the objects; empty for all.
 	kind         string
-	sources      []v1alpha1.Source
-	destinations []v1alpha1.WebhookDestination
+	sources      []v1beta1.Source
+	destinations []v1beta1.WebhookDestination
 	// others are the objects of all kinds but WebhookDestination.
 	others    []conditioned
 	manifests []manifest.Problem
@@ -79,7 +79,7 @@ func (v *inventory) addObjects(ctx context.Context, read lister) error {
 		}
 		return body, err
 	}
-	var destinations v1alpha1.WebhookDestinationList
+	var destinations v1beta1.WebhookDestinationList
 	body, err := list(ctx, "webhookdestinations")
 	if err != nil {
 		return err
@@ -103,7 +103,7 @@ func (v *inventory) addObjects(ctx context.Context, read lister) error {
 			v.others = append(v.others, o)
 		}
 		if k.resource == "sources" {
-			var sources v1alpha1.SourceList
+			var sources v1beta1.SourceList
 			if err := json.Unmarshal(body, &sources); err != nil {
 				return fmt.Errorf("sources: %w", err)
 			}
@@ -141,7 +141,7 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 		found = append(found, trouble{Kind: "Replication", Name: v.replication.asked, Finding: why.Finding{Level: why.Problem, About: "Replication", Text: problem}})
 	}
 	for _, resource := range v.gone {
-		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1alpha1.GroupVersion.Group,
+		found = append(found, trouble{Kind: "CustomResourceDefinition", Name: resource + "." + v1beta1.GroupVersion.Group,
 			Finding: why.KindGone(kindOf(resource))})
 	}
 	for _, p := range v.manifests {
@@ -150,11 +150,11 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 			found = append(found, trouble{kind, namespace, name, why.Parked(p, v.now)})
 			continue
 		}
-		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
+		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Reason: v1beta1.ReasonManifestRejected, Since: p.Since, Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
 	}
 	found = append(found, v.parked(namespace)...)
 	seen := map[string]bool{}
-	sources := map[string][]v1alpha1.Source{}
+	sources := map[string][]v1beta1.Source{}
 	for _, s := range v.sources {
 		sources[s.Namespace] = append(sources[s.Namespace], s)
 	}
@@ -173,9 +173,10 @@ func (v *inventory) troubles(namespace string) (found []trouble, idle []string) 
 		}
 	}
 	for _, o := range v.others {
-		if c := o.problem(); c != nil && (len(full) == 0 || c.Reason != v1alpha1.ReasonStoragePressure) {
+		if c := o.problem(); c != nil && (len(full) == 0 || c.Reason != v1beta1.ReasonStoragePressure) {
 			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name,
-				why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason)}})
+				why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message, Fix: why.Fix(c.Reason), Reason: c.Reason,
+					Since: c.LastTransitionTime.Time}})
 		} else if f := v.refusing(&o); c == nil && f != nil && len(full) == 0 {
 			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, *f})
 		}
@@ -213,24 +214,21 @@ func (v *inventory) parked(namespace string) (list []trouble) {
 	return list
 }
 
-// problem returns the first condition that needs an action of the user, or nil. A rejected manifest is a
-// problem of its own: see why.Manifests.
+// problem returns the first condition that needs an action of the user, in the order of v1beta1.Worst, or nil. A rejected
+// manifest is a problem of its own: see why.Manifests.
 func (o *conditioned) problem() *metav1.Condition {
 	for _, bad := range []struct {
 		condition string
 		status    metav1.ConditionStatus
 	}{
-		{v1alpha1.ConditionAccepted, metav1.ConditionFalse}, {v1alpha1.ConditionResolvedRefs, metav1.ConditionFalse},
-		{v1alpha1.ConditionFailed, metav1.ConditionTrue}, {v1alpha1.ConditionStalled, metav1.ConditionTrue},
-		{v1alpha1.ConditionReceiving, metav1.ConditionFalse},
+		{v1beta1.ConditionAccepted, metav1.ConditionFalse}, {v1beta1.ConditionResolvedRefs, metav1.ConditionFalse},
+		{v1beta1.ConditionFailed, metav1.ConditionTrue}, {v1beta1.ConditionStalled, metav1.ConditionTrue},
+		{v1beta1.ConditionProgrammed, metav1.ConditionFalse}, {v1beta1.ConditionReceiving, metav1.ConditionFalse},
 	} {
-		if c := meta.FindStatusCondition(o.Status.Conditions, bad.condition); c != nil && c.Status == bad.status {
+		c := meta.FindStatusCondition(o.Status.Conditions, bad.condition)
+		if c != nil && c.Status == bad.status && c.Reason != v1beta1.ReasonPending {
 			return c
 		}
-	}
-	if c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionProgrammed); c != nil && c.Status == metav1.ConditionFalse &&
-		slices.Contains([]string{v1alpha1.ReasonConfigRefused, v1alpha1.ReasonNoDispatcher, v1alpha1.ReasonUnowned}, c.Reason) {
-		return c
 	}
 	return nil
 }
@@ -287,6 +285,9 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 			name = t.Namespace + "/" + name
 		}
 		fmt.Fprintf(w, "%s: %s\n", command.Paint(w, command.Red, strings.TrimSpace(t.Kind+" "+name)), sentence(t.Text))
+		if since := sinceLine(t.Finding, time.Now()); since != "" {
+			fmt.Fprintln(w, "  "+since)
+		}
 		if t.Fix != "" {
 			fmt.Fprintf(w, "  To do: %s\n", sentence(t.Fix))
 		}
@@ -304,14 +305,11 @@ func printTroubles(w io.Writer, found []trouble, notices []string, most int) {
 
 // explainAll is why without a name: it prints all troubles, and fails if there is one. With each, it
 // also prints the objects without a problem.
-func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string, each bool) error {
+func (v *inventory) explainAll(cmd *cobra.Command, objects *command.Objects, namespace string, each bool) error {
 	found, idle := v.troubles(namespace)
-	if output == "json" {
-		out := json.NewEncoder(cmd.OutOrStdout())
-		for _, t := range found {
-			if err := out.Encode(t); err != nil {
-				return err
-			}
+	if objects.Chosen() {
+		if err := command.PrintAll(cmd.OutOrStdout(), objects, found); err != nil {
+			return err
 		}
 	} else {
 		var notices []string
@@ -460,10 +458,10 @@ func concernsKind(p manifest.Problem, kind string) bool {
 }
 
 // explain explains an object that is no destination, or without a name all objects (of a kind).
-func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, name string) error {
+func (v *inventory) explain(cmd *cobra.Command, objects *command.Objects, namespace, resource, name string) error {
 	if name == "" {
 		v.only(resource)
-		return v.explainAll(cmd, output, namespace, resource != "")
+		return v.explainAll(cmd, objects, namespace, resource != "")
 	}
 	kind := kindOf(resource)
 	findings := v.findings(kind, namespace, name)
@@ -473,7 +471,7 @@ func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, nam
 	if away := why.OperatorAway(v.operatorRenewed, v.now); away != nil {
 		findings = append([]why.Finding{*away}, findings...)
 	}
-	return printFindings(cmd.OutOrStdout(), output, kind+" "+namespace+"/"+name, findings)
+	return printFindings(cmd.OutOrStdout(), objects, trouble{Kind: kind, Namespace: namespace, Name: name}, findings)
 }
 
 // findings explains an object that is no destination: its manifest, then its conditions. The only Problem
@@ -515,14 +513,15 @@ func (o *conditioned) findings() []why.Finding {
 		c := &o.Status.Conditions[i]
 		level, fix := why.Notice, ""
 		switch {
-		case c.Reason == v1alpha1.ReasonManifestRejected:
+		case c.Reason == v1beta1.ReasonManifestRejected:
 			continue
 		case c == problem:
 			level, fix = why.Problem, why.Fix(c.Reason)
-		case c.Status == metav1.ConditionTrue && c.Reason != v1alpha1.ReasonDiscardAhead:
+		case c.Status == metav1.ConditionTrue && c.Reason != v1beta1.ReasonDiscardAhead:
 			level = why.Fine
 		}
-		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message, Fix: fix})
+		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message, Fix: fix, Reason: c.Reason,
+			Since: c.LastTransitionTime.Time})
 	}
 	return found
 }
@@ -581,9 +580,6 @@ func (c *clusterConnector) inventory(ctx context.Context, all bool) (*inventory,
 	if err != nil {
 		return nil, "", err
 	}
-	if err := oneScope(all, c.overrides.Context.Namespace); err != nil {
-		return nil, "", err
-	}
 	if all {
 		posthorn.namespace = ""
 	}
@@ -623,7 +619,7 @@ func (v *inventory) state(namespace string) state {
 	s.Replication = v.replication.role()
 	for _, o := range v.others {
 		c := o.problem()
-		if c == nil && v.refusing(&o) != nil || c != nil && (c.Reason == v1alpha1.ReasonStoragePressure || c.Reason == v1alpha1.ReasonUnowned) {
+		if c == nil && v.refusing(&o) != nil || c != nil && (c.Reason == v1beta1.ReasonStoragePressure || c.Reason == v1beta1.ReasonUnowned) {
 			s.Refusing = append(s.Refusing, o.Metadata.Namespace+"/"+o.Metadata.Name)
 		}
 	}
@@ -664,25 +660,20 @@ A Source that has never had a call is a notice.`
 
 func newStatus() *cobra.Command {
 	var d direct
-	var all bool
-	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) {
-		if err := oneScope(all, d.ns); err != nil {
-			return nil, "", err
-		}
-		v, err := d.inventory(ctx, d.ns)
-		return v, d.ns, err
+	cmd := newStatusOf(&d.all, func(ctx context.Context) (*inventory, string, error) {
+		v, err := d.inventory(ctx, d.scope())
+		return v, d.scope(), err
 	})
-	cmd.Short = "Show everything on one screen: traffic, storage and all problems (standalone)"
-	cmd.Example = "  posthorn status\n  posthorn status -o json | jq '.problems[].name'"
-	d.adminFlag(cmd)
-	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "", "only this namespace (default: all)")
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces, the default")
+	cmd.Short = "Show a namespace on one screen: traffic, storage and all problems (standalone)"
+	cmd.Example = "  posthorn status\n  posthorn status -A -o json | jq '.problems[].name'"
+	command.AdminFlag(cmd, &d.admin)
+	command.NamespaceFlag(cmd, &d.ns)
 	return cmd
 }
 
 func newKubectlStatus(cluster *clusterConnector) *cobra.Command {
 	var all bool
-	cmd := newStatusOf(func(ctx context.Context) (*inventory, string, error) {
+	cmd := newStatusOf(&all, func(ctx context.Context) (*inventory, string, error) {
 		v, namespace, err := cluster.inventory(ctx, all)
 		if err == nil {
 			err = cluster.live(ctx, v.addLive)
@@ -691,25 +682,27 @@ func newKubectlStatus(cluster *clusterConnector) *cobra.Command {
 	})
 	cmd.Short = "Show a namespace on one screen: traffic, storage and all problems"
 	cmd.Example = "  kubectl posthorn status -n shop\n  kubectl posthorn status -A -o json | jq '.problems[].name'"
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "all namespaces")
 	return cmd
 }
 
 // newStatusOf makes a command status of the objects and the namespace ("" for all) that read returns.
-func newStatusOf(read func(context.Context) (*inventory, string, error)) *cobra.Command {
-	var output string
+func newStatusOf(all *bool, read func(context.Context) (*inventory, string, error)) *cobra.Command {
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:  "status",
 		Long: statusLong,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := command.CheckAllNamespaces(cmd, *all, ""); err != nil {
+				return err
+			}
 			v, namespace, err := read(cmd.Context())
 			if err != nil {
 				return err
 			}
 			s := v.state(namespace)
-			if output == "json" {
-				if err := json.NewEncoder(cmd.OutOrStdout()).Encode(s); err != nil {
+			if objects.Chosen() {
+				if err := objects.Print(cmd.OutOrStdout(), s); err != nil {
 					return err
 				}
 			} else {
@@ -721,17 +714,10 @@ func newStatusOf(read func(context.Context) (*inventory, string, error)) *cobra.
 			return nil
 		},
 	}
+	command.AllNamespacesFlag(cmd, all)
 	command.ColorFlag(cmd)
-	command.OutputFlag(cmd, &output, "", "json: one object", "json")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
-}
-
-// oneScope fails if a command line selects both one namespace and all.
-func oneScope(all bool, namespace string) error {
-	if all && namespace != "" {
-		return command.Usagef("set either --namespace or --all-namespaces")
-	}
-	return nil
 }
 
 // maxShown bounds the problems, and the notices, that status prints.

@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
@@ -84,7 +84,7 @@ Sources         1; 7 calls accepted, 2 rejected
 Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
 Problems        0 in namespace default, 1 in others
 `},
-		{"a missing Secret, all namespaces", "status", refused, "[]", report, command.ExitFailure, `Accepts calls   yes
+		{"a missing Secret, all namespaces", "status -A", refused, "[]", report, command.ExitFailure, `Accepts calls   yes
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 107 calls accepted, 2 rejected
 Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
@@ -93,9 +93,9 @@ Problems        1
 Source default/web: Secret "gone" does not exist.
   To do: create the Secret in this namespace; no restart is necessary.
 `},
-		{"starting", "status -o json", healthy, "[]", starting, command.ExitFailure, `{"ready":false,"storage":{"usedBytes":4194304,"freeBytes":5242880,"totalBytes":9437184},"sources":1,"accepted":107,"rejected":2,"destinations":0,"delivered":4,"pending":2,"retrying":1,"deadLettersStored":3,"problems":[],"notices":[]}
+		{"starting", "status -A -o json", healthy, "[]", starting, command.ExitFailure, `{"ready":false,"storage":{"usedBytes":4194304,"freeBytes":5242880,"totalBytes":9437184},"sources":1,"accepted":107,"rejected":2,"destinations":0,"delivered":4,"pending":2,"retrying":1,"deadLettersStored":3,"problems":[],"notices":[]}
 `},
-		{"the disk is full", "status", pressure, "[]", full, command.ExitFailure, `Accepts calls   no, the disk is full
+		{"the disk is full", "status -A", pressure, "[]", full, command.ExitFailure, `Accepts calls   no, the disk is full
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 107 calls accepted, 2 rejected
 Destinations    0; 4 messages delivered, 2 pending (1 retry), 3 dead letters stored
@@ -108,7 +108,7 @@ Dispatcher d2: the disk of dispatcher d2 is full, so new calls are answered 503 
   To do: fix the receivers with the largest backlog, purge dead letters, or enlarge the volume.
 0 of 2 objects have a problem; 1 other problem above.
 `},
-		{"large calls are refused", "status", healthy, "[]", refusing, command.ExitFailure, `Accepts calls   no, calls are answered 503
+		{"large calls are refused", "status -A", healthy, "[]", refusing, command.ExitFailure, `Accepts calls   no, calls are answered 503
 Storage         4 MiB used, 5 MiB free of 9 MiB
 Sources         1; 7 calls accepted, 3 rejected
 Destinations    0; 0 messages delivered, 0 pending (0 retries), 0 dead letters stored
@@ -128,18 +128,15 @@ PROBLEM   Disk       Source "web": calls are answered 503, the last one just now
   To do: fix the destinations with the largest backlog, or ask an administrator for disk space.
 1 of 2 objects has a problem.
 `},
-		{"why, healthy", "why", healthy, "[]", report, command.ExitOK, "0 of 2 objects have a problem.\n"},
-		{"why, a rejected manifest", "why", healthy, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
+		{"why, healthy", "why -A", healthy, "[]", report, command.ExitOK, "0 of 2 objects have a problem.\n"},
+		{"why, a rejected manifest", "why -A", healthy, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
   To do: correct the manifest.
 0 of 2 objects have a problem; 1 other problem above.
 `},
 		{"why, of another namespace", "why -n default", healthy, elsewhere, report, command.ExitOK, "0 of 2 objects in namespace default have a problem. 1 problem in other namespaces: see 'why -A'.\n"},
 		{"why of a kind, of another namespace", "why sources -n default", healthy, elsewhere, report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object in namespace default has a problem. 1 problem in other namespaces: see 'why -A'.\n"},
-		{"why, all namespaces by default", "why", healthy, elsewhere, report, command.ExitFailure, `Manifest a.yaml:4: Source shop/ios: unknown field.
-  To do: correct the manifest.
-0 of 2 objects have a problem; 1 other problem above.
-`},
-		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist","fix":"create the Secret in this namespace; no restart is necessary"}
+		{"why, the namespace by default", "why", healthy, elsewhere, report, command.ExitOK, "0 of 2 objects in namespace default have a problem. 1 problem in other namespaces: see 'why -A'.\n"},
+		{"why, as JSON", "why -o json", refused, "[]", report, command.ExitFailure, `{"kind":"Source","namespace":"default","name":"web","level":"PROBLEM","about":"SecretNotFound","text":"Secret \"gone\" does not exist","fix":"create the Secret in this namespace; no restart is necessary","reason":"SecretNotFound"}
 `},
 		{"why of a Source", "why source.posthorn.dev/web", refused, "[]", report, command.ExitFailure, `Source default/web: Secret "gone" does not exist.
 To do: create the Secret in this namespace; no restart is necessary.
@@ -170,15 +167,15 @@ NOTICE   Programmed   a dispatcher rejected the config
   To do: correct the manifest.
 0 of 2 objects have a problem; 1 other problem above.
 `},
-		{"why of a kind", "why sources", healthy, "[]", report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object has a problem.\n"},
-		{"why of a kind with a problem", "why psrc", rejecting, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"},{"file":"a.yaml","line":9,"object":"Audience default/all","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
+		{"why of a kind", "why -A sources", healthy, "[]", report, command.ExitOK, "Source default/web: no problem found.\n0 of 1 object has a problem.\n"},
+		{"why of a kind with a problem", "why -A psrc", rejecting, `[{"file":"a.yaml","line":4,"object":"Source default/ios","message":"unknown field"},{"file":"a.yaml","line":9,"object":"Audience default/all","message":"unknown field"}]`, report, command.ExitFailure, `Manifest a.yaml:4: Source default/ios: unknown field.
   To do: correct the manifest.
 Source default/web: all of the latest calls were rejected: no userId.
   To do: fix the sender; the message gives the reason.
 1 of 1 object has a problem.
 `},
 		{"why of a kind without objects", "why -A deletions", healthy, "[]", report, command.ExitOK, "0 of 0 objects have a problem.\n"},
-		{"why, all and a name", "why -A source/web", healthy, "[]", report, command.ExitUsage, "posthorn: -A prints the problems of all objects; leave out -A or the name \"web\"\nSee 'posthorn why --help'.\n"},
+		{"why, all and a name", "why -A source/web", healthy, "[]", report, command.ExitUsage, "posthorn: -A is for all objects; leave out -A or the name \"web\"\nSee 'posthorn why --help'.\n"},
 		{"why, all and a namespace", "why -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn why --help'.\n"},
 		{"status, all and a namespace", "status -A -n default", healthy, "[]", report, command.ExitUsage, "posthorn: set either --namespace or --all-namespaces\nSee 'posthorn status --help'.\n"},
 		{"why of an unknown Source", "why source/wen", healthy, "[]", report, command.ExitFailure, `Source default/wen: there is no Source "wen" in namespace "default".
@@ -216,7 +213,7 @@ To do: correct the manifest.
 
 PROBLEM   Manifest   rejected just now: a.yaml:9: Audience default/vip: unknown field
 `},
-		{"why of an Audience that never existed, as JSON", "why audience/vip -o json", healthy, audience, report, command.ExitFailure, `{"level":"PROBLEM","about":"Manifest","text":"rejected just now: a.yaml:9: Audience default/vip: unknown field","fix":"correct the manifest"}
+		{"why of an Audience that never existed, as JSON", "why audience/vip -o json", healthy, audience, report, command.ExitFailure, `{"kind":"Audience","namespace":"default","name":"vip","level":"PROBLEM","about":"Manifest","text":"rejected just now: a.yaml:9: Audience default/vip: unknown field","fix":"correct the manifest","reason":"ManifestRejected","since":"` + since + `"}
 `},
 		{"why of a Redelivery whose manifest is rejected", "why redelivery/again", healthy, strings.ReplaceAll(rejected, "Source default/web", "Redelivery default/again"), report, command.ExitFailure, `Redelivery default/again: rejected just now: a.yaml:4: Redelivery default/again: unknown field (the last valid version remains in effect).
 To do: correct the manifest.
@@ -224,22 +221,22 @@ To do: correct the manifest.
 PROBLEM   Manifest   rejected just now: a.yaml:4: Redelivery default/again: unknown field (the last valid version remains in effect)
 NOTICE    Ready      1 of 9
 `},
-		{"why of a kind with a file that cannot be read", "why sources", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
+		{"why of a kind with a file that cannot be read", "why -A sources", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
   To do: correct the manifest.
 1 of 1 object has a problem.
 `},
-		{"why of another kind with that file", "why redeliveries", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
+		{"why of another kind with that file", "why -A redeliveries", healthy, unreadable, report, command.ExitFailure, `Manifest b.yaml: not YAML.
   To do: correct the manifest.
 Redelivery default/again: no problem found.
 0 of 1 object has a problem; 1 other problem above.
 `},
-		{"why of a kind with problems of other kinds", "why redeliveries", healthy, `[{"file":"a.yaml","line":1,"object":"Sorce default/ios","message":"kind: unknown"},{"file":"a.yaml","line":9,"object":"Secret default/key","message":"unknown field"},{"file":"c.yaml","line":2,"object":"Audience default/vip","message":"twice","outdated":["Redelivery default/again"]}]`, report, command.ExitFailure, `Manifest a.yaml:1: Sorce default/ios: kind: unknown.
+		{"why of a kind with problems of other kinds", "why -A redeliveries", healthy, `[{"file":"a.yaml","line":1,"object":"Sorce default/ios","message":"kind: unknown"},{"file":"a.yaml","line":9,"object":"Secret default/key","message":"unknown field"},{"file":"c.yaml","line":2,"object":"Audience default/vip","message":"twice","outdated":["Redelivery default/again"]}]`, report, command.ExitFailure, `Manifest a.yaml:1: Sorce default/ios: kind: unknown.
   To do: correct the manifest.
 Manifest c.yaml:2: Audience default/vip: twice.
   To do: correct the manifest.
 1 of 1 object has a problem.
 `},
-		{"why with a rejected manifest of an object", "why", outdated, rejected, report, command.ExitFailure, `Manifest a.yaml:4: Source default/web: unknown field (the last valid version remains in effect).
+		{"why with a rejected manifest of an object", "why -A", outdated, rejected, report, command.ExitFailure, `Manifest a.yaml:4: Source default/web: unknown field (the last valid version remains in effect).
   To do: correct the manifest.
 1 of 2 objects has a problem.
 `},
@@ -263,11 +260,11 @@ NOTICE   Ready   ready; pending messages for WebhookDestination "old" will be di
 }
 
 // destinationsOf returns n accepted destinations of the Source web.
-func destinationsOf(n int, enabled bool) (list []v1alpha1.WebhookDestination) {
+func destinationsOf(n int, suspended bool) (list []v1beta1.WebhookDestination) {
 	for i := range n {
-		d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%03d", i), Namespace: "shop"}}
-		d.Spec.SourceRefs, d.Spec.Enabled = []v1alpha1.ObjectReference{{Name: "web"}}, &enabled
-		d.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue}}
+		d := v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("d%03d", i), Namespace: "shop"}}
+		d.Spec.SourceRefs, d.Spec.Suspend = []v1beta1.SourceReference{{Name: "web"}}, &suspended
+		d.Status.Conditions = []metav1.Condition{{Type: v1beta1.ConditionAccepted, Status: metav1.ConditionTrue}}
 		list = append(list, d)
 	}
 	return list
@@ -275,8 +272,8 @@ func destinationsOf(n int, enabled bool) (list []v1alpha1.WebhookDestination) {
 
 // A Source without calls is one notice of a new installation, however many destinations it has.
 func TestStatusOfANewInstallation(t *testing.T) {
-	v := &inventory{destinations: destinationsOf(1000, true),
-		sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	v := &inventory{destinations: destinationsOf(1000, false),
+		sources: []v1beta1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
 	s := v.state("shop")
 	if len(s.Problems) != 0 {
 		t.Errorf("problems: got %d, want 0; the first is %+v", len(s.Problems), s.Problems[0])
@@ -288,8 +285,8 @@ func TestStatusOfANewInstallation(t *testing.T) {
 
 // Status fits on a screen; its JSON has all problems.
 func TestStatusIsBounded(t *testing.T) {
-	v := &inventory{destinations: destinationsOf(1000, false),
-		sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
+	v := &inventory{destinations: destinationsOf(1000, true),
+		sources: []v1beta1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web", Namespace: "shop"}}}, now: time.Now()}
 	s := v.state("")
 	var out bytes.Buffer
 	s.print(&out)
@@ -311,7 +308,7 @@ func TestStatusOfAnEmptyNamespace(t *testing.T) {
 
 // A value that no dead letter can have selects nothing, so it is a mistake.
 func TestUnknownSelection(t *testing.T) {
-	reasons, types := strings.Join(v1alpha1.DeadLetterReasons, ", "), strings.Join(callTypes, ", ")
+	reasons, types := strings.Join(v1beta1.DeadLetterReasons, ", "), strings.Join(callTypes, ", ")
 	for args, want := range map[string]string{
 		"deadletters redeliver crm --reason expired":            `--reason "expired" is not one of ` + reasons + "; did you mean Expired?",
 		"deadletters purge crm --reason Rejected,Expird":        `--reason "Expird" is not one of ` + reasons + "; did you mean Expired?",

@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 	"slices"
@@ -14,7 +13,7 @@ import (
 
 func newProblems() *cobra.Command {
 	var d direct
-	var output string
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:   "problems",
 		Short: "List the manifests with a problem (standalone)",
@@ -29,35 +28,29 @@ there is a problem.`,
 			if err := d.read(cmd.Context(), "/problems", &found); err != nil {
 				return err
 			}
-			if err := printProblems(cmd.OutOrStdout(), output, found); err != nil {
+			if err := printProblems(cmd.OutOrStdout(), objects, found); err != nil {
 				return err
 			}
 			if len(found.Problems)+len(found.NotAccepted) > 0 {
 				return command.ErrFailed
 			}
-			if output == "" {
+			if !objects.Chosen() {
 				fmt.Fprintln(cmd.ErrOrStderr(), "No problems found.")
 			}
 			return nil
 		},
 	}
-	d.adminFlag(cmd)
-	command.OutputFlag(cmd, &output, "", "json: one problem per line", "json")
+	command.AdminFlag(cmd, &d.admin)
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
-// printProblems prints the problems, and as text also the ignored objects.
-func printProblems(w io.Writer, output string, found manifest.Problems) error {
-	if output == "json" {
-		out := json.NewEncoder(w)
-		for _, p := range slices.Concat(found.Problems, found.NotAccepted) {
-			if err := out.Encode(p); err != nil {
-				return err
-			}
-		}
-		return nil
+// printProblems prints the problems, and as text also the warnings.
+func printProblems(w io.Writer, objects *command.Objects, found manifest.Problems) error {
+	if objects.Chosen() {
+		return command.PrintAll(w, objects, slices.Concat(found.Problems, found.NotAccepted))
 	}
-	for _, list := range [][]manifest.Problem{found.Problems, found.NotAccepted, found.Ignored} {
+	for _, list := range [][]manifest.Problem{found.Problems, found.NotAccepted, found.Warnings} {
 		for _, p := range list {
 			if _, err := fmt.Fprintln(w, p.Detail()); err != nil {
 				return err

@@ -11,11 +11,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/client-go/rest"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // apiPrefix is the path of Posthorn's kinds, at an API server and at posthorn run.
-var apiPrefix = "/apis/" + v1alpha1.GroupVersion.String()
+var apiPrefix = "/apis/" + v1beta1.GroupVersion.String()
 
 // resources is a client of Posthorn's kinds in one namespace. Kinds are given by the plural names
 // of their resources.
@@ -26,12 +26,12 @@ type resources struct {
 
 func newResources(config *rest.Config, namespace string) (*resources, error) {
 	scheme := runtime.NewScheme()
-	if err := v1alpha1.AddToScheme(scheme); err != nil {
+	if err := v1beta1.AddToScheme(scheme); err != nil {
 		return nil, err
 	}
 	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"}) // Status, of errors
 	config = rest.CopyConfig(config)
-	config.APIPath, config.GroupVersion = "/apis", &v1alpha1.GroupVersion
+	config.APIPath, config.GroupVersion = "/apis", &v1beta1.GroupVersion
 	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
 	client, err := rest.RESTClientFor(config)
 	return &resources{client, namespace}, err

@@ -22,6 +22,7 @@ func newSend(flags senderFlags) *cobra.Command {
 	var raw string
 	var fields = map[string]*string{}
 	var props []string
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:   "send TYPE",
 		Short: "Send one call",
@@ -31,9 +32,9 @@ track, page, screen, group, alias, or batch (with --json).
 Set traits (identify, group) and properties (track, page, screen) with
 -p NAME=VALUE: a value that is JSON is sent as such, anything else as a string.
 Exits 1 if the call, or a call of a batch, was rejected.`,
-		Example: `  posthorn send track --write-key demo --user u1 --event "Order Completed" -p total=99.5
-  posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
-  posthorn send alias --write-key demo --user u1 --previous anon-7
+		Example: `  posthorn send track --write-key demo --user-id u1 --event "Order Completed" -p total=99.5
+  posthorn send identify --write-key demo --user-id u1 -p email=a@example.com -p plan=pro
+  posthorn send alias --write-key demo --user-id u1 --previous-id anon-7
   posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'
   posthorn send batch --write-key demo --json @batch.json`,
 		ValidArgs: []string{"identify", "track", "page", "screen", "group", "alias", "batch"},
@@ -77,12 +78,19 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			if err != nil {
 				return err
 			}
-			fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
 			var sent struct {
 				MessageID event.ID `json:"messageId"`
 			}
-			if resp.StatusCode == http.StatusOK && json.Unmarshal(body, &sent) == nil && sent.MessageID != "" {
-				fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; 'posthorn trace' shows where it is\n", sent.MessageID)
+			_ = json.Unmarshal(body, &sent) // A batch has no messageId.
+			if objects.Chosen() {
+				if err := objects.Print(cmd.OutOrStdout(), newSendResult(resp.StatusCode, answer, sent.MessageID)); err != nil {
+					return err
+				}
+			} else {
+				fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
+				if resp.StatusCode == http.StatusOK && sent.MessageID != "" {
+					fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; 'posthorn trace' shows where it is\n", sent.MessageID)
+				}
 			}
 			if resp.StatusCode != http.StatusOK || bytes.Contains(answer, []byte(`"rejected"`)) {
 				return command.ErrFailed
@@ -92,20 +100,37 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 	}
 	c = flags(cmd)
 	f := cmd.Flags()
+	objects = command.ObjectsFlag(cmd)
 	f.StringVar(&raw, "json", "", "the call as JSON, @FILE, or @- for standard input; sent unchanged")
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{
-		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},
-		"name": {"name", "the page's or screen's name (page, screen)"}, "group": {"groupId", "the group's id (group)"},
-		"previous": {"previousId", "the previous id (alias)"},
+		"user-id": {"userId", "the user's id"}, "anonymous-id": {"anonymousId", "the anonymous id"},
+		"event": {"event", "the event's name (track)"},
+		"name":  {"name", "the page's or screen's name (page, screen)"}, "group-id": {"groupId", "the group's id (group)"},
+		"previous-id": {"previousId", "the previous id (alias)"},
 	} {
 		fields[field[0]] = f.String(flag, "", field[1])
 	}
 	return cmd
 }
 
+// sendResult is the output of send.
+type sendResult struct {
+	StatusCode int      `json:"statusCode"`
+	MessageID  event.ID `json:"messageId,omitempty"`
+	// Response is the body of the response: JSON, or a text.
+	Response json.RawMessage `json:"response"`
+}
+
+func newSendResult(statusCode int, response []byte, id event.ID) sendResult {
+	if !json.Valid(response) {
+		response, _ = json.Marshal(string(response)) // A string has no error.
+	}
+	return sendResult{statusCode, id, response}
+}
+
 // typesOf maps the flags that are not for all types of calls to their types.
-var typesOf = map[string][]string{"event": {"track"}, "name": {"page", "screen"}, "group": {"group"}, "previous": {"alias"}}
+var typesOf = map[string][]string{"event": {"track"}, "name": {"page", "screen"}, "group-id": {"group"}, "previous-id": {"alias"}}
 
 // propertiesOf maps the types of calls to the field that -p sets; alias and batch have none.
 var propertiesOf = map[string]string{

@@ -27,7 +27,7 @@ type trackingAPI struct {
 func (a trackingAPI) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(a.url, "/")+path, body)
 	if err != nil || req.URL.Host == "" {
-		return nil, command.Usagef("--endpoint %q is not a URL like http://localhost:8080", a.url)
+		return nil, command.Usagef("--address %q is not a URL like http://localhost:8080", a.url)
 	}
 	req.SetBasicAuth(a.writeKey, "")
 	return req, nil
@@ -41,7 +41,7 @@ func (a trackingAPI) explain(err error) error {
 	case errors.As(err, &certificate):
 		return fmt.Errorf("%w\nIf this is expected, use --insecure to skip verification", err)
 	case errors.As(err, &dial) && dial.Op == "dial":
-		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
+		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --address", err)
 	}
 	return err
 }
@@ -56,21 +56,21 @@ type senderFlags func(cmd *cobra.Command) sender
 
 // directSender sends to a given address.
 type directSender struct {
-	endpoint, writeKey string
-	insecure           bool
+	address, writeKey string
+	insecure          bool
 }
 
 func sendDirect(cmd *cobra.Command) sender {
 	d := &directSender{}
 	f := cmd.Flags()
-	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "address of Posthorn's tracking API")
+	f.StringVar(&d.address, "address", cmp.Or(os.Getenv("POSTHORN_ADDRESS"), "http://127.0.0.1:8080"), "URL of the tracking API; the environment variable POSTHORN_ADDRESS sets another default")
 	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment variable POSTHORN_WRITE_KEY)")
-	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https endpoint")
+	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https address")
 	return d
 }
 
 func (d *directSender) connect(context.Context) (trackingAPI, func(), error) {
-	to := trackingAPI{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
+	to := trackingAPI{url: d.address, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
 	if to.writeKey == "" {
 		return to, nil, command.Usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
 	}

@@ -27,25 +27,25 @@ func newSink() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sink",
 		Short: "Receive webhooks, verify their signatures and print them",
-		Long: `A reference receiver. It answers every POST, checks the signature if --secret is
+		Long: `A reference receiver. It answers every POST, checks the signature if --secret-value is
 set, and prints a line per message: its type, its user, and whether the signature
 is authentic. A missing or wrong signature is answered 401. With --header, the
 signature of the scheme HMAC in this header is checked.
 
---status, --delay and --fail-first simulate a failing receiver. --save keeps each
+--status-code, --delay and --fail-first simulate a failing receiver. --save keeps each
 authentic request in a file, and --forward-to sends it on to a receiver that you
 develop, whose status is then the answer.`,
-		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
-  posthorn sink --status 503              a receiver that is down
+		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret-value "$SECRET"
+  posthorn sink --status-code 503         a receiver that is down
   posthorn sink --fail-first 20           one that recovers
-  posthorn sink --secret "$SECRET" --save requests --forward-to http://localhost:3000/hook`,
+  posthorn sink --secret-value "$SECRET" --save requests --forward-to http://localhost:3000/hook`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if s.secret, err = secretFrom(s.secret, secretFile); err != nil {
 				return err
 			}
 			if s.status < 100 || s.status > 599 {
-				return command.Usagef("--status %d: use an HTTP status between 100 and 599", s.status)
+				return command.Usagef("--status-code %d: use an HTTP status between 100 and 599", s.status)
 			}
 			if err := s.format.validate(); err != nil {
 				return err
@@ -81,9 +81,9 @@ develop, whose status is then the answer.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&listen, "listen", "127.0.0.1:9000", "address of the receiver")
-	f.StringVar(&s.secret, "secret", "", "the shared secret; without it signatures are printed but not checked")
+	f.StringVar(&s.secret, "secret-value", "", "the shared secret; without it signatures are printed but not checked")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
-	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
+	f.IntVar(&s.status, "status-code", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
 	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before the first success")
 	f.StringVar(&s.save, "save", "", "a folder that gets a file for each authentic request: its headers and its body, as HTTP")
@@ -129,7 +129,7 @@ type message struct {
 
 func (s *sink) mode() string {
 	if s.secret == "" {
-		return "signatures are not checked: no --secret"
+		return "signatures are not checked: no --secret-value"
 	}
 	return "checking signatures"
 }

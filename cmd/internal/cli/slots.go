@@ -3,8 +3,6 @@ package cli
 import (
 	"cmp"
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -33,7 +31,7 @@ func (d *direct) connectAll(context.Context) ([]target, func(), error) {
 // newSlots makes the command that shows the owners and the standbys of a replicated log.
 func newSlots(flags connectorFlags) *cobra.Command {
 	var r connector
-	var output string
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:   "slots",
 		Short: "Show the owners and the standbys of a replicated log",
@@ -45,9 +43,6 @@ its servers lacks records, or if a setting of the servers can lose calls.`,
   posthorn slots -o json`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if output != "" && output != "json" {
-				return command.Usagef("-o %q: use json", output)
-			}
 			targets, closeAll, err := r.(allConnector).connectAll(cmd.Context())
 			if err != nil {
 				return err
@@ -58,14 +53,12 @@ its servers lacks records, or if a setting of the servers can lose calls.`,
 				return err
 			}
 			if log.number == 0 {
-				return errors.New("there is no replicated log: the calls are durable in the data directories")
+				fmt.Fprintln(cmd.ErrOrStderr(), "There is no replicated log: the calls are durable in the data directories.")
+				return nil
 			}
-			if output == "json" {
-				out := json.NewEncoder(cmd.OutOrStdout())
-				for _, s := range log.states {
-					if err := out.Encode(s); err != nil {
-						return err
-					}
+			if objects.Chosen() {
+				if err := command.PrintAll(cmd.OutOrStdout(), objects, log.states); err != nil {
+					return err
 				}
 				return log.printProblems(io.Discard)
 			}
@@ -74,7 +67,7 @@ its servers lacks records, or if a setting of the servers can lose calls.`,
 		},
 	}
 	r = flags(cmd)
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json: one line of JSON per process")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 

@@ -5,7 +5,6 @@ import (
 	"crypto/hmac"
 	"crypto/sha1"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -19,13 +18,13 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/internal/plural"
-	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
 func newTail(flags connectorFlags) *cobra.Command {
 	var r connector
 	var o tail
 	var secretFile string
+	var all bool
 	cmd := &cobra.Command{
 		Use:   "tail [DESTINATION]",
 		Short: "Follow delivery attempts, or send them on to a receiver",
@@ -33,15 +32,15 @@ func newTail(flags connectorFlags) *cobra.Command {
 
 --forward-to sends the body of each attempt on to a receiver that you develop, one after
 the other, retries included. Only the body, Content-Type and Idempotency-Key are those
-of the delivery: its signatures and configured headers are not sent on. With --secret
+of the delivery: its signatures and configured headers are not sent on. With --secret-value
 the request has an X-Signature under this secret. The deliveries do not wait for
 the receiver: if it is slower, attempts are missed, and their number is printed.
 
 --bodies and --forward-to read message bodies. In a cluster they need the Role
 posthorn-bodies-user. The dispatcher's log names the reader.`,
-		Example: `  posthorn tail
+		Example: `  posthorn tail -A
   posthorn tail crm --failed -o json
-  posthorn tail crm --forward-to http://localhost:3000/hook --secret "$TEST_SECRET"`,
+  posthorn tail crm --forward-to http://localhost:3000/hook --secret-value "$TEST_SECRET"`,
 		Args: command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			if err := checkForwardTo(o.forwardTo); err != nil {
@@ -51,12 +50,18 @@ posthorn-bodies-user. The dispatcher's log names the reader.`,
 				return err
 			}
 			if o.secret != "" && o.forwardTo == "" {
-				return command.Usagef("--secret signs the requests of --forward-to; set both")
+				return command.Usagef("--secret-value signs the requests of --forward-to; set both")
+			}
+			if err := command.CheckAllNamespaces(cmd, all, strings.Join(args, " ")); err != nil {
+				return err
 			}
 			if len(args) == 1 {
-				if o.destination, err = destination(r, args[0]); err != nil {
-					return err
-				}
+				o.destination, err = destination(r, args[0])
+			} else if !all {
+				o.namespace, err = r.namespace()
+			}
+			if err != nil {
+				return err
 			}
 			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
@@ -71,21 +76,25 @@ posthorn-bodies-user. The dispatcher's log names the reader.`,
 	}
 	r = flags(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
+	command.AllNamespacesFlag(cmd, &all)
 	f := cmd.Flags()
 	f.StringVar(&o.endpoint, "endpoint", "", "only this endpoint")
 	f.BoolVar(&o.failed, "failed", false, "only failed attempts")
 	f.BoolVar(&o.bodies, "bodies", false, "print the body of each attempt, too")
 	f.StringVar(&o.forwardTo, "forward-to", "", "send the body of each attempt on to this URL")
-	f.StringVar(&o.secret, "secret", "", "with --forward-to: sign the requests with this secret")
+	f.StringVar(&o.secret, "secret-value", "", "with --forward-to: sign the requests with this secret")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the secret, byte for byte")
-	command.OutputFlag(cmd, &o.output, "", "json: one object per line", "json")
+	o.objects = command.ObjectsFlag(cmd)
 	return cmd
 }
 
 // tail follows the attempts of all dispatchers.
 type tail struct {
-	destination, endpoint, output string
-	failed, bodies                bool
+	// namespace is empty for all, and with a destination.
+	namespace             string
+	destination, endpoint string
+	objects               *command.Objects
+	failed, bodies        bool
 	// forwardTo is the URL of a receiver, secret signs the requests to it; "" is none.
 	forwardTo, secret string
 
@@ -101,7 +110,7 @@ type tailLine struct {
 }
 
 func (o *tail) run(cmd *cobra.Command, targets []target) error {
-	if o.forwardTo == "" && o.output == "" {
+	if o.forwardTo == "" && !o.objects.Chosen() {
 		fmt.Fprintln(cmd.ErrOrStderr(), strings.ReplaceAll(attemptHeader, "\t", "  "))
 	}
 	attempts := make(chan adminapi.AttemptWithBody)
@@ -110,7 +119,7 @@ func (o *tail) run(cmd *cobra.Command, targets []target) error {
 		group.Go(func() error { return o.follow(ctx, cmd.ErrOrStderr(), t, attempts) })
 	}
 	go func() { _ = group.Wait(); close(attempts) }()
-	if o.forwardTo != "" && o.output == "" {
+	if o.forwardTo != "" && !o.objects.Chosen() {
 		fmt.Fprintf(cmd.ErrOrStderr(), "sending the attempts on to %s; stop with Ctrl-C\n", o.forwardTo)
 	}
 	for a := range attempts {
@@ -118,14 +127,14 @@ func (o *tail) run(cmd *cobra.Command, targets []target) error {
 			o.missed += a.Missed
 			fmt.Fprintf(cmd.ErrOrStderr(), "%s missed: this command is slower than the deliveries\n", plural.Count(a.Missed, "attempt"))
 		}
-		if o.failed && a.Reason == "" {
+		if o.failed && a.Reason == "" || o.namespace != "" && !strings.HasPrefix(a.Destination, o.namespace+"/") {
 			continue
 		}
 		if err := o.print(cmd.Context(), cmd.OutOrStdout(), a); err != nil {
 			return err
 		}
 	}
-	if o.forwardTo != "" && o.output == "" {
+	if o.forwardTo != "" && !o.objects.Chosen() {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%d sent on, %d of them not accepted; %d missed\n", o.sent, o.refused, o.missed)
 	}
 	if cmd.Context().Err() != nil {
@@ -187,8 +196,8 @@ func (o *tail) print(ctx context.Context, out io.Writer, a adminapi.AttemptWithB
 	if !o.bodies {
 		line.Body = nil
 	}
-	if o.output == "json" {
-		return json.NewEncoder(termsafe.NewWriter(out)).Encode(line)
+	if o.objects.Chosen() {
+		return o.objects.Print(out, line)
 	}
 	text := strings.ReplaceAll(attemptLine(a.Attempt), "\t", "  ")
 	switch {

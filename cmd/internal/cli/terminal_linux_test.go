@@ -226,7 +226,8 @@ func TestColors(t *testing.T) {
 		all := make(chan []byte, 1)
 		go func() { text, _ := io.ReadAll(screen); all <- text }()
 		cmd := &cobra.Command{RunE: func(cmd *cobra.Command, _ []string) error {
-			return printFindings(cmd.OutOrStdout(), "", "shop/crm", findings)
+			return printFindings(cmd.OutOrStdout(), &command.Objects{},
+				trouble{Kind: "WebhookDestination", Namespace: "shop", Name: "crm"}, findings)
 		}}
 		command.ColorFlag(cmd)
 		if code := command.Run(cmd, args, nil, terminal, io.Discard); code != command.ExitFailure {
@@ -265,7 +266,8 @@ OK        Config     current
 	if diff := cmp.Diff(colored, shown("--no-color=false")); diff != "" {
 		t.Errorf("text with --no-color=false (-want +got):\n%s", diff)
 	}
-	_ = printFindings(command.SafeOnTerminal(&pipe), "", "shop/crm", findings)
+	_ = printFindings(command.SafeOnTerminal(&pipe), &command.Objects{},
+		trouble{Kind: "WebhookDestination", Namespace: "shop", Name: "crm"}, findings)
 	if strings.Contains(pipe.String(), "\x1b[31m") {
 		t.Errorf("pipe: got a color in %q", pipe.String())
 	}

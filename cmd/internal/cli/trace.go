@@ -2,17 +2,16 @@ package cli
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/url"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
-	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/cmd/internal/command"
@@ -22,8 +21,9 @@ import (
 
 func newTrace(flags connectorFlags) *cobra.Command {
 	var r connector
-	var output, userID string
-	var since time.Duration
+	var userID, since string
+	var objects *command.Objects
+	var all bool
 	cmd := &cobra.Command{
 		Use:   "trace MESSAGE_ID | --user-id ID",
 		Short: "Show where a message is: accepted, filtered, pending, delivered or dead",
@@ -58,13 +58,18 @@ Exits 1 if no message is found.`,
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if since < 0 {
-				return command.Usagef("--since %s: use the age of the oldest message, for example 6h", since)
+			from, err := moment("--since", since)
+			if err == nil {
+				err = command.CheckAllNamespaces(cmd, all, "")
 			}
-			var from time.Time
-			if since > 0 {
-				from = time.Now().Add(-since)
+			if err != nil {
+				return err
 			}
+			namespace, err := r.namespace()
+			if err != nil {
+				return err
+			}
+			var elsewhere []string
 			search := func(t target) (*adminapi.MessageTrace, error) {
 				if userID != "" {
 					return t.TraceUser(cmd.Context(), userID, from)
@@ -92,13 +97,16 @@ Exits 1 if no message is found.`,
 					whole = false
 					fmt.Fprintf(cmd.ErrOrStderr(), "%snot complete: %s\n", of(t), m.Incomplete)
 				}
+				if !all {
+					elsewhere = append(elsewhere, only(m, namespace)...)
+				}
 				if !m.Found() {
 					continue
 				}
-				if output == "" {
+				if !objects.Chosen() {
 					err = printTrace(out, t, m, time.Now())
 				} else {
-					err = printObject(out, output, !found, podTrace{t.pod, m})
+					err = objects.Print(out, podTrace{t.pod, m})
 				}
 				if err != nil {
 					return err
@@ -111,21 +119,40 @@ Exits 1 if no message is found.`,
 			switch {
 			case found:
 				return nil
+			case len(elsewhere) > 0:
+				slices.Sort(elsewhere)
+				return fmt.Errorf("no message in namespace %s; found in namespace %s: set -n, or -A", namespace, strings.Join(slices.Compact(elsewhere), ", "))
 			case !whole:
 				return errors.New("the message may exist, because not all messages were searched")
 			case userID != "":
 				return fmt.Errorf("no message of user %s: no destination still has to deliver one, and none is in a dead letter; delivered messages are found by their messageId only", quoted(userID))
-			case since > 0:
+			case since != "":
 				return fmt.Errorf("no message %s: it was not accepted since then, or all destinations are done with it", quoted(args[0]))
 			}
 			return fmt.Errorf("no message %s: it was not accepted within the duplicate window, is in no dead letter, and had none of the last attempts; --since 6h searches older messages", quoted(args[0]))
 		},
 	}
 	r = flags(cmd)
+	command.AllNamespacesFlag(cmd, &all)
 	cmd.Flags().StringVar(&userID, "user-id", "", "show the pending messages and the dead letters of this userId")
-	cmd.Flags().DurationVar(&since, "since", 0, "also search messages that were accepted since then, for example 6h; with --user-id only these")
-	command.OutputFlag(cmd, &output, "", "json: one object per line and dispatcher; yaml: one document per dispatcher", "json", "yaml")
+	cmd.Flags().StringVar(&since, "since", "", "also search messages that were accepted since then, a duration (6h) or a time (2026-01-02T03:04:05Z); with --user-id only these")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
+}
+
+// only removes what belongs to other namespaces, and returns their names.
+func only(m *adminapi.MessageTrace, namespace string) (others []string) {
+	other := func(name string) bool {
+		of, _, _ := strings.Cut(name, "/")
+		if of != namespace {
+			others = append(others, of)
+		}
+		return of != namespace
+	}
+	m.Accepted = slices.DeleteFunc(m.Accepted, func(a adminapi.AcceptedMessage) bool { return other(a.Source) })
+	m.Attempts = slices.DeleteFunc(m.Attempts, func(a adminapi.Attempt) bool { return other(a.Destination) })
+	m.DeadLetters = slices.DeleteFunc(m.DeadLetters, func(d adminapi.DeadLetter) bool { return other(d.Destination) })
+	return others
 }
 
 // idOf returns the messageId of an Idempotency-Key that differs from it.
@@ -138,22 +165,6 @@ func idOf(key string) (id string, ok bool) {
 type podTrace struct {
 	Pod string `json:"pod,omitempty"`
 	*adminapi.MessageTrace
-}
-
-// printObject prints a line of JSON or a document of YAML.
-func printObject(out io.Writer, format string, first bool, object any) error {
-	if format == "json" {
-		return json.NewEncoder(out).Encode(object)
-	}
-	text, err := yaml.Marshal(object)
-	if err != nil {
-		return err
-	}
-	if !first {
-		text = append([]byte("---\n"), text...)
-	}
-	_, err = out.Write(text)
-	return err
 }
 
 // of is a prefix with the name of the pod, if there is one.

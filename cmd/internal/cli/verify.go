@@ -34,10 +34,10 @@ cause if that is a line break or formatted JSON.
 A signature of the scheme StandardWebhooks ("v1,…") is checked with the values of
 the headers webhook-id and webhook-timestamp. With --header, the signature is one of
 the scheme HMAC: set the other flags as in the destination's spec.`,
-		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
+		Example: `  posthorn verify --secret-value "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
-  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id 0193e1c6-… --webhook-timestamp 1766000000 body.json
-  posthorn verify --secret "$SECRET" --header X-Hub-Signature-256 --value 'sha256={signature}' --signature sha256=9c1f… body.json`,
+  posthorn verify --secret-value "$SECRET" --signature v1,… --webhook-id 0193e1c6-… --webhook-timestamp 1766000000 body.json
+  posthorn verify --secret-value "$SECRET" --header X-Hub-Signature-256 --value 'sha256={signature}' --signature sha256=9c1f… body.json`,
 		Args: command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			key, err := secretFrom(secret, secretFile)
@@ -45,7 +45,7 @@ the scheme HMAC: set the other flags as in the destination's spec.`,
 				return err
 			}
 			if key == "" {
-				return command.Usagef("the shared secret is missing; set --secret or --secret-file")
+				return command.Usagef("the shared secret is missing; set --secret-value or --secret-file")
 			}
 			if signature == "" {
 				return command.Usagef("the signature is missing; set --signature to the value of X-Signature")
@@ -88,7 +88,7 @@ the scheme HMAC: set the other flags as in the destination's spec.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&secret, "secret", "", "the shared secret")
+	f.StringVar(&secret, "secret-value", "", "the shared secret")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
 	f.StringVar(&signature, "signature", "", "the value of the header X-Signature, webhook-signature or --header")
 	f.StringVar(&id, "webhook-id", "", "the value of the header webhook-id")
@@ -99,7 +99,7 @@ the scheme HMAC: set the other flags as in the destination's spec.`,
 
 func secretFrom(secret, file string) (string, error) {
 	if secret != "" && file != "" {
-		return "", command.Usagef("set exactly one of --secret and --secret-file")
+		return "", command.Usagef("set exactly one of --secret-value and --secret-file")
 	}
 	if file == "" {
 		return secret, nil
@@ -158,7 +158,12 @@ func checkSignature(secret, signature string, body []byte) string {
 		return "no X-Signature header"
 	}
 	got, err := hex.DecodeString(signature)
-	if err != nil || len(got) != sha1.Size || strings.ToLower(signature) != signature {
+	switch {
+	case strings.HasPrefix(signature, "sha1="):
+		return `X-Signature has no prefix; remove "sha1="`
+	case err == nil && strings.ToLower(signature) != signature:
+		return fmt.Sprintf("X-Signature must be %d lowercase hex digits; some are in upper case", 2*sha1.Size)
+	case err != nil || len(got) != sha1.Size:
 		return fmt.Sprintf("X-Signature must be %d lowercase hex digits", 2*sha1.Size)
 	}
 	signs := func(secret string, body []byte) bool {

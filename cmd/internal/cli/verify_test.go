@@ -39,7 +39,7 @@ func TestVerifyNamesTheCause(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var out bytes.Buffer
-			code := execute([]string{"verify", "--secret", c.secret, "--signature", c.signature}, strings.NewReader(c.body), &out, &out)
+			code := execute([]string{"verify", "--secret-value", c.secret, "--signature", c.signature}, strings.NewReader(c.body), &out, &out)
 			if code != c.code || !strings.Contains(out.String(), c.want) {
 				t.Errorf("exit code %d, want %d and %q:\n%s", code, c.code, c.want, out.String())
 			}
@@ -89,7 +89,7 @@ func TestSinkVerifies(t *testing.T) {
 			}
 			if standard := r.Header.Get("webhook-signature"); standard != "" {
 				var out bytes.Buffer
-				args := []string{"verify", "--secret", c.secret, "--signature", standard}
+				args := []string{"verify", "--secret-value", c.secret, "--signature", standard}
 				if code := execute(args, strings.NewReader(body), &out, &out); code != command.ExitUsage ||
 					!strings.Contains(out.String(), "set --webhook-id") {
 					t.Errorf("verify without the id: exit code %d:\n%s", code, out.String())
@@ -140,7 +140,7 @@ func TestHMACFormats(t *testing.T) {
 					return // The signature is in a header of its own.
 				}
 				args := []string{
-					"verify", "--secret", secret, "--signature", header.Get(format.Header), "--webhook-id", "id-1", "--webhook-timestamp",
+					"verify", "--secret-value", secret, "--signature", header.Get(format.Header), "--webhook-id", "id-1", "--webhook-timestamp",
 					header.Get("webhook-timestamp"),
 					"--header", format.Header, "--algorithm", format.Algorithm, "--encoding", format.Encoding, "--content", format.Content, "--value",
 					format.Value,
@@ -160,8 +160,8 @@ func TestVerifyRejectsAnInvalidFormat(t *testing.T) {
 		"SHA1":                                   {"--algorithm", "MD5"},
 	} {
 		var out bytes.Buffer
-		code := execute(append([]string{"verify", "--secret", "s", "--signature", "x", "--header", "X-A"}, flags...), strings.NewReader("{}"),
-			&out, &out)
+		args := append([]string{"verify", "--secret-value", "s", "--signature", "x", "--header", "X-A"}, flags...)
+		code := execute(args, strings.NewReader("{}"), &out, &out)
 		if code != command.ExitUsage || !strings.Contains(out.String(), want) {
 			t.Errorf("%v: got exit code %d and %q, want %d and %q", flags, code, out.String(), command.ExitUsage, want)
 		}

@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"encoding/json"
 	"fmt"
 	"runtime"
 
@@ -11,7 +10,7 @@ import (
 )
 
 func newVersion() *cobra.Command {
-	var output string
+	var objects *command.Objects
 	cmd := &cobra.Command{
 		Use:     "version",
 		Short:   "Show the version of this program",
@@ -23,13 +22,13 @@ func newVersion() *cobra.Command {
 				GoVersion string `json:"goVersion"`
 				Platform  string `json:"platform"`
 			}{command.BuildVersion(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
-			if output == "json" {
-				return json.NewEncoder(cmd.OutOrStdout()).Encode(v)
+			if objects.Chosen() {
+				return objects.Print(cmd.OutOrStdout(), v)
 			}
 			_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s (%s, %s)\n", v.Version, v.GoVersion, v.Platform)
 			return err
 		},
 	}
-	command.OutputFlag(cmd, &output, "", "json: one object", "json")
+	objects = command.ObjectsFlag(cmd)
 	return cmd
 }

@@ -238,16 +238,26 @@ func Confirm(cmd *cobra.Command, question, instead string) error {
 	}
 }
 
-// BuildVersion returns Version, or the commit of a development build.
+// BuildVersion returns Version, with the commit of a development build.
 func BuildVersion() string {
-	if info, ok := debug.ReadBuildInfo(); ok && Version == "dev" {
+	if info, ok := debug.ReadBuildInfo(); ok && strings.HasSuffix(Version, "dev") {
 		for _, s := range info.Settings {
 			if s.Key == "vcs.revision" {
-				return "dev-" + s.Value[:min(12, len(s.Value))]
+				return Version + "-" + s.Value[:min(12, len(s.Value))]
 			}
 		}
 	}
 	return Version
+}
+
+// OnlyCommandsOr is OnlyCommands with the text for some unknown commands: what to do instead.
+func OnlyCommandsOr(instead map[string]string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) > 0 && instead[args[0]] != "" {
+			return Usagef("unknown command %q: %s", args[0], instead[args[0]])
+		}
+		return OnlyCommands(cmd, args)
+	}
 }
 
 // OnlyCommands rejects arguments of a command that only has subcommands.
@@ -261,6 +271,7 @@ func OnlyCommands(cmd *cobra.Command, args []string) error {
 			names = append(names, c.Name())
 		}
 	}
+	slices.Sort(names)
 	return Usagef("unknown command %q%s", args[0], DidYouMean(args[0], names))
 }
 

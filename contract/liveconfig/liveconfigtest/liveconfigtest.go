@@ -17,7 +17,7 @@ func Config(url string) liveconfig.Config {
 	sum := sha256.Sum256([]byte(Key))
 	return liveconfig.Config{
 		Version: liveconfig.FormatVersion, Namespace: "shop",
-		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s1", Enabled: true,
+		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s1",
 			WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
 		Destinations: []liveconfig.Destination{{
 			Name: "crm", Generation: 7, Revision: "d1", State: liveconfig.Active, Sources: []string{"web"},

@@ -207,7 +207,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	return TLSFailed, fmt.Sprintf("TLS handshake with %s failed: %s", e.host, clip(err.Error()))
 }
 
-const whySelfSigned = "it is self-signed, which is rejected even if tls.caSecretKeyRef lists it; use a certificate that a CA issued, and set tls.caSecretKeyRef to a private CA"
+const whySelfSigned = "it is self-signed, which is rejected even if tls.ca lists it; use a certificate that a CA issued, and set tls.ca to a private CA"
 
 func whyUnverified(e *Endpoint, bad *tls.CertificateVerificationError) string {
 	leaf, err := bad.UnverifiedCertificates[0], bad.Err
@@ -247,9 +247,9 @@ func whyUntrusted(sent []*x509.Certificate, hasCA bool) string {
 		}
 		last = sent[i]
 	}
-	set := "set tls.caSecretKeyRef to it"
+	set := "set tls.ca to it"
 	if hasCA {
-		set = "add it to the Secret of tls.caSecretKeyRef, which does not contain it"
+		set = "add it to the certificates of tls.ca, which do not contain it"
 	}
 	issuer := clip(last.Issuer.String())
 	const why = "the authority that signed it is not trusted"

@@ -155,6 +155,9 @@ func (m *Machine) Reconfigure(limit int, now time.Time) {
 	}
 }
 
+// Limit changes the largest window, at least 1, and nothing else.
+func (m *Machine) Limit(limit int) { m.window.setLimit(limit) }
+
 // Room returns how many more requests the endpoint may get, with inFlight in flight: none while the
 // circuit is open. It may be negative.
 func (m *Machine) Room(inFlight int) int {

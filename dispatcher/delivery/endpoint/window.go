@@ -62,6 +62,15 @@ func (w *window) reconfigure(limit int) {
 	*w = window{limit: limit, size: min(max(w.size, w.full), float64(limit)), slowStartUntil: float64(limit), cutAt: w.cutAt}
 }
 
+// setLimit sets the limit. A window at the former limit was not too large, so it continues to grow from there.
+func (w *window) setLimit(limit int) {
+	if w.slowStartUntil >= float64(w.limit) {
+		w.slowStartUntil = float64(limit)
+	}
+	w.limit = limit
+	w.size, w.full = min(w.size, float64(limit)), min(w.full, float64(limit))
+}
+
 // restart begins again with the smallest window. Slow start continues up to the window that the endpoint is known to
 // carry, so that a recovered endpoint is at full speed after a few round trips.
 func (w *window) restart() {

@@ -58,7 +58,7 @@ func New(schemes liveconfig.SigningSchemes) (Signer, error) {
 	for _, s := range schemes {
 		c, err := newScheme(s)
 		if err != nil {
-			return Signer{}, fmt.Errorf("signing scheme %s: %w", s.Type, err)
+			return Signer{}, fmt.Errorf("signing scheme %q: %w", s.Name, err)
 		}
 		k.schemes = append(k.schemes, c)
 		secrets = append(append(secrets, secretsOf(s.Secret.Reveal())...), secretsOf(s.Previous.Reveal())...)

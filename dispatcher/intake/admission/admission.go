@@ -79,6 +79,7 @@ type Gate struct {
 	// counters has the last counters of Sources that were recovered or forgotten.
 	counters sync.Map // key -> storedCounters
 	current  atomic.Pointer[running]
+	limits   atomic.Pointer[liveconfig.PodShares]
 }
 
 // New makes a Gate without a config: until Replace it has no view.

@@ -25,14 +25,14 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-func source(name string, enabled bool) liveconfig.Source {
+func source(name string, suspended bool) liveconfig.Source {
 	hash := writekey.HashOf(name + "-key")
-	return liveconfig.Source{Name: name, Enabled: enabled, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}}
+	return liveconfig.Source{Name: name, Suspended: suspended, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}}
 }
 
 func view(unusable ...string) *liveconfig.View {
 	return liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
-		Namespace: "shop", Sources: []liveconfig.Source{source("web", true), source("off", false)},
+		Namespace: "shop", Sources: []liveconfig.Source{source("web", false), source("off", true)},
 	}}}, unusable...)
 }
 
@@ -41,7 +41,7 @@ func TestStoragePressureIsATransition(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := changes.New(func() changes.Lanes { return nil })
 		log.Update(liveconfig.NewView([]liveconfig.Revisioned{{
-			Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source("web", true)}}, Revision: "1",
+			Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source("web", false)}}, Revision: "1",
 		}}), nil)
 		gate := admission.New(admission.Options{Store: &admissiontest.Store{}, Changes: log, Logger: slog.New(slog.DiscardHandler)})
 		_, web, _ := gate.Authenticate(view(), "web-key")
@@ -91,7 +91,7 @@ func TestAuthenticate(t *testing.T) {
 		want result
 	}{
 		"known":                          {view(), "web-key", result{Source: "shop/web"}},
-		"disabled":                       {view(), "off-key", result{"shop/off", 403, "source_disabled", 0}},
+		"suspended":                      {view(), "off-key", result{"shop/off", 503, "source_suspended", 60}},
 		"unknown":                        {view(), "x", result{"", 401, "unknown_write_key", 0}},
 		"a namespace is not loaded":      {view("bank"), "x", result{"", 503, "not_ready", 1}},
 		"removed":                        {removed("web"), "old-key", result{"shop/web", 503, "write_key_removed", 10}},
@@ -100,7 +100,7 @@ func TestAuthenticate(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ref, source, bad := newGate(&admissiontest.Store{}).Authenticate(c.view, c.key)
 			if bad == nil {
-				bad = admission.CheckEnabled(ref.Source)
+				bad = admission.CheckSuspended(ref.Source)
 			}
 			got := result{Source: source.Key()}
 			if bad != nil {
@@ -303,7 +303,7 @@ func TestAppend(t *testing.T) {
 	routing := g.Begin()
 	defer routing.End()
 	at := time.Unix(1, 0)
-	ref := liveconfig.SourceRef{Namespace: "shop", Source: source("web", true)}
+	ref := liveconfig.SourceRef{Namespace: "shop", Source: source("web", false)}
 	call := &event.Call{Type: event.Track, Event: "E", MessageID: "m", Body: []byte("{}"), LongNumbers: true}
 	message, _ := routing.Message(ref, ref.Key(), call, at)
 	duplicates, err := routing.Append(t.Context(), []queue.Message{message})

@@ -31,7 +31,7 @@ func WriteKey(header http.Header) string {
 
 // Authenticate finds the Source of a write key in a view. source is what a refusal of the request
 // counts for: the Source, the former Source of a removed key, or Unidentified. The caller checks
-// CheckEnabled next.
+// CheckSuspended next.
 func (g *Gate) Authenticate(view *liveconfig.View, key string) (ref liveconfig.SourceRef, source *Source, bad *Refusal) {
 	ref, ok := view.SourceByWriteKey(key)
 	if ok {
@@ -63,10 +63,10 @@ func (g *Gate) NamespaceOf(key writekey.Hash) (namespace string, ok bool) {
 	return ref.Namespace, ok
 }
 
-// CheckEnabled returns the refusal of the requests of a disabled Source, or nil.
-func CheckEnabled(s liveconfig.Source) *Refusal {
-	if s.Enabled {
+// CheckSuspended returns the refusal of the requests of a suspended Source, or nil.
+func CheckSuspended(s liveconfig.Source) *Refusal {
+	if !s.Suspended {
 		return nil
 	}
-	return Refuse(http.StatusForbidden, CodeSourceDisabled, "the Source is disabled; set spec.enabled to true")
+	return Retry(retryAfterSuspended, CodeSourceSuspended, "the Source is suspended; send the request again when its spec.suspend is false")
 }

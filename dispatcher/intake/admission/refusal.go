@@ -12,20 +12,20 @@ import (
 
 // Codes of refusals that more than one API has. Each API adds its own.
 const (
-	CodeNotReady       = "not_ready"
-	CodeNoWriteKey     = "no_write_key"
-	CodeUnknownKey     = "unknown_write_key"
-	CodeKeyRemoved     = "write_key_removed"
-	CodeSourceDisabled = "source_disabled"
-	CodeSuppressed     = "user_suppressed"
-	CodeStorageFull    = "storage_full"
-	CodeStorageFailed  = "storage_failed"
-	CodeBusy           = "busy"
-	CodeTooSlow        = "body_too_slow"
-	CodeNotFound       = "not_found"
-	CodeMethod         = "method_not_allowed"
-	CodeEncoding       = "unsupported_encoding"
-	CodeUnreadable     = "unreadable_body"
+	CodeNotReady        = "not_ready"
+	CodeNoWriteKey      = "no_write_key"
+	CodeUnknownKey      = "unknown_write_key"
+	CodeKeyRemoved      = "write_key_removed"
+	CodeSourceSuspended = "source_suspended"
+	CodeSuppressed      = "user_suppressed"
+	CodeStorageFull     = "storage_full"
+	CodeStorageFailed   = "storage_failed"
+	CodeBusy            = "busy"
+	CodeTooSlow         = "body_too_slow"
+	CodeNotFound        = "not_found"
+	CodeMethod          = "method_not_allowed"
+	CodeEncoding        = "unsupported_encoding"
+	CodeUnreadable      = "unreadable_body"
 )
 
 // Seconds after which a client may send a refused request again. A replicated log elects a leader
@@ -35,6 +35,7 @@ const (
 	retryAfterUnavailable = 5
 	retryAfterFull        = 10
 	retryAfterRemove      = 10
+	retryAfterSuspended   = 60
 )
 
 // Headers of refusals that browser libraries read.

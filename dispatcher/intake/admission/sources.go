@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"cmp"
 	"sync/atomic"
 	"time"
 
@@ -124,7 +125,7 @@ func (s *Source) StorageFull(now time.Time) {
 // contain request data.
 func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
 	s.rejectedCalls.Add(int64(n))
-	if code != CodeSourceDisabled { // This code describes neither the calls nor the Source after it is enabled again.
+	if code != CodeSourceSuspended { // This code describes neither the calls nor the Source after its resumption.
 		text := code + ": " + message
 		s.lastRejection.Store(&text)
 		s.lastRejected.Store(now.UnixNano())
@@ -143,7 +144,7 @@ type SourceCounters struct {
 	Defects                    adminapi.CallDefects
 	LastAccepted, LastRejected time.Time
 	// LastRejection is the reason in words, without request data. Calls refused because the Source
-	// is disabled are only counted.
+	// is suspended are only counted.
 	LastRejection string
 	// StoragePressure is true while calls are refused because storage is full: from the first
 	// refusal until a call is stored, or until PressureEnds if no further call arrives.
@@ -189,6 +190,48 @@ func unixNano(n int64) time.Time {
 		return time.Time{}
 	}
 	return time.Unix(0, n)
+}
+
+// SetShares sets the dispatcher's shares of the limits of all Sources; nil gives it the whole limits.
+func (g *Gate) SetShares(shares *liveconfig.PodShares) { g.limits.Store(shares) }
+
+// TakeCalls takes n calls from the dispatcher's share of a Source's rate and returns 0, or takes none and returns the time
+// to wait; see limits.CallRate.
+func (g *Gate) TakeCalls(ref liveconfig.SourceRef, s *Source, n int) time.Duration {
+	if ref.Source.CallsPerSecond == 0 {
+		return 0
+	}
+	share := g.limits.Load().For(ref.Namespace, sourceRef(ref.Source.Name))
+	if share == 0 {
+		return noShareWait
+	}
+	burst := cmp.Or(ref.Source.Burst, 2*ref.Source.CallsPerSecond)
+	return s.Limits.Calls.Take(share.Rate(ref.Source.CallsPerSecond), max(1, share.Count(burst)), g.Now, n)
+}
+
+// noShareWait is the time that callers wait for a dispatcher without a share, which is not ready.
+const noShareWait = 2 * time.Second
+
+// LimitUse returns the use of a Source's rate, for its report.
+func (g *Gate) LimitUse(namespace string, source *liveconfig.Source) (use adminapi.LimitUse) {
+	v, ok := g.sources.Load(namespace + "/" + source.Name)
+	shares := g.limits.Load()
+	if !ok || source.CallsPerSecond == 0 || !shares.Divided() {
+		return use
+	}
+	s := v.(*Source)
+	rate, refused := s.Limits.Calls.Use(g.Now())
+	used := rate / float64(source.CallsPerSecond)
+	if !refused && !shares.IsReported(used) {
+		return use
+	}
+	s.changed.TransitionAt(g.Now().Add(liveconfig.LimitUseFor)) // It ends without an event.
+	share := float64(shares.For(namespace, sourceRef(source.Name))) / float64(liveconfig.Whole)
+	return adminapi.LimitUse{Used: int64(used * 1e6), Limited: refused && used >= 0.9*share}
+}
+
+func sourceRef(name string) liveconfig.Ref {
+	return liveconfig.Ref{Section: liveconfig.SectionSources, Name: name}
 }
 
 const logEvery = 10 * time.Second

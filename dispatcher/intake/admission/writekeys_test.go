@@ -41,7 +41,7 @@ func (m *mapMeta) AllMeta() (map[string][]byte, error) { return maps.Clone(m.val
 
 // keysConfig is the config of a namespace with the Source web and its write keys.
 func keysConfig(namespace string, keys ...string) liveconfig.Config {
-	web := liveconfig.Source{Name: "web", Enabled: true}
+	web := liveconfig.Source{Name: "web"}
 	for _, key := range keys {
 		sum := sha256.Sum256([]byte(key))
 		web.WriteKeySHA256 = append(web.WriteKeySHA256, hex.EncodeToString(sum[:]))
@@ -94,8 +94,8 @@ func (c *control) is(key, want string) {
 // Each change is made after an hour; key "old" was the key of shop/web before.
 func TestRemovedWriteKeys(t *testing.T) {
 	none := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop"}
-	disabled := keysConfig("shop", "old")
-	disabled.Sources[0].Enabled = false
+	suspended := keysConfig("shop", "old")
+	suspended.Sources[0].Suspended = true
 	for name, c := range map[string]struct {
 		change func(c *control)
 		reason string // The reason of the rejection; empty while the key is known.
@@ -105,7 +105,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 		"Source deleted":             {func(c *control) { c.set(none) }, "the Source of this write key was removed at 2000-01-01T01:00:00Z; add it again, or stop the sender"},
 		"namespace without objects":  {func(c *control) { c.Delete("shop") }, "the Source of this write key was removed at 2000-01-01T01:00:00Z; add it again, or stop the sender"},
 		"a second key":               {func(c *control) { c.set(keysConfig("shop", "new", "old")) }, ""},
-		"Source disabled":            {func(c *control) { c.set(disabled) }, ""},
+		"Source suspended":           {func(c *control) { c.set(suspended) }, ""},
 		"config refused":             {func(c *control) { c.Set("shop", liveconfig.Stored{Config: []byte("damaged")}) }, ""},
 		"moved to another namespace": {func(c *control) { c.set(none); c.set(keysConfig("bank", "old")) }, ""},
 		"removed and restored":       {func(c *control) { c.set(none); time.Sleep(9 * time.Minute); c.set(keysConfig("shop", "old")) }, ""},

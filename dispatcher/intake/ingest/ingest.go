@@ -523,8 +523,7 @@ const bytesPerCall = 4 << 10
 // messages if that is more. With calls = 0 it charges nothing, and refuses only if a single call
 // would have to wait more than a second.
 func (h *Handler) limit(q *request, calls, bytes int) *admission.Refusal {
-	wait := q.source.Limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Gate.Now,
-		max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
+	wait := h.Gate.TakeCalls(q.ref, q.source, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
 	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}
@@ -568,7 +567,7 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *a
 	if bad := allowPage(w, q); bad != nil {
 		return bad
 	}
-	return admission.CheckEnabled(ref.Source)
+	return admission.CheckSuspended(ref.Source)
 }
 
 func allowsOrigin(s liveconfig.Source, origin string) bool {

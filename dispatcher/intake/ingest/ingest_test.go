@@ -51,7 +51,7 @@ type fixture struct {
 
 func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Source {
 	sum := sha256.Sum256([]byte(key))
-	s := liveconfig.Source{Name: name, Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
+	s := liveconfig.Source{Name: name, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 	if change != nil {
 		change(&s)
 	}
@@ -89,7 +89,7 @@ func newFixture(t testing.TB) *fixture {
 	f.Handler = New(Options{Gate: gate, Registerer: f.registry, Logger: slog.New(slog.DiscardHandler)})
 	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
-		source_("off", "off-key", func(s *liveconfig.Source) { s.Enabled = false }),
+		source_("off", "off-key", func(s *liveconfig.Source) { s.Suspended, s.AllowedOrigins = true, []string{"https://off.example"} }),
 		source_("slow", "slow-key", func(s *liveconfig.Source) { s.CallsPerSecond, s.Burst = 10, 20 }),
 	}}}}))
 	return f
@@ -222,7 +222,7 @@ func TestAnswers(t *testing.T) {
 		"no key":              {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
 		"unknown key":         {post("/v1/track", "no-such-key", track), 401, `"unknown_write_key"`, 0},
 		"unknown key in body": {post("/v1/track", "", `{"writeKey":"no-such-key","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
-		"disabled":            {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
+		"suspended":           {post("/v1/track", "off-key", track), 503, `"source_suspended"`, 0},
 		"not JSON":            {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
 		"not an object":       {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
 		"no id":               {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
@@ -411,10 +411,17 @@ func TestCORS(t *testing.T) {
 		!strings.Contains(h.Get("Access-Control-Allow-Headers"), "authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
 		t.Errorf("allowed origin: %v", h)
 	}
+	if h := preflight("https://off.example"); h.Get(headerAllowedOrigin) != "https://off.example" {
+		t.Errorf("allowed origin of a suspended Source: %v", h)
+	}
 	if h := preflight("https://evil.example"); h.Get(headerAllowedOrigin) != "" {
 		t.Errorf("other origin: %v", h)
 	}
-	w := f.do(post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Origin", "https://shop.example", "Content-Type",
+	w := f.do(post("/v1/track", "off-key", track, "Origin", "https://off.example"))
+	if w.Code != 503 || w.Header().Get("Retry-After") != "60" || w.Header().Get(headerAllowedOrigin) != "https://off.example" {
+		t.Errorf("call from a page of a suspended Source: got %d %v, want 503 that the page can read, with Retry-After 60", w.Code, w.Header())
+	}
+	w = f.do(post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Origin", "https://shop.example", "Content-Type",
 		"text/plain"))
 	if w.Code != 200 || w.Header().Get(headerAllowedOrigin) != "https://shop.example" || w.Header().Get("Vary") != "Origin" {
 		t.Errorf("%d %v", w.Code, w.Header())
@@ -587,7 +594,7 @@ func TestCountersAndMetrics(t *testing.T) {
 	}
 	f.do(post("/v1/track", "off-key", track))
 	if c := f.Gate.Counters("shop/off"); c.Rejected != 1 || !c.LastRejected.IsZero() || c.LastRejection != "" {
-		t.Errorf("the status of an enabled Source reports the refusals from when it was disabled: %+v", c)
+		t.Errorf("the status of a resumed Source reports the refusals from its suspension: %+v", c)
 	}
 	families, err := f.registry.Gather()
 	if err != nil {

@@ -90,7 +90,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		},
 		"no_write_key":      func(*fixture) *http.Request { return post("/v1/track", "", track) },
 		"unknown_write_key": func(*fixture) *http.Request { return post("/v1/track", "no-such-key", track) },
-		"source_disabled":   func(*fixture) *http.Request { return post("/v1/track", "off-key", track) },
+		"source_suspended":  func(*fixture) *http.Request { return post("/v1/track", "off-key", track) },
 		"origin_not_allowed": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", track, "Origin", "https://x.example")
 		},

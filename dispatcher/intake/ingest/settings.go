@@ -69,7 +69,7 @@ func (h *Handler) settings(w http.ResponseWriter, r *http.Request, key string) {
 }
 
 // settingsDocument returns the document, or the refusal of a write key that is certainly unknown.
-// It needs nothing of the Source: a client whose Source is disabled, not loaded yet or just removed
+// It needs nothing of the Source: a client whose Source is suspended, not loaded yet or just removed
 // gets the document, too, because it would send its calls to the vendor otherwise.
 func (h *Handler) settingsDocument(w http.ResponseWriter, q *request, key string) ([]byte, *admission.Refusal) {
 	if q.view != nil {

@@ -41,7 +41,7 @@ func TestSettingsDocument(t *testing.T) {
 		{"loopback", settings, "", "127.0.0.1:8080", `{"apiKey":"web-key","apiHost":"127.0.0.1:8080/v1","protocol":"http"}`},
 		{"loopback IPv6", settings, "", "[::1]:8080", `{"apiKey":"web-key","apiHost":"[::1]:8080/v1","protocol":"http"}`},
 		{"IPv6", settings, "", "[2001:db8::1]", `{"apiKey":"web-key","apiHost":"[2001:db8::1]/v1"}`},
-		{"disabled Source", "/v1/projects/off-key/settings", "", "track.example", `{"apiKey":"off-key","apiHost":"track.example/v1"}`},
+		{"suspended Source", "/v1/projects/off-key/settings", "", "track.example", `{"apiKey":"off-key","apiHost":"track.example/v1"}`},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			f := newFixture(t)

@@ -18,8 +18,8 @@ func (f *fixture) suppress(user string) {
 	}
 	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
 		Namespace: "shop",
-		Sources: []liveconfig.Source{{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}},
-			{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
+		Sources: []liveconfig.Source{{Name: "ios", WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}},
+			{Name: "web", WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
 		Deletions: []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: user, Sources: []string{"web"}, Suppress: true}},
 	}}}))
 }

@@ -1,6 +1,7 @@
 package limits
 
 import (
+	"runtime"
 	"sync"
 	"time"
 )
@@ -25,6 +26,8 @@ type Scheduler struct {
 }
 
 // longTurn is the charge from which a turn counts as long: it takes milliseconds, in which a CPU does nothing else.
+// The next turns of its Source keep their threads: the kernel then prefers the threads that serve other calls, because
+// they used less of the CPU. If threads alternated, each of them would wait for up to a tick of the kernel, 4 ms.
 const longTurn = 256 << 10
 
 // Share is one namespace's use of a Scheduler, whose lock guards it.
@@ -39,7 +42,7 @@ type WaitQueue struct {
 	share *Share
 	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
-	waiting []chan struct{}
+	waiting []chan bool // each gets whether the turn keeps its thread
 	// longUntil is when the Source counts as one with short turns again.
 	longUntil time.Time
 }
@@ -49,6 +52,8 @@ type Turn struct {
 	scheduler *Scheduler
 	queue     *WaitQueue
 	began     time.Time
+	// onThread is true if the goroutine keeps its thread during the turn.
+	onThread bool
 	// Used is how long the request was in a slot, in all its turns that ended.
 	Used time.Duration
 }
@@ -60,23 +65,27 @@ func (t *Turn) Enter(s *Scheduler, q *WaitQueue) {
 	if s.last != q.share {
 		s.last, s.sharedUntil = q.share, began.Add(sharedFor)
 	}
+	long := q.isLong(began)
 	if s.busy < s.slots && s.admits(q, began) {
 		s.start(q)
 		s.mu.Unlock()
 	} else {
-		admitted := make(chan struct{})
+		admitted := make(chan bool, 1)
 		if len(q.waiting) == 0 {
 			s.queues = append(s.queues, q)
 		}
 		q.waiting = append(q.waiting, admitted)
 		s.mu.Unlock()
-		<-admitted
+		long = <-admitted
 		began = time.Now()
 	}
-	t.scheduler, t.queue, t.began = s, q, began
+	t.scheduler, t.queue, t.began, t.onThread = s, q, began, long
+	if long {
+		runtime.LockOSThread()
+	}
 }
 
-// Leave ends the turn, if there is one, and charges the request's bytes.
+// Leave ends the turn, if there is one, and charges the request's bytes. It is called by the goroutine that entered.
 func (t *Turn) Leave(bytes int) {
 	s, q := t.scheduler, t.queue
 	if s == nil {
@@ -85,6 +94,9 @@ func (t *Turn) Leave(bytes int) {
 	now := time.Now()
 	t.scheduler, t.queue = nil, nil
 	t.Used += now.Sub(t.began)
+	if t.onThread {
+		runtime.UnlockOSThread()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
@@ -104,7 +116,7 @@ func NewScheduler(slots int) *Scheduler { return &Scheduler{slots: slots} }
 // admits reports whether a namespace may run one more request.
 func (s *Scheduler) admits(q *WaitQueue, now time.Time) bool {
 	most := s.slots / 2
-	if now.Before(q.longUntil) && now.Before(s.sharedUntil) {
+	if q.isLong(now) && now.Before(s.sharedUntil) {
 		most = s.slots / 4
 	}
 	return q.share.running < max(1, most)
@@ -119,6 +131,9 @@ func (s *Scheduler) start(q *WaitQueue) {
 	share.running++
 	s.busy++
 }
+
+// isLong reports whether the Source counts as one with long turns.
+func (q *WaitQueue) isLong(now time.Time) bool { return now.Before(q.longUntil) }
 
 // before reports whether a queue's request is next.
 func (q *WaitQueue) before(o *WaitQueue) bool {
@@ -141,7 +156,7 @@ func (s *Scheduler) startNext(now time.Time) bool {
 	}
 	q := s.queues[least]
 	s.start(q)
-	close(q.waiting[0])
+	q.waiting[0] <- q.isLong(now)
 	if q.waiting = q.waiting[1:]; len(q.waiting) == 0 {
 		q.waiting = nil
 		s.queues = append(s.queues[:least], s.queues[least+1:]...)

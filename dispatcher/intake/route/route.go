@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
@@ -37,6 +36,8 @@ type destination struct {
 	types      []string
 	events     []string
 	expression *expression.Program
+	// invalid is true if the filter has a part that is not valid.
+	invalid bool
 	// exact is true if the destination gets long numbers with all digits.
 	exact bool
 	// until is when a destination of an earlier Router is dropped; zero for the destinations of the
@@ -46,8 +47,8 @@ type destination struct {
 
 // New compiles the filters of a namespace. The error names the first active destination whose
 // expression does not compile; the controllers reject such a destination, so the config is not
-// theirs. An invalid filter of an inactive destination matches everything: its messages are kept
-// until the owner has fixed the filter.
+// theirs. With an invalid filter, each call that matches its other parts fails: it must not be delivered when
+// the owner has corrected the filter.
 func New(c liveconfig.Config) (*Router, error) { return (*Router)(nil).Next(c) }
 
 // Next is New for the next config of the namespace: it compiles only the expressions that r, which may be nil,
@@ -128,19 +129,19 @@ func (r *Router) KeepRoutes(namespace string, routes map[string]Route) {
 	}
 }
 
-// filter sets a destination's filter; nil matches everything. With an error the expression matches
-// everything.
+// filter sets a destination's filter; nil matches everything. With an error it is invalid.
 func (r *Router) filter(d *destination, f *liveconfig.Filter) (err error) {
 	if f == nil {
 		return nil
 	}
-	d.types, d.events = f.Types, f.Events
+	d.types, d.events, d.invalid = f.Types, f.Events, f.Invalid
 	if f.Expression == "" {
 		return nil
 	}
 	p := cmp.Or(r.programs[f.Expression], r.old[f.Expression])
 	if p == nil {
 		if p, err = expression.Compile(f.Expression); err != nil {
+			d.invalid = true
 			return err
 		}
 	}
@@ -227,32 +228,17 @@ func (d *destination) takes(call *event.Call, read *reader) expression.Result {
 	if d.types != nil && !slices.Contains(d.types, string(call.Type)) {
 		return expression.Result{}
 	}
-	if d.events != nil && call.Type == event.Track && !slices.ContainsFunc(d.events, func(p string) bool { return glob(p, call.Event) }) {
+	if d.events != nil && call.Type == event.Track && !liveconfig.MatchEvent(d.events, call.Event) {
 		return expression.Result{}
 	}
 	if !call.Integrations.Allows(IntegrationName, d.name) {
 		return expression.Result{}
 	}
-	if d.expression == nil {
+	switch {
+	case d.invalid:
+		return expression.Result{Failure: "the filter was not valid when the call was accepted"}
+	case d.expression == nil:
 		return expression.Result{Matches: true}
 	}
 	return read.matches(d, call)
-}
-
-// glob matches a name with a pattern in which "*" stands for any characters. It takes each part at
-// its first match, which is sufficient, so it runs in linear time.
-func glob(pattern, name string) bool {
-	head, rest, star := strings.Cut(pattern, "*")
-	if !star {
-		return name == pattern
-	}
-	name, ok := strings.CutPrefix(name, head)
-	for ok {
-		var part string
-		if part, rest, star = strings.Cut(rest, "*"); !star {
-			return strings.HasSuffix(name, part)
-		}
-		_, name, ok = strings.Cut(name, part)
-	}
-	return false
 }

@@ -133,7 +133,7 @@ func (s *Service) authenticate(r *http.Request) (view *liveconfig.View, ref live
 		return nil, ref, admission.Refuse(http.StatusUnauthorized, admission.CodeNoWriteKey, "no write key; send it as HTTP Basic user name (curl -u KEY:)")
 	}
 	if ref, source, bad = s.Gate.Authenticate(view, key); bad == nil {
-		bad = admission.CheckEnabled(ref.Source)
+		bad = admission.CheckSuspended(ref.Source)
 	} else if bad.Code == admission.CodeUnknownKey {
 		address, _, _ := net.SplitHostPort(r.RemoteAddr) // "" without a port, which no server sets.
 		s.Gate.UnknownKeys.Add(key, address, s.Now())

@@ -91,7 +91,7 @@ func (l *lines) parse(line []byte) (record, error) {
 	}
 	for name := range in {
 		if name != "userId" && name != "value" && name != "member" {
-			return record{}, l.bad("unknown_field", `the line has an unknown field; use "userId", "value" (of a computed trait) and "member" (of a POST)`)
+			return record{}, l.bad("unknown_field", `unknown field %q; use "userId", "value" (of a computed trait) and "member" (of a POST)`, name[:min(len(name), 100)])
 		}
 	}
 	userID, value, member := in["userId"], in["value"], string(in["member"])

@@ -35,7 +35,7 @@ type Lanes interface {
 
 // pace keeps a sync from delaying the live calls of its Source, which are pending in the same
 // lanes: the sync has at most about one second's deliveries pending per lane. The slowest lane
-// limits the rate, so that no lane is overloaded; but a lane that crawls, stalls or is disabled
+// limits the rate, so that no lane is overloaded; but a lane that crawls, stalls or is suspended
 // does not stop the others.
 //
 // One goroutine uses it, for one sync.

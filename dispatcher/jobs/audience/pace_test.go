@@ -77,7 +77,7 @@ func TestPace(t *testing.T) {
 			least: 9_000, most: 11_000, wait: 3000},
 		{name: "one makes no progress", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000,
 			wait: 3000},
-		{name: "one is disabled", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled},
+		{name: "one is suspended", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Suspended},
 			lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "none makes progress", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
 		{name: "none makes progress for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
@@ -299,11 +299,11 @@ func TestFilteringDestinationDoesNotDelaySyncs(t *testing.T) {
 	s.sync(shoppers, many("u", 2000)...)
 }
 
-// A destination that is disabled, paused or deleted during a sync does not delay it. The
-// messages of a disabled or paused destination are kept.
+// A destination that is suspended, paused or deleted during a sync does not delay it. The
+// messages of a suspended or paused destination are kept.
 func TestDestinationsChangeDuringASync(t *testing.T) {
 	const users = 500
-	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Paused, "deleted"} {
+	for _, to := range []liveconfig.State{liveconfig.Suspended, liveconfig.Paused, "deleted"} {
 		t.Run(string(to), func(t *testing.T) {
 			s := withStore(t, memory(), nil, nil)
 			ctx, cancel := context.WithCancel(t.Context())

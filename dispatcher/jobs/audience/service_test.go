@@ -125,9 +125,9 @@ func config() liveconfig.Config {
 	return liveconfig.Config{
 		Version: 1, Namespace: "shop",
 		Sources: []liveconfig.Source{
-			{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("ios-key")}},
-			{Name: "off", WriteKeySHA256: liveconfig.KeyHashes{keyHash("off-key")}},
-			{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("web-key")}},
+			{Name: "ios", WriteKeySHA256: liveconfig.KeyHashes{keyHash("ios-key")}},
+			{Name: "off", Suspended: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("off-key")}},
+			{Name: "web", WriteKeySHA256: liveconfig.KeyHashes{keyHash("web-key")}},
 		},
 		Audiences: []liveconfig.Audience{
 			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50},
@@ -390,7 +390,7 @@ func TestRejectedSyncsChangeNothing(t *testing.T) {
 	}{
 		{name: "no key", path: shoppers, body: ids("a"), status: 401, want: `"code":"no_write_key","message":"no write key; send it as HTTP Basic user name (curl -u KEY:)"`},
 		{name: "wrong key", path: shoppers, key: "unknown-key", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no accepted Source has this write key; compare it with the Source's Secret"`},
-		{name: "disabled", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is disabled; set spec.enabled to true"`},
+		{name: "suspended", path: shoppers, key: "off-key", body: ids("a"), status: 503, want: `"code":"source_suspended","message":"the Source is suspended; send the request again when its spec.suspend is false"`},
 		{name: "another Source's", path: shoppers, key: "ios-key", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
 		{name: "unknown audience", path: "/v1/audiences/x/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
 		{name: "unknown path", path: "/v1/audiences/x", body: ids("a"), status: 404, want: `"code":"not_found","message":"unknown path; send members to /v1/audiences/KEY/members"`},
@@ -415,7 +415,7 @@ func TestRejectedSyncsChangeNothing(t *testing.T) {
 		{name: "empty id", path: shoppers, body: lines(`{"userId":""}`), status: 400, want: `"code":"no_user_id","message":"\"userId\" is empty","line":1`},
 		{name: "id of another type", path: shoppers, body: lines(`{"userId":7}`), status: 400, want: `"code":"invalid_field","message":"\"userId\" must be a string; a number needs quotes","line":1`},
 		{name: "long id", path: shoppers, body: ids(strings.Repeat("x", 1025)), status: 400, want: `"code":"invalid_field","message":"\"userId\" is too long; at most 1024 bytes are allowed","line":1`},
-		{name: "unknown field", path: shoppers, body: lines(`{"userId":"a","mail":"secret"}`), status: 400, want: `"code":"unknown_field","message":"the line has an unknown field; use \"userId\", \"value\" (of a computed trait) and \"member\" (of a POST)","line":1`},
+		{name: "unknown field", path: shoppers, body: lines(`{"userId":"a","mail":"secret"}`), status: 400, want: `"code":"unknown_field","message":"unknown field \"mail\"; use \"userId\", \"value\" (of a computed trait) and \"member\" (of a POST)","line":1`},
 		{name: "value of an audience", path: shoppers, body: ids("a=1"), status: 400, want: `"code":"invalid_field","message":"\"value\" is for computed traits; this is an audience","line":1`},
 		{name: "no value", path: spent, body: ids("a"), status: 400, want: `"code":"no_value","message":"\"value\" is missing; a computed trait needs one for each user","line":1`},
 		{name: "value of another type", path: spent, body: ids("a=1", "b={}"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":2`},
@@ -1178,7 +1178,7 @@ func TestRefusedSyncsCountForTheSource(t *testing.T) {
 	for _, key := range []string{"off-key", "unknown-key", ""} {
 		r.do(http.MethodPut, shoppers, key, ids("a"))
 	}
-	check.Equal(t, "refused requests of the disabled Source", r.Gate.Counters("shop/off").Rejected, 1)
+	check.Equal(t, "refused requests of the suspended Source", r.Gate.Counters("shop/off").Rejected, 1)
 	check.Equal(t, "refused requests of another Source", r.Gate.Counters("shop/web").Rejected, 0)
 }
 

@@ -75,8 +75,6 @@ type record struct {
 	Namespace string    `json:"namespace"`
 	Time      time.Time `json:"time"`
 	Sources   []source  `json:"sources,omitempty"`
-	// Disabled is the number of disabled destinations of the Sources.
-	Disabled int32 `json:"disabled,omitempty"`
 	// Completed is true when records.Records has the end of this run, Exceeded when the
 	// deadline ended it.
 	Completed bool `json:"completed,omitempty"`
@@ -286,23 +284,18 @@ func (r *record) exceed(now time.Time) {
 	}
 }
 
-// plan selects the destinations to notify: all that are enabled. Filters do not apply, because the data of
-// calls that passed a former filter is to be deleted, too.
+// plan selects the destinations to notify: all that do not ignore deletions, even if they are suspended or paused.
+// Filters do not apply, because the data of calls that passed a former filter is to be deleted, too.
 func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
 	now := s.Now().UTC().Truncate(time.Millisecond)
 	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Namespace: config.Namespace, Time: now}
-	disabled := map[string]bool{}
 	for _, c := range config.Sources {
 		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
 			continue
 		}
 		planned := source{Name: c.Name, MessageID: messageID(d.ID, d.UID, c.Name)}
 		for _, to := range config.Destinations {
-			switch {
-			case !slices.Contains(to.Sources, c.Name):
-			case to.State == liveconfig.Disabled:
-				disabled[to.Name] = true
-			default:
+			if !to.IgnoreDeletions && slices.Contains(to.Sources, c.Name) {
 				planned.Notifications = append(planned.Notifications,
 					notification{Destination: to.Name, State: adminapi.NotificationPending, Time: now})
 			}
@@ -311,7 +304,6 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 			r.Sources = append(r.Sources, planned)
 		}
 	}
-	r.Disabled = int32(len(disabled))
 	return r
 }
 
@@ -484,7 +476,7 @@ func (s *Service) Report(config liveconfig.Config) []adminapi.DeletionReport {
 		switch {
 		case s.Passive || d.ID == "" || d.Ended:
 		case r != nil && r.UID == d.UID:
-			out.Started, out.Disabled, out.Completed, out.DeadlineExceeded = r.Time, r.Disabled, r.Completed, r.Exceeded
+			out.Started, out.Completed, out.DeadlineExceeded = r.Time, r.Completed, r.Exceeded
 			for _, from := range r.Sources {
 				for _, n := range from.Notifications {
 					out.Notifications = append(out.Notifications, adminapi.NotificationReport{

@@ -55,7 +55,6 @@ func config() liveconfig.Config {
 		Sources:   []liveconfig.Source{{Name: "ios"}, {Name: "off"}, {Name: "tv"}, {Name: "web"}},
 		Destinations: []liveconfig.Destination{
 			to("crm", liveconfig.Active, "ios", "web"), to("paused", liveconfig.Paused, "web"),
-			to("off", liveconfig.Disabled, "web", "off"),
 		},
 		Deletions: []liveconfig.Deletion{{Name: "u1", Generation: 2, Revision: "r", ID: "ab", UID: "1", UserID: "ü1"}},
 	}
@@ -172,7 +171,6 @@ func TestNotificationOutcomes(t *testing.T) {
 	if ios[0].ID == web[0].ID {
 		t.Errorf("the messages of two Sources have the same id %s", web[0].ID)
 	}
-	check.Equal(t, "messages for a disabled destination", len(r.lease("web", "off")), 0)
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending")
 	r.store.Ack(ios[0])
@@ -197,7 +195,7 @@ func TestNotificationOutcomes(t *testing.T) {
 	r.want(final...)
 	// Final states do not change: nothing is sent again.
 	c := config()
-	c.Destinations[2].State = liveconfig.Active
+	c.Destinations[1].State = liveconfig.Active
 	r.set(c)
 	r.start()
 	r.step()
@@ -263,17 +261,42 @@ func TestSelectedSources(t *testing.T) {
 	r.set(c)
 	r.step()
 	r.want("ios crm Pending")
-	check.Equal(t, "disabled destinations", r.report().Disabled, 0)
 	c.Deletions[0].ID, c.Deletions[0].Sources = "cd", []string{"tv"}
 	r.set(c)
 	r.step()
 	r.want()
-	check.Equal(t, "disabled destinations of tv", r.report().Disabled, 0)
-	c.Deletions[0].ID, c.Deletions[0].Sources = "ef", []string{"off"}
+}
+
+// The notification of a suspended destination is pending, and delivered after its resumption.
+func TestSuspendedDestination(t *testing.T) {
+	r := newRig(t)
+	if err := r.store.OpenLane(queue.LaneID{Source: "shop/off", Destination: "shop/off"}); err != nil {
+		t.Fatal(err)
+	}
+	c := config()
+	c.Deletions[0].Sources = []string{"off"}
+	c.Destinations = append(c.Destinations, liveconfig.Destination{Name: "off", State: liveconfig.Suspended, Sources: []string{"off"}})
 	r.set(c)
 	r.step()
-	r.want()
-	check.Equal(t, "disabled destinations of off", r.report().Disabled, 1)
+	r.want("off off Pending")
+	c.Destinations[2].State = liveconfig.Active
+	r.set(c)
+	r.tracked.Ack(r.lease("off", "off")[0])
+	r.step()
+	r.want("off off Delivered")
+}
+
+// A destination that ignores deletions is not notified, also by the message that others of the Source get.
+func TestIgnoredDeletions(t *testing.T) {
+	r := newRig(t)
+	c := config()
+	c.Destinations[0].IgnoreDeletions = true
+	r.set(c)
+	r.step()
+	r.want("web paused Pending")
+	check.Equal(t, "messages of web", r.store.SourceStats("shop/web").Accepted, 1)
+	check.Equal(t, "messages of web for crm", len(r.lease("web", "crm")), 0)
+	check.Equal(t, "messages of ios", r.store.SourceStats("shop/ios").Accepted, 0)
 }
 
 // A message that the queue rejects is sent later, and once.
@@ -290,15 +313,14 @@ func TestRejectedAppend(t *testing.T) {
 	check.Equal(t, "messages of web", r.store.SourceStats("shop/web").Accepted, 1)
 }
 
-// The plan selects the destinations before the append. Destinations that are added or
-// enabled between the plan and the append are not notified.
+// The plan selects the destinations before the append. Destinations that are added
+// between the plan and the append are not notified.
 func TestDestinationsAddedBeforeTheAppend(t *testing.T) {
 	r := newRig(t)
 	r.appendError = queue.ErrFull
 	r.step()
 	c := config()
 	c.Destinations = append(c.Destinations, liveconfig.Destination{Name: "late", State: liveconfig.Active, Sources: []string{"web"}})
-	c.Destinations[2].State = liveconfig.Active
 	r.set(c)
 	if err := r.store.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/late"}); err != nil {
 		t.Fatal(err)
@@ -308,7 +330,6 @@ func TestDestinationsAddedBeforeTheAppend(t *testing.T) {
 	r.step()
 	check.Equal(t, "messages for the planned destination", len(r.lease("web", "crm")), 1)
 	check.Equal(t, "messages for the added destination", len(r.lease("web", "late")), 0)
-	check.Equal(t, "messages for the enabled destination", len(r.lease("web", "off")), 0)
 }
 
 // kill -9 between the append and its record: the repetition is a duplicate.

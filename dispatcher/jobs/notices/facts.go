@@ -94,8 +94,8 @@ func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.Con
 		if r := n.Sources[config.Sources[i].Name]; r != nil {
 			key := "calls/" + r.Name
 			last := before[key]
-			if !config.Sources[i].Enabled {
-				last = record{} // The observation begins again when it is enabled.
+			if config.Sources[i].Suspended {
+				last = record{} // The observation begins again when it is resumed.
 			}
 			addFact(traffic(key, r.Accepted, 0, last, now, Properties{Source: r.Name}))
 		}
@@ -138,10 +138,9 @@ func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.Con
 		}
 		window := d.Delivery.RetryWindow()
 		key = "window/" + d.Name
-		if oldest := r.OldestPending; !oldest.IsZero() && now.Sub(oldest) >= window*windowPercent/100 {
-			ends := oldest.Add(window)
+		if ends := r.OldestExpires; !ends.IsZero() && ends.Sub(now) <= window*(100-windowPercent)/100 {
 			add(key, "ending", RetryWindowEnding, repeatPause,
-				Properties{Destination: d.Name, Since: at(oldest), Until: at(ends), Messages: r.Pending})
+				Properties{Destination: d.Name, Since: at(r.OldestPending), Until: at(ends), Messages: r.Pending})
 		} else {
 			add(key, none, "", 0, Properties{})
 		}

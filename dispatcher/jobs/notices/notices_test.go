@@ -91,7 +91,7 @@ func run(t *testing.T, test func(r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &rig{T: t, meta: &meta{values: map[string][]byte{}}, fail: map[string]error{}}
 		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop",
-			Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{
+			Sources: []liveconfig.Source{{Name: "web"}}, Destinations: []liveconfig.Destination{
 				destination("crm", "web"), destination("ops", liveconfig.SourceNotices),
 			}}
 		r.report = adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
@@ -303,13 +303,16 @@ func TestDeadLetters(t *testing.T) {
 
 func TestRetryWindow(t *testing.T) {
 	run(t, func(r *rig) {
-		r.after(2*time.Hour+59*time.Minute, func() { r.crm().OldestPending, r.crm().Pending = time.Now(), 9 })
+		r.after(2*time.Hour+59*time.Minute, func() {
+			r.crm().OldestPending, r.crm().OldestExpires, r.crm().Pending = time.Now(), time.Now().Add(4*time.Hour), 9
+		})
 		got := r.after(2*time.Minute, nil, notices.RetryWindowEnding)
 		p := r.properties(got[0])
 		check.Equal(r.T, "window", p.Until.Sub(*p.Since), 4*time.Hour)
 		check.Equal(r.T, "messages", p.Messages, 9)
+		r.after(time.Minute, func() { r.crm().OldestExpires = time.Time{} }) // It is suspended.
 		r.after(10*time.Hour, nil)
-		r.after(time.Minute, func() { r.crm().OldestPending = time.Time{} })
+		r.after(time.Minute, func() { r.crm().OldestExpires = time.Now().Add(time.Minute) }, notices.RetryWindowEnding)
 	})
 }
 
@@ -406,7 +409,7 @@ func TestNoTrafficOfADestination(t *testing.T) {
 	})
 }
 
-// A pod that was down waits for calls before it reports that there are none, and a disabled Source is
+// A pod that was down waits for calls before it reports that there are none, and a suspended Source is
 // silent.
 func TestNoTrafficWhileNoCallsCanArrive(t *testing.T) {
 	run(t, func(r *rig) {
@@ -428,14 +431,14 @@ func TestNoTrafficWhileNoCallsCanArrive(t *testing.T) {
 		r.start()
 		r.after(2*time.Hour, nil, notices.NoTraffic)
 
-		enable := func(enabled bool) {
-			r.config.Sources = []liveconfig.Source{{Name: "web", Enabled: enabled}}
+		suspend := func(suspended bool) {
+			r.config.Sources = []liveconfig.Source{{Name: "web", Suspended: suspended}}
 			r.apply()
 		}
 		observe()
-		enable(false)
+		suspend(true)
 		r.after(30*time.Hour, nil)
-		enable(true)
+		suspend(false)
 		r.after(30*time.Hour, nil)
 		observe()
 		r.after(24*time.Hour, nil, notices.NoTraffic)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -23,7 +24,7 @@ const pageSize = 100
 // matches reports whether a selector selects a dead letter.
 func matches(s adminapi.DeadLetterSelector, d queue.DeadLetter) bool {
 	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.StatusCodes, d.Failure.StatusCode) && in(s.Types, d.Type) &&
-		in(s.Events, d.Event) &&
+		(len(s.Events) == 0 || d.Event != "" && liveconfig.MatchEvent(s.Events, d.Event)) &&
 		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
 }
 

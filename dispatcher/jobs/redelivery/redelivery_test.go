@@ -131,16 +131,7 @@ func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 func TestStatusCodesSelectDeadLetters(t *testing.T) {
 	s := open(t, 0, lane)
 	for i, code := range []int{422, 400, 0, 422, 0, 422} {
-		if _,
-			err := s.Append(t.Context(), []queue.Message{{Source: src, ID: fmt.Sprint("m", i), Type: "track", AcceptedAt: time.Now(),
-			Body: []byte(`{}`)}}); err != nil {
-			t.Fatal(err)
-		}
-		for _, d := range lease(t, s, lane) {
-			if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected", StatusCode: code}); err != nil {
-				t.Fatal(err)
-			}
-		}
+		bury(t, s, queue.Message{ID: fmt.Sprint("m", i), Type: "track"}, code)
 	}
 	for _, c := range []struct {
 		codes []int
@@ -150,6 +141,41 @@ func TestStatusCodesSelectDeadLetters(t *testing.T) {
 			redelivery.Options{DryRun: true})
 		check.NoError(t, fmt.Sprint("dry run of ", c.codes), err)
 		check.Equal(t, fmt.Sprint("Matched of ", c.codes), p.Matched, c.want)
+	}
+}
+
+// bury stores a message as a dead letter.
+func bury(t *testing.T, s *pebblestore.Store, m queue.Message, code int) {
+	t.Helper()
+	m.Source, m.AcceptedAt, m.Body = src, time.Now(), []byte(`{}`)
+	if _, err := s.Append(t.Context(), []queue.Message{m}); err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range lease(t, s, lane) {
+		if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected", StatusCode: code}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Patterns match the events of track calls, and nothing else.
+func TestPatternsOfEventsSelectDeadLetters(t *testing.T) {
+	s := open(t, 0, lane)
+	for i, event := range []string{"Order Completed", "Order Refunded", "Signed Up", ""} {
+		m := queue.Message{ID: fmt.Sprint("m", i), Type: "track", Event: event}
+		if event == "" {
+			m.Type = "page"
+		}
+		bury(t, s, m, 422)
+	}
+	for _, c := range []struct {
+		patterns []string
+		want     int64
+	}{{nil, 4}, {[]string{"*"}, 3}, {[]string{"Order *"}, 2}, {[]string{"order *"}, 0}, {[]string{"Signed Up", "*Refunded"}, 2}} {
+		p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Events: c.patterns},
+			redelivery.Options{DryRun: true})
+		check.NoError(t, fmt.Sprint("dry run of ", c.patterns), err)
+		check.Equal(t, fmt.Sprint("Matched of ", c.patterns), p.Matched, c.want)
 	}
 }
 

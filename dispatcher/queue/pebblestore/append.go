@@ -376,7 +376,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			s.disk.shares.call(lead, c.now)
 		}
 	}
-	if quota := uint64(max(s.o.MaxBytesPerSource, 0)); quota > 0 {
+	if quota := uint64(max(s.quota(), 0)); quota > 0 {
 		fits := func() bool { return c.fits(r, quota) }
 		if !fits() && !c.makeSpace(r, quota, quota/skipDivisor, fits) {
 			return queue.ErrOverQuota

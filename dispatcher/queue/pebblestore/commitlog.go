@@ -1,6 +1,8 @@
 package pebblestore
 
 import (
+	"errors"
+
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
@@ -85,10 +87,24 @@ func (s *Store) apply(b *pebble.Batch) error {
 
 // applySync applies and closes a batch, and returns when it is durable with everything applied
 // before.
-func (s *Store) applySync(b *pebble.Batch) error {
-	defer func() { _ = b.Close() }()
-	wait, err := s.commitLog.submit(b)
+func (s *Store) applySync(b *pebble.Batch) error { return await(s.submit(b)) }
+
+// submit applies a batch. wait closes it, and returns when it is durable with everything applied before. It can take as long
+// as a replicated log does not answer, so its caller holds no lock that readers need.
+func (s *Store) submit(b *pebble.Batch) (wait func() error, err error) {
+	durable, err := s.commitLog.submit(b)
 	if err != nil {
+		return nil, errors.Join(err, b.Close())
+	}
+	return func() error {
+		defer func() { _ = b.Close() }()
+		return durable()
+	}, nil
+}
+
+// await waits for the batch of a change, if it has one.
+func await(wait func() error, err error) error {
+	if err != nil || wait == nil {
 		return err
 	}
 	return wait()

@@ -446,7 +446,7 @@ func (s *Store) DeleteDeadLetters(ctx context.Context, destination string, keys 
 			return err
 		}
 		n := min(len(keys), 1000)
-		if err := s.deleteSome(d, keys[:n]); err != nil {
+		if err := await(s.deleteSome(d, keys[:n])); err != nil {
 			return err
 		}
 		keys = keys[n:]
@@ -454,7 +454,7 @@ func (s *Store) DeleteDeadLetters(ctx context.Context, destination string, keys 
 	return nil
 }
 
-func (s *Store) deleteSome(d *destination, ids []string) error {
+func (s *Store) deleteSome(d *destination, ids []string) (wait func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	b := s.db.NewBatch()
@@ -472,7 +472,7 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 		}
 		if err != nil {
 			_ = b.Close()
-			return s.explain(err)
+			return nil, s.explain(err)
 		}
 		count--
 		bytes -= int64(len(k) + len(v))
@@ -484,18 +484,17 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 
 // applyCounts applies a batch that removes dead letters. Without any, those that a caller names may be removed
 // by another batch that is not durable yet.
-func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64) error {
+func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64) (wait func() error, err error) {
 	if b.Count() == 0 {
-		return errors.Join(b.Close(), s.commitLog.sync())
+		return s.commitLog.sync, b.Close()
 	}
 	before, beforeBytes := d.count.Swap(count), d.bytes.Swap(bytes)
 	d.put(b)
-	if err := s.applySync(b); err != nil {
+	if wait, err = s.submit(b); err != nil {
 		d.count.Store(before)
 		d.bytes.Store(beforeBytes)
-		return err
 	}
-	return nil
+	return wait, err
 }
 
 const (
@@ -512,7 +511,7 @@ func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before,
 		if err := ctx.Err(); err != nil {
 			return total, err
 		}
-		n, err := s.trimSome(d, before.UnixMilli(), young.UnixMilli(), maxBytes)
+		n, err := s.trimPage(d, before.UnixMilli(), young.UnixMilli(), maxBytes)
 		total += n
 		if err != nil || n < trimLetters {
 			return total, err
@@ -520,29 +519,34 @@ func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before,
 	}
 }
 
-func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, error) {
+func (s *Store) trimPage(d *destination, before, young, maxBytes int64) (int, error) {
 	if err := s.enter(); err != nil {
 		return 0, err
 	}
 	defer s.leave()
+	n, wait, err := s.trimSome(d, before, young, maxBytes)
+	return n, await(wait, err)
+}
+
+func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (n int, wait func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.count.Load() == 0 {
-		return 0, nil
+		return 0, nil, nil
 	}
 	prefix := codec.DeadLetterPrefix(d.name)
 	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: codec.EndOf(prefix)})
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	defer func() { _ = it.Close() }()
 	soon := s.o.Now().Add(maxAhead).UnixMilli()
-	count, bytes, n := d.count.Load(), d.bytes.Load(), 0
+	count, bytes := d.count.Load(), d.bytes.Load()
 	ok := it.First()
 	for ; ok && n < trimLetters; ok = it.Next() {
 		v, err := it.ValueAndErr()
 		if err != nil {
-			return 0, s.explain(err)
+			return 0, nil, s.explain(err)
 		}
 		if at := letterMillis(it.Key(), v, soon); at >= before && (at >= young && at <= soon || bytes <= maxBytes) {
 			break
@@ -552,10 +556,10 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 		n++
 	}
 	if err := it.Error(); err != nil {
-		return 0, s.explain(err)
+		return 0, nil, s.explain(err)
 	}
 	if n == 0 {
-		return 0, nil
+		return 0, nil, nil
 	}
 	end := codec.EndOf(prefix)
 	if ok {
@@ -564,7 +568,8 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	b := s.db.NewBatch()
 	_ = b.DeleteRange(prefix, end, nil)
 	s.disk.addFreed(d.bytes.Load() - bytes)
-	return n, s.applyCounts(d, b, count, bytes)
+	wait, err = s.applyCounts(d, b, count, bytes)
+	return n, wait, err
 }
 
 // letterMillis is the time of a dead letter for a trim. A key is ahead of the clock after the clock
@@ -622,19 +627,22 @@ func (s *Store) ForgetDestination(destination string) error {
 		return err
 	}
 	defer s.leave()
-	d := s.destination(destination)
+	return await(s.forget(s.destination(destination)))
+}
+
+func (s *Store) forget(d *destination) (wait func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.dropped == (queue.Ledger{}) {
-		return nil
+		return nil, nil
 	}
 	b := s.db.NewBatch()
 	d.putWith(b, queue.Ledger{})
-	if err := s.applySync(b); err != nil {
-		return err
+	if wait, err = s.submit(b); err != nil {
+		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	d.dropped = queue.Ledger{}
-	return nil
+	return wait, nil
 }

@@ -25,6 +25,7 @@ type disk struct {
 	full, exhausted atomic.Bool
 	used            atomic.Int64 // Bytes of the data directory; at most MaintainInterval old.
 	shares          shares
+	stores          atomic.Int64 // The number of stores that share Options.MaxBytesPerSource; 0 for this one.
 	unchecked       atomic.Int64 // Bytes written since the last checkSpace.
 	trimmed         atomic.Int64 // Bytes that range deletions freed and that the file system did not get back yet.
 	lacking         atomic.Int64 // Bytes that must become free before full ends.
@@ -158,10 +159,22 @@ func (d *disk) divide(usage vfs.DiskUsage, unflushed int64) {
 	d.shares.space.Store(max(usable-max(used-d.used.Load(), 0), 1))
 }
 
+// SetStores divides Options.MaxBytesPerSource among a number of stores. A Source that has more than its part stores no
+// further messages; nothing is deleted.
+func (s *Store) SetStores(n int) { s.disk.stores.Store(int64(n)) }
+
+// quota is this store's part of Options.MaxBytesPerSource.
+func (s *Store) quota() int64 {
+	if quota := s.o.MaxBytesPerSource; quota > 0 {
+		return max(1, quota/max(1, s.disk.stores.Load()))
+	}
+	return s.o.MaxBytesPerSource
+}
+
 // Share returns the undelivered bytes of a Source's namespace and the share of the namespace or, with a
 // configured quota, the undelivered bytes of the Source and the quota. most is 0 without a bound.
 func (s *Store) Share(source string) (used, most int64) {
-	if quota := s.o.MaxBytesPerSource; quota != 0 {
+	if quota := s.quota(); quota != 0 {
 		return s.SourceStats(source).LogBytes, max(quota, 0)
 	}
 	return s.disk.shares.forLog(source).used.Load(), s.disk.shares.size()

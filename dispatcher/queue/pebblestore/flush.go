@@ -82,6 +82,14 @@ const lanesPerFlush = 64
 // flushLanes writes all changed lanes. With durable it returns when all previous writes are
 // durable, too.
 func (s *Store) flushLanes(durable bool) error {
+	if err := s.writeLanes(); err != nil || !durable {
+		return err
+	}
+	return s.commitLog.sync()
+}
+
+// writeLanes applies the states of all changed lanes.
+func (s *Store) writeLanes() error {
 	s.flusher.writing.Lock()
 	defer s.flusher.writing.Unlock()
 	s.flusher.mu.Lock()
@@ -99,10 +107,7 @@ func (s *Store) flushLanes(durable bool) error {
 		}
 		dirty = dirty[n:]
 	}
-	if !durable {
-		return nil
-	}
-	return s.commitLog.sync()
+	return nil
 }
 
 // flushSome writes a few lanes as one batch. It holds all their locks until the batch is

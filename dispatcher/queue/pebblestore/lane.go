@@ -32,6 +32,8 @@ type lane struct {
 	group *group // nil for a lane without LaneID.Any.
 	codec.LaneState
 	opened, dropped bool
+	// opening is closed when the lane is durable; nil for a lane of an earlier run.
+	opening chan struct{}
 	// dirty: the lane is in the flusher's list.
 	dirty bool
 	// aheadOfDisk: the group counted a "delete" message of the lane, and the lane was not
@@ -237,18 +239,41 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	s.registry.Lock()
 	if l := s.lane(id); l != nil {
 		s.registry.Unlock()
-		l.mu.Lock() // A lane that is being opened is locked until it is durable.
-		defer l.mu.Unlock()
-		if l.dropped {
-			return queue.ErrNoLane
-		}
-		if !l.opened {
-			l.opened = true
-			l.wantsNotify.Store(true)
-			s.scheduleRetries(l)
-		}
-		return nil
+		return s.reopen(l)
 	}
+	l, wait, err := s.create(id, log)
+	s.registry.Unlock() // Other lanes can share the sync.
+	if err == nil {
+		err = wait()
+		close(l.opening)
+	}
+	if err != nil {
+		return fmt.Errorf("open a lane: %w", err)
+	}
+	l.wantsNotify.Store(true)
+	return nil
+}
+
+// reopen opens a lane of an earlier run, or waits until a new one is durable.
+func (s *Store) reopen(l *lane) error {
+	if l.opening != nil {
+		<-l.opening
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.dropped {
+		return queue.ErrNoLane
+	}
+	if !l.opened {
+		l.opened = true
+		l.wantsNotify.Store(true)
+		s.scheduleRetries(l)
+	}
+	return nil
+}
+
+// create adds a new lane. The caller holds registry.
+func (s *Store) create(id queue.LaneID, log *sourceLog) (l *lane, wait func() error, err error) {
 	b := s.db.NewBatch()
 	dest := s.destination(id.Destination)
 	var g *group
@@ -256,8 +281,8 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	if id.Any {
 		g, newGroup = s.groupFor(b, id, log, dest)
 	}
-	l := newLane(id, s.nextNumber(b), log, dest, g)
-	l.opened = true
+	l = newLane(id, s.nextNumber(b), log, dest, g)
+	l.opened, l.opening = true, make(chan struct{})
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	// The log gets the lane before the lane's start is chosen, so that no trim deletes messages
@@ -276,31 +301,22 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), codec.AppendLaneName(nil, id), nil)
 	l.put(b)
-	wait, err := s.commitLog.submit(b)
-	if err != nil {
+	if wait, err = s.submit(b); err != nil {
 		l.dropped = true
 		log.removeLane(l)
 		if g != nil {
 			g.GroupState, g.lanes = was, g.lanes[:len(g.lanes)-1]
 			g.putFailed()
 		}
-		s.registry.Unlock()
-		return fmt.Errorf("open a lane: %w", err)
+		return nil, nil, err
 	}
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	if newGroup {
 		s.addGroup(g)
 	}
 	s.addLane(l)
-	s.mu.Unlock()
-	s.registry.Unlock() // Other lanes can share the sync.
-	err = wait()
-	_ = b.Close()
-	if err != nil {
-		return fmt.Errorf("open a lane: %w", err)
-	}
-	l.wantsNotify.Store(true)
-	return nil
+	return l, wait, nil
 }
 
 // EndLane implements queue.Store.
@@ -313,16 +329,20 @@ func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 	if l == nil {
 		return queue.ErrNoLane
 	}
+	return await(s.end(l, end))
+}
+
+func (s *Store) end(l *lane, end queue.End) (wait func() error, err error) {
 	l.leasing.Lock()
 	defer l.leasing.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.dropped {
-		return queue.ErrNoLane
+		return nil, queue.ErrNoLane
 	}
 	removed := end == queue.EndpointRemoved && l.group != nil
 	if (end == queue.Active) == (l.End == 0) && removed == l.EndpointRemoved {
-		return nil
+		return nil, nil
 	}
 	was, groupWas := l.LaneState, codec.GroupState{}
 	if l.group != nil {
@@ -347,15 +367,15 @@ func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 	}
 	b := s.db.NewBatch()
 	l.put(b)
-	if err := s.applySync(b); err != nil {
+	if wait, err = s.submit(b); err != nil {
 		l.LaneState = was
 		if l.group != nil {
 			l.group.GroupState = groupWas
 			l.group.putFailed()
 		}
-		return fmt.Errorf("end a lane: %w", err)
+		return nil, fmt.Errorf("end a lane: %w", err)
 	}
-	return nil
+	return wait, nil
 }
 
 // DropLane implements queue.Store.
@@ -364,11 +384,15 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		return err
 	}
 	defer s.leave()
+	return await(s.drop(id))
+}
+
+func (s *Store) drop(id queue.LaneID) (wait func() error, err error) {
 	s.registry.Lock()
 	defer s.registry.Unlock()
 	l := s.lane(id)
 	if l == nil {
-		return queue.ErrNoLane
+		return nil, queue.ErrNoLane
 	}
 	l.leasing.Lock()
 	defer l.leasing.Unlock()
@@ -382,12 +406,11 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	b := s.db.NewBatch()
 	var groupWas codec.GroupState
 	if l.group != nil {
-		var err error
 		groupWas = l.group.GroupState
 		if dropped, discarded, err = s.dropFrom(b, l); err != nil {
 			l.group.GroupState = groupWas
 			_ = b.Close()
-			return fmt.Errorf("drop a lane: %w", err)
+			return nil, fmt.Errorf("drop a lane: %w", err)
 		}
 	}
 	ofSource, ofDestination := l.log.dropped.Plus(dropped), l.dest.dropped.Plus(dropped)
@@ -400,12 +423,12 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		_ = b.DeleteRange(codec.Key(codec.PrefixRetry, l.number), codec.After(codec.PrefixRetry, l.number), nil)
 		_ = b.DeleteRange(codec.Key(codec.PrefixDue, l.number), codec.After(codec.PrefixDue, l.number), nil)
 	}
-	if err := s.applySync(b); err != nil {
+	if wait, err = s.submit(b); err != nil {
 		if l.group != nil {
 			l.group.GroupState = groupWas
 			l.group.putFailed()
 		}
-		return fmt.Errorf("drop a lane: %w", err)
+		return nil, fmt.Errorf("drop a lane: %w", err)
 	}
 	l.dropped, l.opened = true, false
 	s.metrics.discard(discarded)
@@ -427,7 +450,7 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		}
 	}
 	delete(s.lanes, id)
-	return nil
+	return wait, nil
 }
 
 // skipGaps advances the lane over messages that are not for its group, and returns the first

@@ -57,7 +57,7 @@ func newMetrics(s *Store) *metrics {
 			}
 			return 0
 		}),
-		gauge("posthorn_queue_source_quota_bytes", "Bytes of undelivered messages that one Source may keep before its calls are refused, if a quota is set; 0 for none.", func() float64 { return float64(max(s.o.MaxBytesPerSource, 0)) }),
+		gauge("posthorn_queue_source_quota_bytes", "Bytes of undelivered messages that one Source may keep before its calls are refused, if a quota is set; 0 for none.", func() float64 { return float64(max(s.quota(), 0)) }),
 		gauge("posthorn_queue_namespace_share_bytes", "Share of each namespace of the disk, for its undelivered messages; 0 if a quota is set.", func() float64 { return float64(s.disk.shares.size()) }),
 		gauge("posthorn_queue_lanes", "Lanes of the queue.", func() float64 {
 			s.mu.RLock()

@@ -247,3 +247,35 @@ func TestALeaseReadsABoundedNumberOfNames(t *testing.T) {
 		t.Errorf("messages that all leases read: got %d, want %d", got, messages)
 	}
 }
+
+// With several stores the quota is divided among them: a Source above its part stores no more, and loses nothing.
+func TestQuotaOfSeveralStores(t *testing.T) {
+	s := open(t, t.TempDir(), Options{MaxBytesPerSource: 20_000})
+	if err := s.OpenLane(fastLane); err != nil {
+		t.Fatal(err)
+	}
+	stored := 0
+	fill := func() {
+		for range 1000 {
+			if err := appendOne(s, stored); err != nil {
+				return
+			}
+			stored++
+		}
+	}
+	s.SetStores(2)
+	fill()
+	half := stored
+	s.SetStores(4)
+	if err := appendOne(s, stored); !errors.Is(err, queue.ErrOverQuota) {
+		t.Errorf("append above a quarter of the quota: got %v, want %v", err, queue.ErrOverQuota)
+	}
+	if used, most := s.Share(fastLane.Source); used < 8_000 || most != 5_000 {
+		t.Errorf("use and part of the quota: got %d and %d, want more than 8000, which is kept, and 5000", used, most)
+	}
+	s.SetStores(1)
+	fill()
+	if stored < 2*half || stored > 2*half+1 {
+		t.Errorf("messages with the whole quota: got %d, want twice %d", stored, half)
+	}
+}

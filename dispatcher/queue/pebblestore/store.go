@@ -13,7 +13,7 @@
 //
 // Locks, each acquired before those below it:
 //
-//   - Store.gate, for reading: the database remains open
+//   - Store.gate: the database is closed
 //   - disk.maintaining: one pass frees space at a time
 //   - Store.registry: lanes are opened and dropped, and numbers assigned
 //   - flusher.writing: the states of changed lanes are written
@@ -76,7 +76,8 @@ type Store struct {
 	positionsSynced time.Time
 	flushed         atomic.Bool // The engine flushed a log into tables since then.
 
-	// gate is locked for reading while the database is used, and for writing once, to close.
+	// users are the calls that use the database, which Close waits for. gate guards closed, after which none is added.
+	users  sync.WaitGroup
 	gate   sync.RWMutex
 	closed bool
 
@@ -130,8 +131,8 @@ type sourceLog struct {
 	// lanes is replaced, never changed in place.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
-	// holders are the lanes and groups whose ledgers are summed: durable ones, or ones that are
-	// locked until they are durable. dropped is the ledger of dropped lanes. The store's mu
+	// holders are the lanes and groups whose ledgers are summed. A lane that is not durable yet counts no message: all
+	// messages behind its start become durable after it. dropped is the ledger of dropped lanes. The store's mu
 	// guards both.
 	holders []ledgerHolder
 	dropped queue.Ledger
@@ -568,14 +569,15 @@ func (s *Store) scan(prefix []byte, fn func(k, v []byte) error) error {
 // enter keeps the database open until leave is called.
 func (s *Store) enter() error {
 	s.gate.RLock()
+	defer s.gate.RUnlock()
 	if s.closed {
-		s.gate.RUnlock()
 		return queue.ErrClosed
 	}
+	s.users.Add(1)
 	return nil
 }
 
-func (s *Store) leave() { s.gate.RUnlock() }
+func (s *Store) leave() { s.users.Done() }
 
 func (s *Store) lane(id queue.LaneID) *lane {
 	s.mu.RLock()
@@ -758,8 +760,7 @@ func (s *Store) sum(ledger queue.Ledger, all []ledgerHolder) queue.Ledger {
 // replay. It waits for a replicated log to acknowledge the last positions; the end of the log's
 // session ends the wait.
 func (s *Store) Close() error {
-	// Writes that wait for space on a full disk hold the gate; from now on their wait is
-	// bounded.
+	// Calls can wait for space on a full disk; from now on their wait is bounded.
 	s.fs.StopWaiting()
 	s.gate.Lock()
 	if s.closed {
@@ -768,6 +769,7 @@ func (s *Store) Close() error {
 	}
 	s.closed = true
 	s.gate.Unlock()
+	s.users.Wait()
 	close(s.stop)
 	s.done.Wait()
 	s.metrics.unregister()

@@ -28,7 +28,7 @@ func hashOf(key string) string {
 // live is the live config of a namespace with a Source.
 func live(namespace, key, reserved string) liveconfig.Revisioned {
 	r := liveconfig.Revisioned{Config: liveconfig.Config{Namespace: namespace, Sources: []liveconfig.Source{
-		{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hashOf(key)}, AllowedOrigins: []string{"https://" + namespace + ".example"}},
+		{Name: "web", WriteKeySHA256: liveconfig.KeyHashes{hashOf(key)}, AllowedOrigins: []string{"https://" + namespace + ".example"}},
 	}}}
 	if reserved != "" {
 		r.Head.Reserved = []liveconfig.ReservedKey{{SHA256: hashOf(reserved)}}

@@ -828,6 +828,9 @@ func TestControlPlaneThatFails(t *testing.T) {
 		if s := wantLog(t, l, "/slots", "only", true); s.Epoch != 2 {
 			return fmt.Errorf("epoch %d", s.Epoch)
 		}
+		if starts.Load() < 2 {
+			return errors.New("the control plane has not started again")
+		}
 		return nil
 	}); err != nil {
 		t.Errorf("second claim of the process: %v", err)

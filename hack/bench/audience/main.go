@@ -134,13 +134,13 @@ kind: Secret
 metadata: {name: keys}
 stringData: {writeKey: %s, sharedSecret: bench-shared-secret}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
   writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
 metadata: {name: sink}
 spec:
@@ -150,12 +150,13 @@ spec:
     url: http://%s/
   signing:
     schemes:
-    - type: HMACSHA1
+    - name: sha1
+      type: HMACSHA1
       secretKeyRef: {name: keys, key: sharedSecret}
   delivery: {maxInFlight: 256}
   filter: {types: [%s]}
 ---
-apiVersion: posthorn.dev/v1alpha1
+apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: bench}
 spec: {sourceRef: {name: web}, displayName: bench}

@@ -30,7 +30,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
@@ -84,7 +84,7 @@ func newWorld() (_ *world, err error) {
 		return nil, err
 	}
 	scheme := runtime.NewScheme()
-	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+	if err := errors.Join(corev1.AddToScheme(scheme), v1beta1.AddToScheme(scheme)); err != nil {
 		return nil, err
 	}
 	if w.client, err = client.NewWithWatch(w.server.Config, client.Options{Scheme: scheme}); err != nil {
@@ -122,19 +122,19 @@ func (w *world) apply(ctx context.Context) error {
 		group.Go(func() error {
 			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web-key"},
 				StringData: map[string]string{"writeKey": "key-of-" + namespace}}
-			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web"}}
-			source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
+			source := &v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web"}}
+			source.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
 			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, key, source}
 			for i := range *perNamespace {
 				name := destinationName(i)
 				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
 					StringData: map[string]string{"sharedSecret": firstSecret}}
-				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
-				d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
-				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(namespace, name, "first")}
-				d.Spec.Signing = &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.HMACSHA1,
-					SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
-				d.Spec.Filter = &v1alpha1.Filter{Events: []string{name}}
+				d := &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+				d.Spec.SourceRefs = []v1beta1.SourceReference{{Name: "web"}}
+				d.Spec.Endpoints = []v1beta1.Endpoint{w.endpoint(namespace, name, "first")}
+				d.Spec.Signing = &v1beta1.Signing{Schemes: []v1beta1.SigningScheme{{Name: "sha1", Type: v1beta1.HMACSHA1,
+					SecretKeyRef: v1beta1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
+				d.Spec.Filter = &v1beta1.Filter{Events: []string{name}}
 				objects = append(objects, secret, d)
 			}
 			for _, o := range objects {
@@ -148,9 +148,9 @@ func (w *world) apply(ctx context.Context) error {
 	return group.Wait()
 }
 
-func (w *world) endpoint(namespace, name, version string) v1alpha1.Endpoint {
-	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name,
-		Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
+func (w *world) endpoint(namespace, name, version string) v1beta1.Endpoint {
+	return v1beta1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name,
+		Headers: []v1beta1.Header{{Name: versionHeader, Value: &version}}}
 }
 
 // startProcesses starts the dispatchers, each with its own address, and the operator.
@@ -178,7 +178,7 @@ func (w *world) startProcesses(ctx context.Context) error {
 	for i := range *dispatchers {
 		name, ip := dispatcherName(i), loopback(i)
 		w.listen = append(w.listen, net.JoinHostPort(ip, calls))
-		if err := w.start(name, "dispatcher", "--kubeconfig", asDispatcher, "--namespace", release, "--pod-name", name,
+		if err := w.start(name, "dispatcher", "--kubeconfig", asDispatcher, "--system-namespace", release, "--pod-name", name,
 			"--listen", net.JoinHostPort(ip, calls), "--admin-listen", net.JoinHostPort(ip, admin),
 			"--data", filepath.Join(w.dir, name), "--egress-allow", "127.0.0.0/8"); err != nil {
 			return err
@@ -192,9 +192,9 @@ func (w *world) startProcesses(ctx context.Context) error {
 
 // startOperator starts the operator, which asks the pods over TLS if there is a token.
 func (w *world) startOperator(kubeconfig, adminPort, tokenFile string) error {
-	return w.start("operator", "operator", "--kubeconfig", kubeconfig, "--namespace", release, "--leader-elect",
+	return w.start("operator", "operator", "--kubeconfig", kubeconfig, "--system-namespace", release, "--leader-elect",
 		"--dispatcher-admin-port", adminPort, "--dispatcher-token-file", tokenFile, "--egress-allow", "127.0.0.0/8",
-		"--metrics-bind-address", "0", "--health-probe-bind-address", "0")
+		"--admin-listen", "0", "--probe-listen", "0")
 }
 
 func dispatcherName(i int) string { return fmt.Sprintf("posthorn-dispatcher-%d", i) }
@@ -260,8 +260,8 @@ func (w *world) kubeconfig(account string) (string, error) {
 // take the CPU time of the processes that are measured.
 func (w *world) waitReady(ctx context.Context) error {
 	return errors.Join(
-		w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, *namespaces**perNamespace, 0),
-		w.watchReady(ctx, &v1alpha1.SourceList{}, *namespaces, 0),
+		w.watchReady(ctx, &v1beta1.WebhookDestinationList{}, *namespaces**perNamespace, 0),
+		w.watchReady(ctx, &v1beta1.SourceList{}, *namespaces, 0),
 	)
 }
 
@@ -285,15 +285,15 @@ func (w *world) watchReady(ctx context.Context, list client.ObjectList, number i
 			}
 			var conditions []metav1.Condition
 			switch o := event.Object.(type) {
-			case *v1alpha1.WebhookDestination:
+			case *v1beta1.WebhookDestination:
 				conditions = o.Status.Conditions
-			case *v1alpha1.Source:
+			case *v1beta1.Source:
 				conditions = o.Status.Conditions
 			default:
 				return fmt.Errorf("watch: unexpected %s event: %v", event.Type, o)
 			}
 			o := event.Object.(client.Object)
-			c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+			c := meta.FindStatusCondition(conditions, v1beta1.ConditionReady)
 			if c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.GetGeneration() && o.GetGeneration() >= generation {
 				ready[client.ObjectKeyFromObject(o)] = true
 			} else {
@@ -320,12 +320,12 @@ func (w *world) until(ctx context.Context, every time.Duration, event string, ok
 }
 
 // patch replaces a destination's version, as a user's apply does.
-func (w *world) patch(ctx context.Context, namespace, name, version string) (*v1alpha1.WebhookDestination, error) {
-	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1alpha1.Endpoint{w.endpoint(namespace, name, version)}}})
+func (w *world) patch(ctx context.Context, namespace, name, version string) (*v1beta1.WebhookDestination, error) {
+	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1beta1.Endpoint{w.endpoint(namespace, name, version)}}})
 	if err != nil {
 		return nil, err
 	}
-	d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
+	d := &v1beta1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 	return d, w.client.Patch(ctx, d, client.RawPatch("application/merge-patch+json", body))
 }
 
@@ -336,7 +336,7 @@ func (w *world) edit(ctx context.Context, namespace string, i int, version strin
 	if err != nil {
 		return 0, err
 	}
-	err = w.watchReady(ctx, &v1alpha1.WebhookDestinationList{}, 1, d.Generation, client.InNamespace(namespace),
+	err = w.watchReady(ctx, &v1beta1.WebhookDestinationList{}, 1, d.Generation, client.InNamespace(namespace),
 		client.MatchingFields{"metadata.name": d.Name})
 	return time.Since(begin), err
 }

@@ -285,6 +285,9 @@ func (c *Client) OpenDirectory(ctx context.Context, number int) (slots.Assignmen
 	if err := c.checkDirectory(ctx); err != nil {
 		return nil, err
 	}
+	if err := c.checkSpace(ctx, number); err != nil {
+		return nil, err
+	}
 	a, err := c.openDirectory(ctx)
 	if err != nil {
 		return nil, err

@@ -18,8 +18,15 @@ import (
 type serverState struct {
 	Disabled bool `json:"disabled"`
 	Config   struct {
-		SyncAlways bool `json:"sync_always"`
+		SyncAlways bool  `json:"sync_always"`
+		MaxStore   int64 `json:"max_storage"`
 	} `json:"config"`
+	// Stored are the bytes on the disk, Reserved the sizes of all streams.
+	Stored   int64 `json:"storage"`
+	Reserved int64 `json:"reserved_storage"`
+	Meta     struct {
+		Size int `json:"cluster_size"`
+	} `json:"meta_cluster"`
 	Accounts []struct {
 		Streams []jetstream.StreamInfo `json:"stream_detail"`
 	} `json:"account_details"`

@@ -85,6 +85,15 @@ func (s *Stream) Rename(_ context.Context, replaced ...string) error {
 	return nil
 }
 
+// Replace simulates that the stream was deleted and created again.
+func (s *Stream) Replace() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.id, s.replaced = crand.Text(), nil
+	s.records, s.first, s.bytes = nil, 1, 0
+	clear(s.ids)
+}
+
 // SetLeader simulates an election: without a leader the stream accepts and returns no records.
 func (s *Stream) SetLeader(exists bool) {
 	s.mu.Lock()

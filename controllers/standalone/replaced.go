@@ -1,0 +1,18 @@
+package standalone
+
+import "github.com/posthorn/posthorn/api/v1beta1"
+
+// replacedVersion is the API version before v1beta1.GroupVersion. Manifests with it are rejected with the fields to
+// change, which are those that the present schema does not have.
+var replacedVersion = v1beta1.GroupVersion.Group + "/v1alpha1"
+
+// replacedFields are the fields of replacedVersion that have another name or form now, without the indices of lists.
+var replacedFields = map[string]string{
+	"spec.enabled":                      "spec.suspend, with the opposite value",
+	"spec.userId":                       "spec.userID",
+	"spec.requestId":                    "spec.requestID",
+	"spec.rate":                         "spec.deadLettersPerSecond",
+	"spec.selector":                     "spec.match, in which noResponse: true replaces the status code 0",
+	"spec.endpoints.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
+	"spec.endpoints.authentication.oauth2.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
+}

@@ -1,0 +1,173 @@
+package simulation
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/replicated/host"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots"
+	"github.com/posthorn/posthorn/dispatcher/replicated/slots/slotstest"
+	"github.com/posthorn/posthorn/test/witness"
+)
+
+// logKinds are the kinds of steps of processes with a replicated log, beside kinds.
+var logKinds = []kind{
+	{"a process reaches no server", (*world).cutOff},
+	{"the servers elect a leader", (*world).elect},
+	{"requests to the log are lost", (*world).loseRequests},
+	{"a wall clock is wrong", (*world).turnClock},
+	{"the stream is purged", (*world).purge},
+	{"snapshots are lost", (*world).loseSnapshots},
+	{"the stream is deleted", (*world).deleteStream},
+}
+
+// rejoining is the time after which each process accepts calls again. A process that reaches no server remains ready, and
+// returns 503 for its calls.
+const rejoining = 12 * time.Second
+
+// repairTime is the time in which an owner replaces what a log lacks.
+const repairTime = 45 * time.Second
+
+// disturb makes the log fail for a time, in which the owner can change.
+func (w *world) disturb(f witness.Fault, set func(fails bool)) {
+	w.recover()
+	f.Repeats = witness.InFlight
+	end := w.Fault(f)
+	w.mu.Lock()
+	w.disturbed = w.Clock.Now()
+	set(true)
+	w.mu.Unlock()
+	time.Sleep(time.Duration(w.rand.IntN(30_000)) * time.Millisecond)
+	w.mu.Lock()
+	set(false)
+	w.mu.Unlock()
+	w.recover()
+	w.progress()
+	_ = w.report()
+	time.Sleep(rejoining)
+	end()
+	w.mu.Lock()
+	w.disturbed = 0
+	w.mu.Unlock()
+}
+
+// cutOff separates a process from the servers.
+func (w *world) cutOff() {
+	p := w.ownerOr(w.some())
+	w.disturb(witness.Fault{Name: "network partition", Process: p.name}, func(fails bool) { p.cut = fails })
+}
+
+// elect leaves the stream and the directory without a leader.
+func (w *world) elect() {
+	w.disturb(witness.Fault{Name: "election"}, func(fails bool) {
+		w.log.stream.SetLeader(!fails)
+		w.log.directory.SetLeader(!fails)
+	})
+}
+
+// loseRequests loses requests of all processes and their responses, executes some late, and makes reads stale.
+func (w *world) loseRequests() {
+	w.disturb(witness.Fault{Name: "lost requests"}, func(fails bool) { w.log.flaky = fails })
+}
+
+// turnClock sets the wall clock of a process, which hands over its slot if another process has a right one.
+func (w *world) turnClock() {
+	p := w.ownerOr(w.some())
+	ahead := time.Duration(w.rand.IntN(int(20*time.Minute))) - 10*time.Minute
+	w.disturb(witness.Fault{Name: "wrong wall clock", Process: p.name}, func(fails bool) {
+		if p.ahead = 0; fails {
+			p.ahead = ahead
+		}
+	})
+}
+
+// ownerOr returns the process that owns the slot in two of three cases, or another one.
+func (w *world) ownerOr(other *pod) *pod {
+	if w.rand.IntN(3) == 0 {
+		return other
+	}
+	return cmp.Or(w.newestOwner(), other)
+}
+
+// newestOwner returns the process that owns the slot, or nil. An earlier owner may not know yet that it has lost the slot.
+func (w *world) newestOwner() (owner *pod) {
+	newest := uint64(0)
+	for _, p := range w.pods {
+		if epoch := p.owns(); epoch > newest {
+			owner, newest = p, epoch
+		}
+	}
+	return owner
+}
+
+// loseContent removes content of the log. After the time in which the owner replaces it, all processes are lost.
+func (w *world) loseContent(name string, remove func()) {
+	w.recover()
+	w.progress()
+	end := w.Fault(witness.Fault{Name: name, Repeats: witness.Unrecorded}) // The owner can be lost meanwhile.
+	remove()
+	time.Sleep(repairTime)
+	w.recover()
+	w.progress()
+	end()
+	for _, p := range w.pods {
+		w.mu.Lock()
+		p.life.power = true
+		p.life.lose()
+		w.mu.Unlock()
+	}
+	w.recover()
+}
+
+func (w *world) purge() {
+	w.loseContent("purged stream", func() {
+		log := slotstest.NewLog(w.log.stream)
+		if state, err := log.State(w.Context()); err == nil {
+			_ = log.Trim(w.Context(), state.Last+1) // A log without faults returns no error.
+		}
+	})
+}
+
+func (w *world) loseSnapshots() {
+	w.loseContent("deleted snapshots", func() {
+		names, _ := w.log.snapshots.List(w.Context()) // It returns no error.
+		for _, name := range names {
+			_ = w.log.snapshots.Delete(w.Context(), name)
+		}
+	})
+}
+
+// deleteStream replaces the stream by an empty one, and makes the slot continue with the files of the owner.
+func (w *world) deleteStream() {
+	w.recover()
+	w.progress()
+	owner := w.newestOwner()
+	if owner == nil {
+		return
+	}
+	end := w.Fault(witness.Fault{Name: "deleted stream", Repeats: witness.InFlight})
+	w.log.stream.Replace()
+	for end := time.Now().Add(time.Minute); owner.owns() > 0 && time.Now().Before(end); {
+		time.Sleep(time.Second)
+	}
+	w.adopt(owner)
+	w.mu.Lock()
+	w.epoch = 0 // The epochs of the new stream begin with 1.
+	w.mu.Unlock()
+	w.progress()
+	end()
+}
+
+// adopt makes the slot continue with the files of a process, as posthorn replication adopt does.
+func (w *world) adopt(p *pod) {
+	slot := slots.Slot{Log: slotstest.NewLog(w.log.stream), Objects: w.log.snapshots, Dir: host.QueueFolder("data", 0),
+		Store: pebblestore.Options{FS: p.disk, MemTableBytes: 256 << 10, Logger: slog.New(slog.DiscardHandler)}}
+	ctx, cancel := context.WithTimeout(w.Context(), time.Minute)
+	defer cancel()
+	if _, err := slot.Adopt(ctx, w.log.stream.Rename, true, func(*pebblestore.Store) error { return nil }); err != nil {
+		w.Errorf("adoption with the files of %s: got error %v, want none", p.name, err)
+	}
+}
