@@ -28,6 +28,9 @@ type change struct {
 	object    *changes.Object
 	// suspensions are those of the destination after the change.
 	suspensions suspensions
+	// resumed is true if a suspension ends with the change, and oldest is then the acceptance of the oldest pending message.
+	resumed bool
+	oldest  time.Time
 }
 
 func (p *change) key() string { return p.namespace + "/" + p.config.Name }
@@ -76,6 +79,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	e.wakeWorker()
 	e.mu.Unlock()
 	e.release(back)
+	e.storeResumed(changed)
 	for _, t := range forget {
 		if t.to != nil {
 			e.o.Client.Forget(t.to)
@@ -230,6 +234,9 @@ func (e *Engine) compile(p *change) {
 func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	d := e.registry.destination(p.key())
 	old := d.set
+	if p.resumed {
+		p.suspensions = p.suspensions.change(false, p.oldest, now)
+	}
 	d.set, d.changed, d.suspensions = p.set, p.object, p.suspensions
 	d.set.suspensions = p.suspensions
 	d.trim = &p.set.deadLetters

@@ -21,6 +21,7 @@ import (
 type testStore struct {
 	*pebblestore.Store
 	files vfs.FS
+	slow  time.Duration // The time of PutMetaDurable.
 
 	mu     sync.Mutex
 	leased map[lease]int // The attempt of each leased message.
@@ -85,6 +86,11 @@ func (s *testStore) failure() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.fail
+}
+
+func (s *testStore) PutMetaDurable(name string, value []byte) error {
+	time.Sleep(s.slow)
+	return s.Store.PutMetaDurable(name, value)
 }
 
 func (s *testStore) OpenLane(id queue.LaneID) error {

@@ -105,12 +105,12 @@ func (s suspensions) bounded() suspensions {
 	return slices.Delete(s, at, at+1)
 }
 
-// suspend stores the suspensions that begin or end with changes, durably, before these are in effect.
+// suspend finds the suspensions that begin or end with changes. It stores those that begin, durably, before they are in effect.
 func (e *Engine) suspend(changed []*change) error {
 	var group errgroup.Group
 	group.SetLimit(openAtOnce)
 	for _, p := range changed {
-		suspended, now := p.config.State == liveconfig.Suspended, time.Now()
+		suspended := p.config.State == liveconfig.Suspended
 		e.mu.Lock()
 		d := e.registry.destination(p.key())
 		var lanes []queue.LaneID
@@ -122,8 +122,12 @@ func (e *Engine) suspend(changed []*change) error {
 		if p.suspensions.active() == suspended {
 			continue
 		}
+		p.oldest, p.resumed = oldestPending(e.o.Store, lanes), !suspended
+		if p.resumed {
+			continue // It ends when the change is in effect.
+		}
+		p.suspensions = p.suspensions.change(true, p.oldest, time.Now())
 		group.Go(func() error {
-			p.suspensions = p.suspensions.change(suspended, oldestPending(e.o.Store, lanes), now)
 			if err := e.o.Store.PutMetaDurable(suspensionPrefix+p.key(), p.suspensions.encode()); err != nil {
 				return fmt.Errorf("store the suspension of destination %s: %w", p.key(), err)
 			}
@@ -131,6 +135,15 @@ func (e *Engine) suspend(changed []*change) error {
 		})
 	}
 	return group.Wait()
+}
+
+// storeResumed stores the suspensions that have ended with changes. Until then, the record lets them last until the next start.
+func (e *Engine) storeResumed(changed []*change) {
+	for _, p := range changed {
+		if p.resumed {
+			e.putMeta(suspensionPrefix+p.key(), p.suspensions.encode(), "after a restart, the suspension lasts until the config is in effect")
+		}
+	}
 }
 
 // later returns the later of two times.

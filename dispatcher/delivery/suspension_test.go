@@ -28,15 +28,15 @@ func suspendedWorld(t *testing.T) *world {
 	return w
 }
 
-// suspend applies the destination crm.
-func (w *world) suspend(suspended bool) {
+// suspend applies the destination crm, and others.
+func (w *world) suspend(suspended bool, others ...liveconfig.Destination) {
 	w.Helper()
 	d := dest("crm", urlA)
 	d.Delivery.RetryWindowMS, d.DeadLetters.RetentionMS = (4 * hour).Milliseconds(), hour.Milliseconds()
 	if suspended {
 		d.State = liveconfig.Suspended
 	}
-	w.apply(d)
+	w.apply(append(others, d)...)
 }
 
 // crash ends the process and the machine, and starts both after a time.
@@ -101,6 +101,27 @@ func TestSuspensionSurvivesPowerLoss(t *testing.T) {
 		w.sleep(hour)
 		w.crash(24 * hour)
 		w.suspend(false) // It was resumed while no process ran.
+		w.crash(0)
+		w.suspend(false)
+		w.sleep(56 * minute)
+		w.expect("before the rest of the window ended", 0, 10)
+		w.sleep(5 * minute)
+		w.expect("after the rest of the window", 10, 0)
+		w.end()
+	})
+}
+
+// The time in which a resumption waits for the store counts as suspended, because nothing is sent in it.
+func TestASlowStoreShortensNoWindow(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := suspendedWorld(t)
+		w.send("web", 10)
+		w.sleep(3 * hour)
+		w.suspend(true)
+		w.store.slow = 2 * hour
+		other := dest("other", urlB)
+		other.State = liveconfig.Suspended
+		w.suspend(false, other)
 		w.crash(0)
 		w.suspend(false)
 		w.sleep(56 * minute)
