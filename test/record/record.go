@@ -16,8 +16,8 @@ import (
 // methods may be called concurrently.
 type Journals struct {
 	Dir                                        string
-	Clock                                      *witness.Clock
-	Sender, Received, Objects, Faults, Ledgers *witness.Journal
+	Clock                                      *Clock
+	Sender, Received, Objects, Faults, Ledgers *Journal
 	number                                     atomic.Int64 // of faults
 	violated                                   bool
 }
@@ -27,10 +27,10 @@ func Begin(t *testing.T) *Journals {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "posthorn-journals-")
 	check.NoError(t, "create a folder for journals", err)
-	j := &Journals{Dir: dir, Clock: witness.NewClock()}
-	for role, to := range map[witness.Role]**witness.Journal{witness.Sender: &j.Sender, witness.Receiver: &j.Received,
+	j := &Journals{Dir: dir, Clock: newClock()}
+	for role, to := range map[witness.Role]**Journal{witness.Sender: &j.Sender, witness.Receiver: &j.Received,
 		witness.Objects: &j.Objects, witness.Faults: &j.Faults, witness.Ledgers: &j.Ledgers} {
-		*to, err = witness.Create(dir, string(role), role, j.Clock)
+		*to, err = create(dir, string(role), role, j.Clock)
 		check.NoError(t, "create a journal", err)
 	}
 	t.Cleanup(func() {
@@ -46,7 +46,7 @@ func Begin(t *testing.T) *Journals {
 // Judge ends the journals, and returns the verdicts of the witness.
 func (j *Journals) Judge(t *testing.T) []witness.Verdict {
 	t.Helper()
-	for _, journal := range []*witness.Journal{j.Sender, j.Received, j.Objects, j.Faults, j.Ledgers} {
+	for _, journal := range []*Journal{j.Sender, j.Received, j.Objects, j.Faults, j.Ledgers} {
 		check.NoError(t, "end a journal", journal.Close())
 	}
 	h, err := witness.Read(j.Dir)

@@ -135,9 +135,8 @@ func judgeRepeats(h *History, f *finding) {
 	for at, pairs := range count {
 		most, _, _ := h.byURL[at.url].largest()
 		if at.span.Repeats == Unrecorded {
-			since := h.lastBefore(at.span.begin) - h.plan.Unrecorded
 			for _, r := range h.got {
-				if r.Receipt.URL == at.url && r.At >= since && r.Begin <= at.span.begin {
+				if r.Receipt.URL == at.url && r.Begin <= at.span.begin && h.unrecorded(at.span, r) {
 					most++
 				}
 			}

@@ -1,19 +1,16 @@
 // Package witness judges journals of a test against the promises of docs/reliability.md. Senders, receivers and
 // the driver of a test write what they saw, as lines of JSON; Check gives a verdict for each clause, with the lines that
 // prove a violation. The package must not know the product: the plan names the destinations that are due for each
-// message, and a receiver names the secrets whose signatures hold. Its main types are Journal, History and Verdict.
+// message, and a receiver names the secrets whose signatures hold. Its main types are Line, History and Verdict; package record writes journals.
 package witness
 
 import (
-	"bufio"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 )
 
@@ -200,64 +197,6 @@ type Letters struct {
 type Probe struct {
 	Process string `json:"process"`
 	Ready   bool   `json:"ready"`
-}
-
-// Clock gives the times of all journals of a process.
-type Clock struct {
-	name  string
-	start time.Time
-}
-
-// NewClock returns a clock that begins now. It does not jump with the wall clock.
-func NewClock() *Clock {
-	now := time.Now()
-	return &Clock{fmt.Sprintf("%d-%d", os.Getpid(), now.UnixNano()), now}
-}
-
-// Now returns the time.
-func (c *Clock) Now() time.Duration { return time.Since(c.start) }
-
-// Journal writes a journal. Its methods can be called concurrently.
-type Journal struct {
-	clock *Clock
-	mu    sync.Mutex
-	file  *os.File
-	to    *bufio.Writer
-	n     int
-	err   error
-}
-
-// Create creates the journal NAME.jsonl in a folder.
-func Create(dir, name string, role Role, clock *Clock) (*Journal, error) {
-	file, err := os.OpenFile(filepath.Join(dir, name+".jsonl"), os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	j := &Journal{clock: clock, file: file, to: bufio.NewWriter(file)}
-	j.Write(Line{Head: &Head{role, clock.name}})
-	return j, nil
-}
-
-// Now returns the time of the journal's clock.
-func (j *Journal) Now() time.Duration { return j.clock.Now() }
-
-// Write appends a line, and sets its number and its time. The lines are in the file only after Close or Flush.
-func (j *Journal) Write(l Line) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	l.Number, l.At = j.n, j.clock.Now()
-	j.n++
-	text, err := json.Marshal(l)
-	if err == nil {
-		_, err = j.to.Write(append(text, '\n'))
-	}
-	j.err = errors.Join(j.err, err)
-}
-
-// Close ends the journal: without its last line it is cut.
-func (j *Journal) Close() error {
-	j.Write(Line{End: true})
-	return errors.Join(j.err, j.to.Flush(), j.file.Close())
 }
 
 // History has the journals of a test.

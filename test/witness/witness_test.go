@@ -448,30 +448,6 @@ func TestDoubts(t *testing.T) {
 	}
 }
 
-// Journals that are written by the package have no flaw.
-func TestWrittenJournals(t *testing.T) {
-	t.Parallel()
-	dir, clock := t.TempDir(), NewClock()
-	for _, role := range []Role{Sender, Receiver, Objects, Faults, Ledgers} {
-		j, err := Create(dir, string(role), role, clock)
-		check.NoError(t, "create a journal", err)
-		if role == Sender {
-			j.Write(Line{Begin: j.Now(), Call: &Call{Kind: Calls, Process: "p", Valid: true, Status: 200, Messages: []Message{track("m1")}}})
-		}
-		check.NoError(t, "close a journal", j.Close())
-	}
-	h, err := Read(dir)
-	check.NoError(t, "read the journals", err)
-	check.Same(t, "flaws", h.flaws, map[Role]string{})
-	for _, v := range Check(h) {
-		want := Unclear
-		if v.Clause.ID == "refusal" {
-			want = Holds
-		}
-		check.Equal(t, v.Clause.ID+" in a story of one call", v.Result, want)
-	}
-}
-
 // The verdicts about the journals of a run that was kept, in the folder POSTHORN_JOURNALS, or about the good story.
 func TestJournals(t *testing.T) {
 	t.Parallel()
