@@ -65,18 +65,33 @@ func (c *charged) Exec(frame *interpreter.ExecutionFrame) ref.Val {
 		}
 	}
 	if c.instructions != nil {
-		v, _ := frame.ResolveName(workVariable)
-		w := v.(*work)
-		if w.done += uint64(length(args[0])) * uint64(c.instructions(args)); w.done > MaxWork {
-			w.over = c.ID()
-			// It ends the whole evaluation: an error could be hidden by another one, of a missing field.
-			panic(interpreter.EvalCancelledError{Cause: interpreter.CostLimitExceeded, Message: "too much work"})
-		}
+		spend(frame, c.ID(), uint64(length(args[0]))*uint64(c.instructions(args)))
 	}
 	if costs := frame.CostTracker(); costs != nil {
-		costs.EvalVarArgs(frame, c.ID(), c, args, nil)
+		var call cost.Call = c
+		if c.instructions == nil {
+			call = estimated{c}
+		}
+		costs.EvalVarArgs(frame, c.ID(), call, args, nil)
 	}
 	return types.LabelErrNode(c.ID(), c.run(args...))
+}
+
+// estimated is a call without an overload, for which costs decides: the cost models of cel-go's libraries need the result.
+type estimated struct{ *charged }
+
+// OverloadID implements cost.Call.
+func (estimated) OverloadID() string { return "" }
+
+// spend charges work of a node, and ends the whole evaluation above MaxWork: an error could be hidden by another one, of
+// a missing field.
+func spend(frame *interpreter.ExecutionFrame, node int64, n uint64) {
+	v, _ := frame.ResolveName(workVariable)
+	w := v.(*work)
+	if w.done += n; w.done > MaxWork {
+		w.over = node
+		panic(interpreter.EvalCancelledError{Cause: interpreter.CostLimitExceeded, Message: "too much work"})
+	}
 }
 
 // Eval implements interpreter.Interpretable.
@@ -91,7 +106,7 @@ func length(v ref.Val) int {
 }
 
 // chargeFunctions decorates the calls of functions that must be charged before they run. bindings has the overloads
-// of indexOf and lastIndexOf.
+// of those that are not operators.
 func chargeFunctions(bindings map[string]*functions.Overload) interpreter.InterpretableDecoratorV2 {
 	return func(i interpreter.InterpretableV2) (interpreter.InterpretableV2, error) {
 		call, ok := i.(interpreter.InterpretableCall)
@@ -110,13 +125,54 @@ func chargeFunctions(bindings map[string]*functions.Overload) interpreter.Interp
 		if b == nil {
 			return i, nil
 		}
-		return &charged{call, func(args []ref.Val) int { return length(args[1]) }, func(args ...ref.Val) ref.Val {
-			if b.Binary != nil && len(args) == 2 {
+		c := &charged{call, nil, func(args ...ref.Val) ref.Val {
+			switch {
+			case b.Unary != nil && len(args) == 1:
+				return b.Unary(args[0])
+			case b.Binary != nil && len(args) == 2:
 				return b.Binary(args[0], args[1])
 			}
 			return b.Function(args...)
-		}}, nil
+		}}
+		if name := call.Function(); name == "indexOf" || name == "lastIndexOf" {
+			c.instructions = func(args []ref.Val) int { return length(args[1]) }
+		}
+		return c, nil
 	}
+}
+
+// chargeLoops decorates what the loops of an expression read, and the rest as inner does: cel-go copies the keys of an object
+// before it begins a loop, and does not charge it.
+func chargeLoops(a *ast.AST, inner func(interpreter.InterpretableV2) (interpreter.InterpretableV2, error)) interpreter.InterpretableDecoratorV2 {
+	ranges := map[int64]bool{}
+	for _, loop := range ast.MatchDescendants(ast.NavigateAST(a), ast.KindMatcher(ast.ComprehensionKind)) {
+		ranges[loop.AsComprehension().IterRange().ID()] = true
+	}
+	return func(i interpreter.InterpretableV2) (interpreter.InterpretableV2, error) {
+		out, err := inner(i)
+		if err == nil && ranges[i.ID()] {
+			out = &chargedRange{out}
+		}
+		return out, err
+	}
+}
+
+// chargedRange is a value that a loop reads.
+type chargedRange struct{ interpreter.InterpretableV2 }
+
+// Exec implements interpreter.InterpretableV2.
+func (r *chargedRange) Exec(frame *interpreter.ExecutionFrame) ref.Val {
+	v := r.InterpretableV2.Exec(frame)
+	if m, ok := v.(traits.Mapper); ok {
+		n, _ := m.Size().(types.Int)
+		spend(frame, r.ID(), uint64(n)*workPerKey)
+	}
+	return v
+}
+
+// Eval implements interpreter.Interpretable.
+func (r *chargedRange) Eval(vars interpreter.Activation) ref.Val {
+	return interpreter.EvalActivation(vars, r.Exec)
 }
 
 func contains(args ...ref.Val) ref.Val {
@@ -190,6 +246,23 @@ func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uin
 		cost += weight(args[1], MaxCost+1)
 		return &cost
 	}
+	switch function {
+	case "join", "format", "json.encode", "form.encode":
+		if list, ok := args[0].(traits.Lister); ok && len(args) == 2 && function == "join" {
+			n, _ := list.Size().(types.Int)
+			cost += uint64(n) * uint64(length(args[1])) / 10
+		}
+		for _, arg := range args {
+			cost += textIn(arg, 10*MaxTransformCost) / 10
+		}
+		return &cost
+	case "cel.@mapInsert":
+		if entries, ok := args[1].(traits.Mapper); ok && len(args) == 2 {
+			n, _ := entries.Size().(types.Int)
+			cost += uint64(n)
+		}
+		return &cost
+	}
 	if strings.HasSuffix(overload, "_tz") {
 		cost += 500
 	}
@@ -197,6 +270,9 @@ func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uin
 		switch v := arg.(type) {
 		case types.String:
 			cost += uint64(len(v) / 10)
+		case types.Bytes:
+			cost += uint64(len(v) / 10)
+		case traits.MutableLister: // The result of a loop, which grows in place.
 		case traits.Lister:
 			if n, ok := v.Size().(types.Int); ok && function == operators.Add {
 				cost += uint64(n)
@@ -244,6 +320,33 @@ func weight(v any, limit uint64) uint64 {
 			if !add(k) || !add(e) {
 				break
 			}
+		}
+	}
+	return sum
+}
+
+// textIn returns the bytes of all texts in a value, and ten for each other one; it ends at a limit.
+func textIn(v ref.Val, limit uint64) (sum uint64) {
+	sum = 10
+	add := func(v ref.Val) {
+		if sum < limit {
+			sum += textIn(v, limit-sum)
+		}
+	}
+	switch v := v.(type) {
+	case types.String:
+		sum += uint64(len(v))
+	case types.Bytes:
+		sum += uint64(len(v))
+	case traits.Mapper:
+		for it := v.Iterator(); sum < limit && it.HasNext() == types.True; {
+			key := it.Next()
+			add(key)
+			add(v.Get(key))
+		}
+	case traits.Lister:
+		for it := v.Iterator(); sum < limit && it.HasNext() == types.True; {
+			add(it.Next())
 		}
 	}
 	return sum

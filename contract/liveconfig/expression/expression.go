@@ -1,8 +1,8 @@
-// Package expression is the CEL filter of a WebhookDestination: a condition over "call", the
-// message as it would be delivered. The controllers compile it to validate a destination, the
+// Package expression has the CEL expressions of a WebhookDestination: its filter (Program), and the values that it sends
+// (Transform). A filter is a condition over "call", the message as it would be delivered. The controllers compile it to validate a destination, the
 // dispatcher to filter; both use this package, so their results are equal.
 //
-// An expression sees the message as JSON: numbers are doubles (150 and 150.5 compare with 100
+// A filter sees the message as JSON: numbers are doubles (150 and 150.5 compare with 100
 // alike), objects are maps. A call without a field that the expression needs, or with a value of another
 // type, does not match (unless the field is written as call.?properties.?total.orValue(0)). Every other error of an
 // evaluation leaves open whether the call matches: Result.Failure.
@@ -86,7 +86,7 @@ func Compile(expr string) (*Program, error) {
 	if t := checked.OutputType(); !t.IsExactType(cel.BoolType) && !t.IsExactType(cel.DynType) {
 		return nil, fmt.Errorf("the expression returns a value of type %s; it must be true or false, for example call.properties.total > 100", t)
 	}
-	size, err := restrict(checked.NativeRep())
+	size, err := restrict(checked.NativeRep(), "replace", "format", "join", "reverse", "strings.quote")
 	if err != nil {
 		return nil, err
 	}
@@ -111,7 +111,7 @@ func Compile(expr string) (*Program, error) {
 	if err != nil {
 		return nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
-	return &Program{program, places(checked.NativeRep()), size}, nil
+	return &Program{program, places(checked.NativeRep(), ast.CallKind), size}, nil
 }
 
 // bindings returns the overloads of functions by ID.
@@ -143,18 +143,18 @@ var environment = sync.OnceValues(func() (*cel.Env, error) {
 })
 
 // restrict returns the size of an expression. It rejects functions with unbounded cost: functions that multiply
-// texts, patterns from the call, and long patterns.
-func restrict(a *ast.AST) (size Size, err error) {
+// texts (refused), patterns from the call, and long patterns.
+func restrict(a *ast.AST, refused ...string) (size Size, err error) {
 	ast.PreOrderVisit(a.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
 		size.Nodes++
 		if e.Kind() != ast.CallKind || err != nil {
 			return
 		}
 		call := e.AsCall()
-		switch name := call.FunctionName(); name {
-		case "replace", "format", "join", "reverse", "strings.quote":
-			err = fmt.Errorf("%s cannot be used in a filter", name)
-		case overloads.Matches:
+		switch name := call.FunctionName(); {
+		case slices.Contains(refused, name):
+			err = fmt.Errorf("%s cannot be used here", name)
+		case name == overloads.Matches:
 			pattern := call.Args()[len(call.Args())-1]
 			if pattern.Kind() != ast.LiteralKind {
 				err = errors.New("the pattern of matches must be a fixed text")
@@ -286,6 +286,7 @@ const (
 // failures are fixed texts for cel-go's errors, which may contain data of the call.
 var failures = []struct{ part, text string }{
 	{"actual cost limit exceeded", fmt.Sprintf("the evaluation costs more than %d units; check a cheaper condition first, or read fewer elements", MaxCost)},
+	{"insert failed", "two entries of an object have the same key; use another key"},
 	{"by zero", "division by zero; check the divisor first"},
 	{"overflow", "a number or time is too large; check it first"},
 	{"index out of range", outside},
@@ -319,16 +320,16 @@ func (p *Program) failure(err error) string {
 // maxPlace bounds the field of a place, which is stored with every message whose evaluation fails there.
 const maxPlace = 100
 
-// places describe the calls of functions and operators: the position in the expression, and the field that they read.
-func places(a *ast.AST) map[int64]string {
+// places describe the nodes of some kinds: the position in the expression, and the field that they read.
+func places(a *ast.AST, kinds ...ast.ExprKind) map[int64]string {
 	all := map[int64]string{}
 	ast.PreOrderVisit(a.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
 		o, ok := a.SourceInfo().GetOffsetRange(e.ID())
-		if e.Kind() != ast.CallKind || !ok {
+		if !ok || !slices.Contains(kinds, e.Kind()) {
 			return
 		}
 		place := fmt.Sprintf("character %d", o.Start+1)
-		if field := fieldOf(e); field != "" && len(field) <= maxPlace {
+		if field := fieldOf(e); field != "" && len(field) <= maxPlace && field[0] != '@' {
 			place += " (" + field + ")"
 		}
 		all[e.ID()] = place + ": "
