@@ -376,7 +376,7 @@ const (
 type Delivery struct {
 	// The maximum time for an endpoint's response. 100ms to the installation's ceiling
 	// (--max-delivery-timeout, 5s unless it was raised, at most 60s), default 5s.
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('100ms') && duration(self) <= duration('60s')`,message="timeout must be between 100ms and 60s; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('100ms') && duration(self) <= duration('60s')`,message="timeout must be between 100ms and 60s; write it like 500ms, 5s or 1m"
 	// +kubebuilder:default="5s"
 	// +optional
 	Timeout *Duration `json:"timeout,omitempty"`
@@ -407,20 +407,20 @@ type Retry struct {
 	// The retry window: the time after its acceptance during which a message is retried.
 	// After that it becomes a dead letter. 1s to the installation's ceiling
 	// (--max-retry-window, 4h unless it was raised, at most 720h), default 4h.
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('1s') && duration(self) <= duration('720h')`,message="window must be between 1s and 720h; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('1s') && duration(self) <= duration('720h')`,message="window must be between 1s and 720h; write it like 30m, 4h or 1h30m"
 	// +kubebuilder:default="4h"
 	// +optional
 	Window *Duration `json:"window,omitempty"`
 
 	// Upper bound of the random wait before the second attempt; it doubles with
 	// every attempt. 10ms to 1h, default 1s.
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="minBackoff must be between 10ms and 1h; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="minBackoff must be between 10ms and 1h; write it like 500ms, 90s or 5m"
 	// +kubebuilder:default="1s"
 	// +optional
 	MinBackoff *Duration `json:"minBackoff,omitempty"`
 
 	// The maximum wait between two attempts. 10ms to 1h, default 5m.
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="maxBackoff must be between 10ms and 1h; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="maxBackoff must be between 10ms and 1h; write it like 500ms, 90s or 5m"
 	// +kubebuilder:default="5m"
 	// +optional
 	MaxBackoff *Duration `json:"maxBackoff,omitempty"`
@@ -486,7 +486,7 @@ type CallType string
 type DeadLetters struct {
 	// The time after which dead letters are deleted, at the earliest after a minute. 0s to 8760h, default
 	// 168h (a week).
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) <= duration('8760h')`,message="retention must be at most 8760h (a year); write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) <= duration('8760h')`,message="retention must be at most 8760h (a year); write it like 90m, 24h or 168h"
 	// +kubebuilder:default="168h"
 	// +optional
 	Retention *Duration `json:"retention,omitempty"`
