@@ -38,12 +38,13 @@ type BasicAuthentication struct {
 // before the first request, again before it expires, and once when the endpoint answers
 // 401. While no token can be obtained, messages are retried with the reason TokenFailed.
 type OAuth2Authentication struct {
-	// The full URL of the token endpoint, with http:// or https://. The egress policy
+	// The full URL of the token endpoint, with https://, which OAuth 2.0 requires. The egress policy
 	// applies to it. At most 2,048 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
 	// +kubebuilder:validation:XValidation:rule="!self.matches('%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)')",message="has a % that no two hexadecimal digits follow; write %25 for a percent sign"
-	// +kubebuilder:validation:XValidation:rule="isURL(self) ? url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != '' : self.matches('%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)')",message="must be a full URL that starts with http:// or https:// and names a host"
+	// +kubebuilder:validation:XValidation:rule="isURL(self) ? url(self).getScheme() == 'https' && url(self).getHostname() != '' : self.matches('%([^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)')",message="must be a full URL that starts with https:// and names a host"
+	// +kubebuilder:validation:XValidation:rule="!isURL(self) || url(self).getPort() == '' || (int(url(self).getPort()) >= 1 && int(url(self).getPort()) <= 65535)",message="the port must be between 1 and 65535"
 	// +kubebuilder:validation:XValidation:rule="!self.contains('#')",message="must not have a fragment (#...); remove it"
 	// +kubebuilder:validation:XValidation:rule="!self.matches('^[a-zA-Z]+://[^/?]*@')",message="must not contain a user name or password; set clientID and clientSecretKeyRef"
 	// +required
@@ -87,8 +88,7 @@ type OAuth2Authentication struct {
 	// +optional
 	Parameters []TokenParameter `json:"parameters,omitempty"`
 
-	// TLS settings of an https token URL. Default: the system's certificate authorities
-	// are trusted.
+	// TLS settings of the token URL. Default: the system's certificate authorities are trusted.
 	// +optional
 	TLS *EndpointTLS `json:"tls,omitempty"`
 }

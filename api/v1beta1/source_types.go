@@ -33,7 +33,7 @@ type SourceSpec struct {
 	// At most 64.
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MaxLength=255
-	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|null|file://|[A-Za-z][A-Za-z0-9+.\\-]*://((\\*\\.)?[A-Za-z0-9._\\-]+|\\[[0-9A-Fa-f:.]+\\])(:[1-9][0-9]{0,4})?)$')",message="must be *, null or scheme://host[:port] without a path; the host may begin with *. for subdomains"
+	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|null|file://|[A-Za-z][A-Za-z0-9+.\\-]*://((\\*\\.)?[A-Za-z0-9._\\-]+|\\[[0-9A-Fa-f:.]+\\])(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?)$')",message="must be *, null or scheme://host[:port] without a path, the port from 1 to 65535; the host may begin with *. for subdomains"
 	// +listType=set
 	// +optional
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`

@@ -9,7 +9,7 @@ import (
 // that receive them, and the rules of delivery.
 // +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || s.hmac.header.lowerAscii() != 'authorization' || self.endpoints.all(e, !has(e.authentication)))",message="authentication of an endpoint and signing.schemes[].hmac.header set the header Authorization; remove one or choose another header"
-// +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, h.name.lowerAscii() != s.hmac.header.lowerAscii())))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header); rename or remove one"
+// +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous']))))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
 type WebhookDestinationSpec struct {
 	// If true, messages wait, and are delivered when it is false again. The time does not
 	// count towards their retry windows. Accepted and Delivering have the reason Suspended.
@@ -159,11 +159,12 @@ type Endpoint struct {
 // +kubebuilder:validation:XValidation:rule="has(self.value) != has(self.valueFrom)",message="set exactly one of value and valueFrom"
 type Header struct {
 	// Name of the header. Rejected: headers that Posthorn or HTTP sets, such as
-	// Content-Type, User-Agent, X-Signature, Host and Connection.
+	// Content-Type, User-Agent, Host, Connection, traceparent and baggage, and the names reserved
+	// for them: webhook-*, posthorn-*, x-posthorn-* and x-signature*.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
-	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'idempotency-key', 'traceparent', 'tracestate', 'baggage']) && !self.matches('(?i)^(webhook-|posthorn-|x-posthorn-|x-signature)')",message="this name is reserved for headers that Posthorn or HTTP sets; choose another name"
 	// +required
 	Name string `json:"name"`
 
@@ -262,12 +263,12 @@ type SigningScheme struct {
 // such as GitHub's or Stripe's.
 type HMACFormat struct {
 	// Name of the header that carries the signature, such as X-Hub-Signature-256.
-	// Rejected: headers that Posthorn or HTTP sets, and headers in
-	// endpoints[].headers.
+	// Rejected: the names that endpoints[].headers must not have, and, also with the suffix
+	// -Previous, headers in endpoints[].headers.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
-	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'idempotency-key', 'traceparent', 'tracestate', 'baggage']) && !self.matches('(?i)^(webhook-|posthorn-|x-posthorn-|x-signature)')",message="this name is reserved for headers that Posthorn or HTTP sets; choose another name"
 	// +required
 	Header string `json:"header"`
 

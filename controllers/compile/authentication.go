@@ -118,8 +118,11 @@ const (
 // not resolve. Then the destination is paused.
 func (b *builder) oauth2(field string, o *v1beta1.OAuth2Authentication) *liveconfig.OAuth2 {
 	before := len(b.problems)
-	c := &liveconfig.OAuth2{TokenURL: o.TokenURL, ClientID: o.ClientID, Scopes: slices.Clone(o.Scopes), TLS: b.tokenTLS(field, o)}
+	c := &liveconfig.OAuth2{TokenURL: o.TokenURL, ClientID: o.ClientID, Scopes: slices.Clone(o.Scopes), TLS: b.tls(field+".tls", o.TLS)}
 	u, broken := checkURL(o.TokenURL)
+	if broken == "" && u.Scheme != "https" {
+		broken = "must start with https://, which OAuth 2.0 requires"
+	}
 	if broken != "" {
 		b.add(v1beta1.ReasonInvalidURL, field+".tokenURL", "%s", broken)
 	} else if b.policy.CheckHost != nil {
@@ -149,16 +152,6 @@ func (b *builder) oauth2(field string, o *v1beta1.OAuth2Authentication) *livecon
 		return nil
 	}
 	return c
-}
-
-func (b *builder) tokenTLS(field string, o *v1beta1.OAuth2Authentication) *liveconfig.TLS {
-	if o.TLS == nil {
-		return nil
-	}
-	if !strings.HasPrefix(strings.ToLower(o.TokenURL), "https://") {
-		b.add(v1beta1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change tokenURL or remove tls")
-	}
-	return b.tls(field+".tls", o.TLS)
 }
 
 // tokenParameters returns the additional parameters of a token request.

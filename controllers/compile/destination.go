@@ -311,6 +311,9 @@ func (b *builder) headers(field string, headers []v1beta1.Header) []liveconfig.H
 }
 
 func (b *builder) tls(field string, t *v1beta1.EndpointTLS) *liveconfig.TLS {
+	if t == nil {
+		return nil
+	}
 	c := &liveconfig.TLS{}
 	if t.CA != nil {
 		c.CA = b.authorities(field+".ca", *t.CA)

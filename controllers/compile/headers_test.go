@@ -19,8 +19,9 @@ func TestReservedHeadersOfTheCRD(t *testing.T) {
 		t.Fatal(err)
 	}
 	lists := regexp.MustCompile(`self\.lowerAscii\(\)\s+in\s+\[([^\]]*)\]`).FindAllStringSubmatch(string(text), -1)
-	if len(lists) != 2 {
-		t.Fatalf("lists of reserved headers: got %d, want 2, for static headers and for signatures", len(lists))
+	prefixes := regexp.MustCompile(`self\.matches\(''\(\?i\)\^\(([^)]*)\)''\)`).FindAllStringSubmatch(string(text), -1)
+	if len(lists) != 2 || len(prefixes) != 2 {
+		t.Fatalf("lists of reserved headers and of prefixes: got %d and %d, want 2 and 2, for static headers and for signatures", len(lists), len(prefixes))
 	}
 	want := slices.Sorted(slices.Values(liveconfig.ReservedHeaders))
 	for _, list := range lists {
@@ -28,6 +29,11 @@ func TestReservedHeadersOfTheCRD(t *testing.T) {
 		slices.Sort(got)
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("reserved headers (-live config +CRD):\n%s", diff)
+		}
+	}
+	for _, list := range prefixes {
+		if want := strings.Join(liveconfig.ReservedPrefixes, "|"); list[1] != want {
+			t.Errorf("reserved prefixes in the CRD: got %s, want those of the live config, %s", list[1], want)
 		}
 	}
 }

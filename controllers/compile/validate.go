@@ -153,7 +153,7 @@ func checkHeaderName(name string) string {
 	case len(name) > maxHeaderNameBytes || !headerName.MatchString(name):
 		return "a header name must be an HTTP token: letters, digits and !#$%&'*+-.^_`|~, at most 128"
 	case liveconfig.IsReservedHeader(name):
-		return "this header is set by Posthorn or by HTTP itself; choose another name"
+		return "this name is reserved for headers that Posthorn or HTTP sets; choose another name"
 	}
 	return ""
 }

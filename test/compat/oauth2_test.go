@@ -2,7 +2,15 @@ package compat
 
 import (
 	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
 	"fmt"
+	"math/big"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"sync/atomic"
@@ -21,6 +29,7 @@ import (
 // provider is an OAuth 2.0 server of another project, and a receiver that accepts its tokens.
 type provider struct {
 	token, hook *httptest.Server
+	ca          string
 	// granted and accepted count token requests that succeeded, and accepted deliveries.
 	granted, accepted atomic.Int64
 	revoked           atomic.Bool
@@ -40,7 +49,7 @@ func newProvider(t *testing.T, clientInfo server.ClientInfoHandler, lifetime tim
 	s.SetAllowedGrantType(oauth2.ClientCredentials)
 	s.SetClientInfoHandler(clientInfo)
 	p := &provider{}
-	p.token = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	p.token = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		recorder := &statusRecorder{ResponseWriter: w}
 		if err := s.HandleTokenRequest(recorder, r); err != nil {
 			t.Error(err)
@@ -49,7 +58,7 @@ func newProvider(t *testing.T, clientInfo server.ClientInfoHandler, lifetime tim
 			p.granted.Add(1)
 		}
 	}))
-	t.Cleanup(p.token.Close)
+	p.ca = startTLS(t, p.token)
 	p.hook = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		info, err := s.ValidationBearerToken(r)
 		if err == nil && p.revoked.CompareAndSwap(true, false) {
@@ -69,6 +78,28 @@ func newProvider(t *testing.T, clientInfo server.ClientInfoHandler, lifetime tim
 	return p
 }
 
+// startTLS starts a server with a certificate of a new CA, and returns the CA's certificate in PEM.
+func startTLS(t *testing.T, s *httptest.Server) (ca string) {
+	t.Helper()
+	sign := func(template, parent *x509.Certificate, key, parentKey ed25519.PrivateKey) []byte {
+		template.NotAfter, template.SerialNumber = time.Now().Add(time.Hour), big.NewInt(1)
+		der, err := x509.CreateCertificate(rand.Reader, template, parent, key.Public(), parentKey)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return der
+	}
+	_, caKey, _ := ed25519.GenerateKey(nil) // It fails only with a reader that fails.
+	_, key, _ := ed25519.GenerateKey(nil)
+	authority := &x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, IsCA: true, BasicConstraintsValid: true}
+	caDER := sign(authority, authority, caKey, caKey)
+	own := sign(&x509.Certificate{IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}, authority, key, caKey)
+	s.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{own}, PrivateKey: key}}, MinVersion: tls.VersionTLS12}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: caDER}))
+}
+
 type statusRecorder struct {
 	http.ResponseWriter
 	status int
@@ -84,7 +115,7 @@ func (p *provider) destination(style, secret string) string {
 apiVersion: v1
 kind: Secret
 metadata: {name: login}
-stringData: {client: %s}
+stringData: {client: %s, ca.crt: %q}
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
@@ -101,8 +132,9 @@ spec:
         clientSecretKeyRef: {name: login, key: client}
         clientAuthentication: %s
         scopes: [hooks.write]
+        tls: {ca: {secretKeyRef: {name: login, key: ca.crt}}}
   delivery: {retry: {minBackoff: 10ms, maxBackoff: 10ms}}
-`, secret, p.hook.URL, p.token.URL, style)
+`, secret, p.ca, p.hook.URL, p.token.URL, style)
 }
 
 // Posthorn obtains tokens from a server of another project, in both styles of client authentication.

@@ -133,7 +133,7 @@ func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 		case !httpguts.ValidHeaderFieldName(h.Name):
 			return fail("headers", "%q is not a header name", h.Name)
 		case liveconfig.IsReservedHeader(h.Name):
-			return fail("headers", "%q is set by Posthorn or by HTTP itself; remove it", h.Name)
+			return fail("headers", "%q is reserved for headers that Posthorn or HTTP sets; remove it", h.Name)
 		case !httpguts.ValidHeaderFieldValue(value):
 			return fail("headers", "the value of %q holds a line break or another control character; remove it", h.Name)
 		default:
