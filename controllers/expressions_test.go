@@ -48,7 +48,7 @@ var _ = Describe("The budget of filter expressions", func() {
 			w.expectCondition(namespace, "whd/first", "Accepted", isTrue, "Accepted")
 		}
 		d := w.destination(Default, later[0], "later")
-		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").Message).To(Equal("spec.filter.expression: it has 4 nodes, and its patterns 200 instructions; with them, the expressions of all namespaces would be above 200000 nodes or 400 instructions; remove or shorten expressions, or filter by types and events"))
+		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").Message).To(Equal("spec.filter.expression: 4 nodes, and patterns with 200 instructions; with them, the expressions of all namespaces would be above 200000 nodes or 400 instructions; remove or shorten expressions, or filter by types and events"))
 
 		By("deleting one that was accepted")
 		w.delete(accepted[0], "whd", "first")

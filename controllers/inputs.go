@@ -52,7 +52,7 @@ func (i *configInputs) memoOf(namespace string) *compile.Memo {
 	return i.memos[namespace]
 }
 
-// setExpressions records the filter expressions of a namespace. It returns those above a budget, and the namespaces whose
+// setExpressions records the expressions of a namespace. It returns those above a budget, and the namespaces whose
 // expressions may fit now.
 func (i *configInputs) setExpressions(namespace string, objects []compile.Object) (over map[string]string, again []string) {
 	i.mu.Lock()
@@ -61,7 +61,7 @@ func (i *configInputs) setExpressions(namespace string, objects []compile.Object
 	return i.expressions.Over(namespace), again
 }
 
-// setAllExpressions records the filter expressions of all namespaces at the start.
+// setAllExpressions records the expressions of all namespaces at the start.
 func (i *configInputs) setAllExpressions(objects map[string][]compile.Object) {
 	i.mu.Lock()
 	defer i.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// primer loads the live configs, the write keys and the filter expressions of all namespaces before the first
+// primer loads the live configs, the write keys and the expressions of all namespaces before the first
 // compilation: with an incomplete index, a Source could get the key of another namespace, and a new expression the budget
 // of one that was accepted.
 type primer struct {

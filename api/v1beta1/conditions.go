@@ -38,8 +38,8 @@ const (
 const (
 	// ReasonAccepted: the spec is valid.
 	ReasonAccepted = "Accepted"
-	// ReasonInvalidSpec: the spec breaks a rule that the API server enforces, because the
-	// object was stored under the CRDs of an older release. Action: correct the field that
+	// ReasonInvalidSpec: spec.success.expression does not compile, or the spec breaks a rule that the API server
+	// enforces, because the object was stored under the CRDs of an older release. Action: correct the field that
 	// the message names.
 	ReasonInvalidSpec = "InvalidSpec"
 	// ReasonSuspended: spec.suspend is true. Accepted remains True with this reason; a
@@ -71,7 +71,7 @@ const (
 	// ReasonKeyConflict: another Audience of the same Source has the same key. The older
 	// Audience keeps it. Action: set another spec.key.
 	ReasonKeyConflict = "KeyConflict"
-	// ReasonExpressionBudget: the filter expressions of the namespace, or of all namespaces, would need too much memory
+	// ReasonExpressionBudget: the expressions of the namespace, or of all namespaces, would need too much memory
 	// of the dispatchers with this one. Accepted expressions are not taken back. Action: remove or shorten expressions;
 	// the message contains the numbers.
 	ReasonExpressionBudget = "ExpressionBudget"
@@ -228,6 +228,10 @@ const (
 	// ReasonInvalidResponse: the endpoint's response is not valid HTTP. Action: check the port
 	// and the scheme of the URL.
 	ReasonInvalidResponse = "InvalidResponse"
+	// ReasonRejectedByExpression: the endpoint returned a 2xx status, but spec.success.expression is not true for
+	// the response; the message of the attempt says why. Action: see the response in posthorn attempts; correct the
+	// receiver, or the expression. With onFalse: DeadLetter, redeliver the dead letters.
+	ReasonRejectedByExpression = "RejectedByExpression"
 	// ReasonExpired: the message was not delivered within the retry window. Action: repair
 	// the receiver, then redeliver the dead letters.
 	ReasonExpired = "Expired"
@@ -251,7 +255,7 @@ const (
 // DeadLetterReasons are the reasons that a dead letter can have.
 var DeadLetterReasons = []string{
 	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonFilterFailed,
-	ReasonTimedOut, ReasonConnectionRefused,
+	ReasonRejectedByExpression, ReasonTimedOut, ReasonConnectionRefused,
 	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
 	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
 }

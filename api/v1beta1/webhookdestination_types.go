@@ -65,6 +65,11 @@ type WebhookDestinationSpec struct {
 	// +optional
 	SuccessPolicy SuccessPolicy `json:"successPolicy,omitempty"`
 
+	// Experimental: can change or be removed in a minor release.
+	// The condition under which a 2xx response counts as a success. Default: every 2xx response does.
+	// +optional
+	Success *Success `json:"success,omitempty"`
+
 	// Deliver: the destination gets the notifications of DeletionRequests, whatever the filter is. Ignore: it
 	// gets none, and DeletionRequests do not count it. Default Deliver.
 	// +kubebuilder:validation:Enum=Deliver;Ignore
@@ -98,6 +103,34 @@ const (
 	AnyEndpoint SuccessPolicy = "AnyEndpoint"
 	// EveryEndpoint: every URL accepted the message.
 	EveryEndpoint SuccessPolicy = "EveryEndpoint"
+)
+
+// Success is the condition under which a 2xx response counts as a success.
+type Success struct {
+	// A CEL expression that must be true for a 2xx response, over "status" (a number), "headers" (first
+	// values by lower-case names) and "response.json" (the body; null if it is longer than 4 KiB or is not
+	// JSON), for example: response.json.ok == true. For a field that may be missing, write
+	// response.json.?ok.orValue(true). An evaluation that fails counts as false. At most 1,024 characters.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=1024
+	// +required
+	Expression string `json:"expression"`
+
+	// What happens to a message when the expression is false (RejectedByExpression). Retry: it is retried, as
+	// after a 5xx response. DeadLetter: it becomes a dead letter, as after a 422 response. Default Retry.
+	// +kubebuilder:validation:Enum=Retry;DeadLetter
+	// +kubebuilder:default=Retry
+	// +optional
+	OnFalse OnFalse `json:"onFalse,omitempty"`
+}
+
+// OnFalse is what happens to a message whose 2xx response is no success.
+type OnFalse string
+
+// The values of OnFalse.
+const (
+	OnFalseRetry      OnFalse = "Retry"
+	OnFalseDeadLetter OnFalse = "DeadLetter"
 )
 
 // DeletionPolicy defines whether a destination gets the notifications of DeletionRequests.

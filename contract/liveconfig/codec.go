@@ -331,6 +331,9 @@ func (d Destination) validate() error {
 	if p.MaxInFlight < 1 || p.MaxInFlight > MaxInFlight {
 		return fmt.Errorf("delivery.maxInFlight must be between 1 and %d", MaxInFlight)
 	}
+	if d.SuccessRule != nil && d.SuccessRule.Expression == "" {
+		return errors.New("successRule.expression is empty")
+	}
 	for _, e := range d.Endpoints {
 		u, err := url.Parse(e.URL.Reveal())
 		if err != nil || !slices.Contains([]string{"http", "https"}, u.Scheme) || u.Hostname() == "" {

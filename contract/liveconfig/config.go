@@ -203,6 +203,8 @@ type Destination struct {
 	Signing SigningSchemes `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
 	Success string `json:"success"`
+	// SuccessRule decides which 2xx responses are a success; nil if all are.
+	SuccessRule *SuccessRule `json:"successRule,omitempty"`
 	// ExactNumbers is true if long numbers (see event.FixedPoint) are sent with all digits, not
 	// as strings.
 	ExactNumbers bool `json:"exactNumbers,omitempty"`
@@ -311,6 +313,14 @@ type Filter struct {
 	// Invalid is true if a part of the filter in the spec is not valid and is left out here. Whether a call matches is
 	// then unknown if it matches the other parts.
 	Invalid bool `json:"invalid,omitempty"`
+}
+
+// SuccessRule is the condition under which a 2xx response is a success.
+type SuccessRule struct {
+	// Expression is in the language of expression.CompileSuccess.
+	Expression string `json:"expression"`
+	// DeadLetter is true if a message for which it is not met becomes a dead letter without a retry.
+	DeadLetter bool `json:"deadLetter,omitempty"`
 }
 
 // DeadLetters bounds the dead letters of a destination: MaxBytes those of all dispatchers.

@@ -45,6 +45,7 @@ func full() Config {
 			Delivery: Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4,
 				RetryStatusCodes: []int{409}},
 			ExactNumbers: true, IgnoreDeletions: true,
+			SuccessRule: &SuccessRule{Expression: "true", DeadLetter: true},
 			Filter:      &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true", Invalid: true},
 			DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 		}},

@@ -40,7 +40,7 @@ type Snapshot struct {
 	Policy
 	// ForeignWriteKeys are the write keys, as hex SHA-256, that belong to another namespace.
 	ForeignWriteKeys map[string]KeyUse
-	// ExpressionsOver are the destinations whose filter expressions are above a budget; see Expressions.
+	// ExpressionsOver are the destinations whose expressions are above a budget; see Expressions.
 	ExpressionsOver map[string]string
 	// Memo of the namespace's last compilation; nil compiles and encodes everything.
 	Memo *Memo

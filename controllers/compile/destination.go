@@ -107,6 +107,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		Endpoints:       b.endpoints(o.Spec.Endpoints),
 		Signing:         b.signing(o.Spec.Signing),
 		Success:         b.successPolicy(o.Spec.SuccessPolicy),
+		SuccessRule:     b.successRule(o.Spec.Success),
 		ExactNumbers:    b.exactNumbers(o.Spec.Body.Numbers),
 		IgnoreDeletions: b.ignoreDeletions(o.Spec.Deletions),
 		Delivery:        b.delivery(o.Spec.Delivery),
@@ -144,7 +145,7 @@ type builder struct {
 	policy Policy
 	// literals are the URLs and header values that the spec contains as plain text.
 	literals []string
-	// expression is the size of the filter's expression.
+	// expression is the size of all expressions.
 	expression expression.Size
 	// sourcesUnknown means that the spec does not give the Sources in a valid form.
 	sourcesUnknown bool
@@ -601,13 +602,32 @@ func (b *builder) filter(f *v1beta1.Filter) *liveconfig.Filter {
 	}
 	if f.Expression != "" {
 		if p, err := expression.Compile(f.Expression); err == nil {
-			b.expression = p.Size()
+			b.expression = b.expression.Plus(p.Size())
 		} else {
 			b.add(v1beta1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
 			// A dispatcher would reject the whole config because of an invalid expression.
 			c.Expression, c.Invalid = "", true
 		}
 	}
+	return c
+}
+
+func (b *builder) successRule(s *v1beta1.Success) *liveconfig.SuccessRule {
+	if s == nil {
+		return nil
+	}
+	c := &liveconfig.SuccessRule{Expression: s.Expression, DeadLetter: s.OnFalse == v1beta1.OnFalseDeadLetter}
+	switch s.OnFalse {
+	case "", v1beta1.OnFalseRetry, v1beta1.OnFalseDeadLetter:
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, "spec.success.onFalse", "%q is unknown; use Retry or DeadLetter", s.OnFalse)
+	}
+	p, err := expression.CompileSuccess(s.Expression)
+	if err != nil {
+		b.add(v1beta1.ReasonInvalidSpec, "spec.success.expression", "%v", err)
+		return nil // The destination is paused, so nothing is sent without the rule.
+	}
+	b.expression = b.expression.Plus(p.Size())
 	return c
 }
 

@@ -17,7 +17,7 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
 
-// NamespaceExpressions and AllExpressions bound the filter expressions of a namespace, and of all namespaces: every
+// NamespaceExpressions and AllExpressions bound the expressions of filters and responses of a namespace, and of all namespaces: every
 // dispatcher has all of them in memory. An instruction needs about 70 bytes, a node 150.
 var (
 	NamespaceExpressions = expression.Size{Instructions: 100_000, Nodes: 20_000}
@@ -30,22 +30,22 @@ const (
 	ofAll       = "of all namespaces"
 )
 
-// Expressions are the filter expressions of all namespaces, and which of them are above a budget. One that was accepted
+// Expressions are the expressions of all namespaces, and which of them are above a budget. One that was accepted
 // in its present generation, according to its status or by an earlier decision, remains accepted; the others are
 // accepted in the order of their age. The zero value has none. It must not be used concurrently.
 type Expressions struct {
-	byNamespace map[string][]*filterExpression
+	byNamespace map[string][]*expressions
 	// over are the budgets that refused expressions exceed, by namespace and name.
 	over map[string]map[string]string
 }
 
-// filterExpression is the expression of a generation of a destination.
-type filterExpression struct {
+// expressions are those of a generation of a destination.
+type expressions struct {
 	namespace, name string
 	uid             types.UID
 	generation      int64
 	created         time.Time
-	text            string
+	texts           [2]string
 	size            expression.Size
 	accepted        bool
 }
@@ -54,27 +54,28 @@ type filterExpression struct {
 // result does not depend on their order. It returns the other namespaces whose refused expressions have changed.
 func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 	if e.byNamespace == nil {
-		e.byNamespace = map[string][]*filterExpression{}
+		e.byNamespace = map[string][]*expressions{}
 	}
 	changed := false
 	for namespace, objects := range namespaces {
-		before := map[string]*filterExpression{}
+		before := map[string]*expressions{}
 		for _, x := range e.byNamespace[namespace] {
 			before[x.name] = x
 		}
 		delete(e.byNamespace, namespace)
 		for _, o := range objectsOf[*v1beta1.WebhookDestination](Snapshot{Objects: objects}) {
-			if o.Spec.Filter == nil || o.Spec.Filter.Expression == "" {
+			texts := textsOf(o)
+			if texts == [2]string{} {
 				continue
 			}
-			x := &filterExpression{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time,
-				text: o.Spec.Filter.Expression, accepted: isAccepted(o)}
-			if last := before[x.name]; last != nil && last.uid == x.uid && last.generation == x.generation && last.text == x.text {
+			x := &expressions{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time,
+				texts: texts, accepted: isAccepted(o)}
+			if last := before[x.name]; last != nil && last.uid == x.uid && last.generation == x.generation && last.texts == x.texts {
 				changed = changed || x.accepted && !last.accepted
 				x.size, x.accepted = last.size, x.accepted || last.accepted
 				delete(before, x.name)
-			} else if p, err := expression.Compile(x.text); err == nil {
-				x.size, changed = p.Size(), true
+			} else {
+				x.size, changed = sizeOf(texts), true
 			}
 			e.byNamespace[namespace] = append(e.byNamespace[namespace], x)
 		}
@@ -94,16 +95,38 @@ func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 	return again
 }
 
+// textsOf returns the expressions of the filter and of the responses of a destination; empty if it has none.
+func textsOf(o *v1beta1.WebhookDestination) (texts [2]string) {
+	if o.Spec.Filter != nil {
+		texts[0] = o.Spec.Filter.Expression
+	}
+	if o.Spec.Success != nil {
+		texts[1] = o.Spec.Success.Expression
+	}
+	return texts
+}
+
+// sizeOf returns the size of the expressions that are valid.
+func sizeOf(texts [2]string) (size expression.Size) {
+	if p, err := expression.Compile(texts[0]); err == nil {
+		size = p.Size()
+	}
+	if p, err := expression.CompileSuccess(texts[1]); err == nil {
+		size = size.Plus(p.Size())
+	}
+	return size
+}
+
 // Over returns the budgets that refused expressions of a namespace exceed, by the name of the destination.
 func (e *Expressions) Over(namespace string) map[string]string { return e.over[namespace] }
 
 // decide accepts expressions while the budgets last.
 func (e *Expressions) decide() {
-	var all []*filterExpression
+	var all []*expressions
 	for _, list := range e.byNamespace {
 		all = append(all, list...)
 	}
-	slices.SortFunc(all, func(a, b *filterExpression) int {
+	slices.SortFunc(all, func(a, b *expressions) int {
 		switch {
 		case a.accepted && !b.accepted:
 			return -1
@@ -141,18 +164,28 @@ func isAccepted(o *v1beta1.WebhookDestination) bool {
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == o.Generation && o.Generation > 0
 }
 
-// refuseExpression pauses a destination and removes its expression.
+// refuseExpression pauses a destination and removes its expressions.
 func (r *destinationMemo) refuseExpression(whose string) {
 	limit := NamespaceExpressions
 	if whose == ofAll {
 		limit = AllExpressions
 	}
-	message := fmt.Sprintf("spec.filter.expression: it has %d nodes, and its patterns %d instructions; with them, the expressions %s would be above %d nodes or %d instructions; remove or shorten expressions, or filter by types and events",
-		r.size.Nodes, r.size.Instructions, whose, limit.Nodes, limit.Instructions)
+	fields := "spec.filter.expression"
+	switch success := r.entry.SuccessRule != nil; {
+	case success && (r.entry.Filter == nil || r.entry.Filter.Expression == ""):
+		fields = "spec.success.expression"
+	case success:
+		fields += " and spec.success.expression"
+	}
+	message := fmt.Sprintf("%s: %d nodes, and patterns with %d instructions; with them, the expressions %s would be above %d nodes or %d instructions; remove or shorten expressions, or filter by types and events",
+		fields, r.size.Nodes, r.size.Instructions, whose, limit.Nodes, limit.Instructions)
 	r.verdict = r.verdict.refuseFor(v1beta1.ReasonExpressionBudget, message)
-	filter := *r.entry.Filter
-	filter.Expression, filter.Invalid = "", true
-	r.entry.Filter = &filter
+	if r.entry.Filter != nil && r.entry.Filter.Expression != "" {
+		filter := *r.entry.Filter
+		filter.Expression, filter.Invalid = "", true
+		r.entry.Filter = &filter
+	}
+	r.entry.SuccessRule = nil
 	if r.entry.State == liveconfig.Active {
 		r.entry.State, r.entry.PausedReason = liveconfig.Paused, v1beta1.ReasonExpressionBudget
 	}

@@ -113,6 +113,46 @@ func TestExpressionsAboveTheBudgetAreRefused(t *testing.T) {
 	}
 }
 
+// The expressions of filters and of responses have one budget, and a destination without a filter has a part of it.
+func TestTheBudgetIncludesResponses(t *testing.T) {
+	all := NamespaceExpressions
+	t.Cleanup(func() { NamespaceExpressions = all })
+	NamespaceExpressions.Instructions = 1_500
+	d := func(name, filter, success string, minute int) *v1beta1.WebhookDestination {
+		d := filtered(name, filter, minute)
+		if filter == "" {
+			d.Spec.Filter = nil
+		}
+		if success != "" {
+			d.Spec.Success = &v1beta1.Success{Expression: success}
+		}
+		return d
+	}
+	responses := strings.ReplaceAll(thousand, "call.", "response.json.")
+	for name, test := range map[string]struct {
+		younger *v1beta1.WebhookDestination
+		field   string
+	}{
+		"a response": {d("b", "", responses, 1), "spec.success.expression: 24 nodes"},
+		"both":       {d("b", "true", responses, 1), "spec.filter.expression and spec.success.expression: 25 nodes"},
+	} {
+		source := &v1beta1.Source{}
+		source.Name = "web"
+		s := Snapshot{Namespace: "shop", Objects: []Object{source, d("a", "", responses, 0), test.younger}}
+		var e Expressions
+		e.Set(map[string][]Object{"shop": s.Objects})
+		s.ExpressionsOver = e.Over("shop")
+		config, verdicts := Table{Sources, Destinations}.Compile(s)
+		if a, b := config.Destinations[0], config.Destinations[1]; a.SuccessRule == nil || b.SuccessRule != nil || b.State != liveconfig.Paused {
+			t.Errorf("%s: got %+v and %+v; want the rule of the older one only, and the younger one paused", name, a, b)
+		}
+		v := verdicts[sectionDestinations]["b"]
+		if v.Reason != v1beta1.ReasonExpressionBudget || !strings.HasPrefix(v.Message, test.field) {
+			t.Errorf("%s: got %s: %s; want the budget and %q", name, v.Reason, v.Message, test.field)
+		}
+	}
+}
+
 // The order of namespaces has no influence: expressions that were accepted, according to their status or by a decision of
 // this process, keep their part, and the oldest of the others are accepted.
 func TestTheBudgetOfAllNamespaces(t *testing.T) {

@@ -89,7 +89,7 @@ type Control struct {
 	sent     map[string]sentConfig
 	// compiled are the inputs of the namespaces' last compilations; none for a result that depends on more.
 	compiled map[string]inputs
-	// expressions are the filter expressions of all namespaces.
+	// expressions are the expressions of all namespaces.
 	expressions compile.Expressions
 	// logged are the problems that the log already has.
 	logged map[string]bool

@@ -578,7 +578,7 @@ func TestExpressionsAboveTheBudget(t *testing.T) {
 		compile.NamespaceExpressions = own
 	})
 	f.runs("default/a Active", "default/b Paused")
-	const want = "spec.filter.expression: it has 4 nodes, and its patterns 200 instructions; with them, the expressions of this namespace would be above 20000 nodes or 200 instructions; remove or shorten expressions, or filter by types and events"
+	const want = "spec.filter.expression: 4 nodes, and patterns with 200 instructions; with them, the expressions of this namespace would be above 20000 nodes or 200 instructions; remove or shorten expressions, or filter by types and events"
 	var text string
 	f.until("the condition of b", func() bool {
 		for _, d := range f.destinations("default").Items {

@@ -11,6 +11,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
@@ -57,6 +58,9 @@ type destinationConfig struct {
 	active bool
 	policy retry.Policy
 	signer sign.Signer
+	// success is the condition for 2xx responses, and successText its text; nil and empty if there is none.
+	success     *expression.Success
+	successText string
 	// targets are the endpoints in the order of the config; configs has the same order, for comparison.
 	targets      []target
 	configs      []liveconfig.Endpoint
@@ -85,12 +89,23 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 		s.signer, err = sign.New(c.Signing)
 		errs = append(errs, err)
 	}
+	if rule := c.SuccessRule; rule != nil && s.active {
+		var err error
+		s.policy.BuryRejected, s.successText = rule.DeadLetter, rule.Expression
+		if old != nil && old.successText == rule.Expression {
+			s.success = old.success
+		} else if s.success, err = expression.CompileSuccess(rule.Expression); err != nil {
+			errs = append(errs, fmt.Errorf("successRule: %w", err))
+		}
+	}
 	for _, config := range c.Endpoints {
-		t := target{to: old.prepared(config)}
+		t := target{to: old.prepared(config, c.SuccessRule != nil)}
 		if t.to == nil && s.active {
 			var err error
 			if t.to, err = client.Prepare(config); err != nil {
 				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
+			} else if c.SuccessRule != nil {
+				t.to.KeepAccepted()
 			}
 		}
 		s.targets = append(s.targets, t)
@@ -98,17 +113,33 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 	return s, errors.Join(errs...)
 }
 
-// prepared returns the prepared request of an endpoint with unchanged config, or nil.
-func (s *destinationConfig) prepared(config liveconfig.Endpoint) *egress.Endpoint {
+// prepared returns the prepared request of an endpoint with unchanged config, or nil. keep is true if it must keep responses.
+func (s *destinationConfig) prepared(config liveconfig.Endpoint, keep bool) *egress.Endpoint {
 	if s == nil {
 		return nil
 	}
 	for i, old := range s.configs {
-		if reflect.DeepEqual(old, config) {
-			return s.targets[i].to
+		if to := s.targets[i].to; to != nil && to.KeepsAccepted() == keep && reflect.DeepEqual(old, config) {
+			return to
 		}
 	}
 	return nil
+}
+
+// judge makes a failure of a 2xx response that is no success by the destination's expression. The evaluations of a
+// namespace follow each other, so that they need one CPU at most.
+func (s *destinationConfig) judge(to target, r *egress.Result, now time.Time) {
+	if r.Accepted == nil || s.success == nil {
+		return
+	}
+	evaluating := to.destination.owner.evaluating
+	evaluating.Lock()
+	ok, why := s.success.Accepts(expression.Response{Status: r.StatusCode, Headers: r.Accepted.Headers, Body: r.Accepted.Body,
+		Truncated: r.Accepted.Truncated})
+	evaluating.Unlock()
+	if !ok {
+		to.to.Reject(r, retry.RejectedByExpression, "spec.success.expression does not accept the response: "+why, now)
+	}
 }
 
 // countDead counts n dead letters.

@@ -72,6 +72,8 @@ func (c *recorder) countOutcome(d *destination, o outcome, age time.Duration) {
 		d.countDead(string(egress.Rejected), 1)
 	case redirected:
 		d.countDead(string(egress.Redirected), 1)
+	case unaccepted:
+		d.countDead(string(retry.RejectedByExpression), 1)
 	case timedOut:
 		d.countDead(string(retry.Expired), 1)
 	}

@@ -4,6 +4,7 @@ import (
 	"iter"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
@@ -40,6 +41,9 @@ type namespace struct {
 
 	attempts attemptCounts
 	dead     deadCounts
+
+	// evaluating is held during an evaluation of an expression, without the engine's lock.
+	evaluating *sync.Mutex
 }
 
 // isApplied reports whether a destination has the state of a config.
@@ -107,7 +111,7 @@ func (r *registry) destination(key string) *destination {
 		in, name := split(key)
 		owner := r.perNamespace[in]
 		if owner == nil {
-			owner = &namespace{destinations: map[*destination]struct{}{}}
+			owner = &namespace{destinations: map[*destination]struct{}{}, evaluating: new(sync.Mutex)}
 			r.perNamespace[in] = owner
 		}
 		d = &destination{key: key, namespace: in, name: name, owner: owner, endpoints: map[string]*liveEndpoint{}}

@@ -95,8 +95,9 @@ func (e *Engine) send(w *worker) {
 	}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
-	r.Response = p.set.signer.Redact(r.Response, w.headers)
 	r.cut = r.outcome().Failed() && p.flight.Err() != nil
+	p.set.judge(p.target, &r.Result, r.at)
+	r.Response = p.set.signer.Redact(r.Response, w.headers)
 
 	// The endpoint observes the result before the store does: the store needs longer for a failure than for a success,
 	// so the failures of concurrent requests would follow each other and open the circuit.

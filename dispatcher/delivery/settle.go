@@ -54,12 +54,13 @@ const (
 	released
 	rejected
 	redirected
+	unaccepted // its 2xx response is no success
 	timedOut   // its retry window ended
 	handedOver // another endpoint accepted it or still has it
 )
 
 func (s outcome) String() string {
-	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
+	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "expired", "failed"}[s]
 }
 
 // settle stores the outcome o of the message, and logs a failed attempt.
@@ -95,6 +96,8 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		end, f = timedOut, expired(f, p.set.policy.Window)
 	case egress.Redirected:
 		end = redirected
+	case retry.RejectedByExpression:
+		end = unaccepted
 	}
 	if !s.bury(p.message, f, r.at) {
 		end = handedOver

@@ -87,6 +87,7 @@ func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target
 	r := ended{Result: e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to, headers, p.message.Body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
+	set.judge(to, &r.Result, r.at)
 	r.Response = set.signer.Redact(r.Response, headers)
 	a := attemptOf(p, &r)
 	if a.Test = true; ctx.Err() != nil { // The caller ended it, which is no failure of the receiver.

@@ -1,7 +1,7 @@
 package expression
 
 import (
-	"errors"
+	"fmt"
 	"regexp"
 	"strings"
 
@@ -355,7 +355,7 @@ func textIn(v ref.Val, limit uint64) (sum uint64) {
 // checkLoops rejects loops whose time is not proportional to the message: an all or exists within another one that
 // does not go through a field of the outer element, or within one over a list that repeats values of the call.
 // cel-go copies the keys of an object before it begins a loop, and does not charge it.
-func checkLoops(a *ast.AST) error {
+func checkLoops(a *ast.AST, root string) error {
 	for _, loop := range ast.MatchDescendants(ast.NavigateAST(a), ast.KindMatcher(ast.ComprehensionKind)) {
 		outer := outerLoop(loop)
 		if outer == nil {
@@ -366,7 +366,7 @@ func checkLoops(a *ast.AST) error {
 			repeats = repeats || (e.Kind() == ast.ListKind || e.Kind() == ast.MapKind) && !isConstant(e)
 		}))
 		if repeats || !goesThrough(loop.AsComprehension().IterRange(), outer.IterVar()) {
-			return errors.New("the expression is too expensive; an all or exists within another one must go through a field of the outer element, for example call.items.exists(i, i.tags.exists(t, t == 'x'))")
+			return fmt.Errorf("the expression is too expensive; an all or exists within another one must go through a field of the outer element, for example %s.items.exists(i, i.tags.exists(t, t == 'x'))", root)
 		}
 	}
 	return nil

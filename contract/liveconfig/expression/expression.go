@@ -1,6 +1,7 @@
-// Package expression has the CEL expressions of a WebhookDestination: its filter (Program), and the values that it sends
-// (Transform). A filter is a condition over "call", the message as it would be delivered. The controllers compile it to validate a destination, the
-// dispatcher to filter; both use this package, so their results are equal.
+// Package expression has the CEL expressions of a WebhookDestination: its filter (Program), the condition for its responses
+// (Success), and the values that it sends (Transform). A filter is a condition over "call", the message as it would be
+// delivered. The controllers compile it to validate a destination, the dispatcher to filter; both use this package, so
+// their results are equal.
 //
 // A filter sees the message as JSON: numbers are doubles (150 and 150.5 compare with 100
 // alike), objects are maps. A call without a field that the expression needs, or with a value of another
@@ -32,6 +33,7 @@ import (
 	"cel.dev/cel-go/common/operators"
 	"cel.dev/cel-go/common/overloads"
 	"cel.dev/cel-go/common/types"
+	"cel.dev/cel-go/common/types/ref"
 	"cel.dev/cel-go/ext"
 )
 
@@ -66,52 +68,70 @@ func (s Size) Within(limit Size) bool {
 // Size returns the size of the program.
 func (p *Program) Size() Size { return p.size }
 
-// Compile checks and prepares an expression. The error is written for the author of the expression:
+// dialect is what the expressions of a field can name.
+type dialect struct {
+	environment func() (*cel.Env, error)
+	// root is the variable with JSON, and example a condition, for the texts of errors.
+	root, example string
+	// unknown is the fix for an unknown name; %s is the name.
+	unknown string
+}
+
+var filters = dialect{newEnvironment(cel.Variable("call", cel.DynType)), "call", "call.properties.total > 100",
+	"the fields of a call are written as call.%s"}
+
+// Compile checks and prepares the expression of a filter. The error is written for the author of the expression:
 // it has the reason, the position and the fix.
 func Compile(expr string) (*Program, error) {
+	p, _, err := filters.compile(expr)
+	return p, err
+}
+
+// compile checks and prepares an expression.
+func (d *dialect) compile(expr string) (*Program, *ast.AST, error) {
 	if n := utf8.RuneCountInString(expr); n > MaxLength {
-		return nil, fmt.Errorf("the expression has %d characters; at most %d are allowed", n, MaxLength)
+		return nil, nil, fmt.Errorf("the expression has %d characters; at most %d are allowed", n, MaxLength)
 	}
 	if strings.TrimSpace(expr) == "" {
-		return nil, errors.New("the expression is empty; omit it or write a condition, for example call.properties.total > 100")
+		return nil, nil, fmt.Errorf("the expression is empty; omit it or write a condition, for example %s", d.example)
 	}
-	env, err := environment()
+	env, err := d.environment()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	checked, issues := env.Compile(expr)
-	if err := explain(issues); err != nil {
-		return nil, err
+	if err := d.explain(issues); err != nil {
+		return nil, nil, err
 	}
 	if t := checked.OutputType(); !t.IsExactType(cel.BoolType) && !t.IsExactType(cel.DynType) {
-		return nil, fmt.Errorf("the expression returns a value of type %s; it must be true or false, for example call.properties.total > 100", t)
+		return nil, nil, fmt.Errorf("the expression returns a value of type %s; it must be true or false, for example %s", t, d.example)
 	}
 	size, err := restrict(checked.NativeRep(), "replace", "format", "join", "reverse", "strings.quote")
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	if err := checkLoops(checked.NativeRep()); err != nil {
-		return nil, err
+	if err := checkLoops(checked.NativeRep(), d.root); err != nil {
+		return nil, nil, err
 	}
 	estimate, err := env.EstimateCost(checked, sizes{})
 	if err != nil {
-		return nil, fmt.Errorf("the expression's cost cannot be estimated: %w", err)
+		return nil, nil, fmt.Errorf("the expression's cost cannot be estimated: %w", err)
 	}
 	if estimate.Max > maxEstimate {
-		return nil, errors.New("the expression is too expensive; do not compare every element of one list with every element of another, and compare with fixed texts instead of long fields")
+		return nil, nil, errors.New("the expression is too expensive; do not compare every element of one list with every element of another, and compare with fixed texts instead of long fields")
 	}
 	searches, err := bindings(env, "indexOf", "lastIndexOf")
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	program, err := env.Program(checked,
 		cel.CustomDecoratorV2(chargeFunctions(searches)), matchers(),
 		cel.EvalOptions(cel.OptOptimize),
 		cel.CostTracking(costs{}), cel.CostLimit(MaxCost))
 	if err != nil {
-		return nil, fmt.Errorf("the expression cannot be prepared: %w", err)
+		return nil, nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
-	return &Program{program, places(checked.NativeRep(), ast.CallKind), size}, nil
+	return &Program{program, places(checked.NativeRep(), ast.CallKind), size}, checked.NativeRep(), nil
 }
 
 // bindings returns the overloads of functions by ID.
@@ -129,18 +149,19 @@ func bindings(env *cel.Env, names ...string) (map[string]*functions.Overload, er
 	return all, nil
 }
 
-// environment is shared by all expressions and immutable.
-var environment = sync.OnceValues(func() (*cel.Env, error) {
-	return cel.NewEnv(
-		cel.OptionalTypes(),
-		cel.ClearMacros(), cel.Macros(cel.HasMacro, cel.AllMacro, cel.ExistsMacro),
-		cel.Variable("call", cel.DynType),
-		cel.CrossTypeNumericComparisons(true),
-		ext.Strings(ext.StringsVersion(5)),
-		cel.ParserExpressionSizeLimit(MaxLength),
-		cel.ParserRecursionLimit(100),
-	)
-})
+// newEnvironment returns the environment of a dialect, which is shared by all its expressions and immutable.
+func newEnvironment(variables ...cel.EnvOption) func() (*cel.Env, error) {
+	return sync.OnceValues(func() (*cel.Env, error) {
+		return cel.NewEnv(append(variables,
+			cel.OptionalTypes(),
+			cel.ClearMacros(), cel.Macros(cel.HasMacro, cel.AllMacro, cel.ExistsMacro),
+			cel.CrossTypeNumericComparisons(true),
+			ext.Strings(ext.StringsVersion(5)),
+			cel.ParserExpressionSizeLimit(MaxLength),
+			cel.ParserRecursionLimit(100),
+		)...)
+	})
+}
 
 // restrict returns the size of an expression. It rejects functions with unbounded cost: functions that multiply
 // texts (refused), patterns from the call, and long patterns.
@@ -177,7 +198,7 @@ func restrict(a *ast.AST, refused ...string) (size Size, err error) {
 }
 
 // explain converts the compiler's issues to one line without its internals.
-func explain(issues *cel.Issues) error {
+func (d *dialect) explain(issues *cel.Issues) error {
 	if issues == nil || issues.Err() == nil {
 		return nil
 	}
@@ -186,19 +207,19 @@ func explain(issues *cel.Issues) error {
 		if len(lines) == 3 {
 			break
 		}
-		lines = append(lines, fmt.Sprintf("line %d, column %d: %s", max(e.Location.Line(), 1), max(e.Location.Column(), 0)+1, plain(e)))
+		lines = append(lines, fmt.Sprintf("line %d, column %d: %s", max(e.Location.Line(), 1), max(e.Location.Column(), 0)+1, d.plain(e)))
 	}
 	return errors.New(strings.Join(lines, "; "))
 }
 
 // plain explains an issue in words.
-func plain(e *common.Error) string {
+func (d *dialect) plain(e *common.Error) string {
 	text := e.Message
 	if name, ok := between(text, "undeclared reference to '", "'"); ok {
 		if slices.Contains([]string{"map", "filter", "exists_one", "existsOne"}, name) {
 			return name + " is not available; use has, all or exists"
 		}
-		return fmt.Sprintf("%s is not known; the fields of a call are written as call.%s", name, strings.TrimPrefix(name, "."))
+		return name + " is not known; " + strings.ReplaceAll(d.unknown, "%s", strings.TrimPrefix(name, "."))
 	}
 	if name, ok := between(text, "found no matching overload for '", "'"); ok {
 		types, _ := between(text, "applied to '", "'")
@@ -254,22 +275,24 @@ func (p *Program) Match(call *Call) (r Result) {
 	if call.Units >= MaxCallCost {
 		return Result{Failure: fmt.Sprintf("the filters of the call cost more than %d units; use fewer or cheaper expressions on the destinations of the Source", MaxCallCost)}
 	}
-	*call.work = work{}
-	value, details, err := p.program.Eval(call.variables)
-	call.Units += call.work.done / workPerUnit
-	if cost := details.ActualCost(); cost != nil {
-		call.Units += *cost
-	} else {
-		call.Units += MaxCost
-	}
+	value, units, err := p.eval(call.variables, call.work)
+	call.Units += units
 	if err == nil {
 		matches, ok := value.Value().(bool)
 		return Result{Matches: ok && matches}
 	}
-	if call.work.over != 0 {
-		return Result{Failure: p.places[call.work.over] + fmt.Sprintf("the text to search is too long: the evaluation needs more than %d bytes times instructions; check size() first, or write a shorter pattern", MaxWork)}
+	return Result{Failure: p.failure(err, call.work)}
+}
+
+// eval evaluates the expression. units is what that has cost.
+func (p *Program) eval(variables map[string]any, w *work) (value ref.Val, units uint64, err error) {
+	*w = work{}
+	value, details, err := p.program.Eval(variables)
+	units = MaxCost
+	if cost := details.ActualCost(); cost != nil {
+		units = *cost
 	}
-	return Result{Failure: p.failure(err)}
+	return value, units + w.done/workPerUnit, err
 }
 
 // absent are the beginnings of cel-go's errors for a missing field or element, and for a value of another type.
@@ -299,7 +322,10 @@ var failures = []struct{ part, text string }{
 }
 
 // failure explains why an evaluation failed; it is empty if a field is missing or has another type.
-func (p *Program) failure(err error) string {
+func (p *Program) failure(err error, w *work) string {
+	if w.over != 0 {
+		return p.places[w.over] + fmt.Sprintf("the text to search is too long: the evaluation needs more than %d bytes times instructions; check size() first, or write a shorter pattern", MaxWork)
+	}
 	text, node := err.Error(), int64(0)
 	if e, ok := errors.AsType[*types.Err](err); ok {
 		node = e.NodeID()

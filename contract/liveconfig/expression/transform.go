@@ -62,7 +62,7 @@ func CompileTransform(expr string) (*Transform, error) {
 		return nil, err
 	}
 	checked, issues := env.Compile(expr)
-	if err := explain(issues); err != nil {
+	if err := filters.explain(issues); err != nil {
 		return nil, err
 	}
 	tree := checked.NativeRep()

@@ -15,6 +15,7 @@ package egress
 
 import (
 	"bufio"
+	"bytes"
 	"container/ring"
 	"context"
 	"log/slog"
@@ -87,6 +88,8 @@ type Result struct {
 	// query and header values if they are repeated. It is data of the receiver: quote it before
 	// printing.
 	Response []byte
+	// Accepted is set for a 2xx of an endpoint that keeps them; see Endpoint.KeepAccepted.
+	Accepted *Accepted
 	// Sent is false if it is certain that no byte of the request was sent.
 	Sent bool
 	// RemoteAddr is the dialled address, or the name of the proxy; "" if there was none.
@@ -96,6 +99,16 @@ type Result struct {
 	CertificateExpires time.Time
 	// Timing of the attempt.
 	Timing Timing
+}
+
+// Accepted is what is kept of a 2xx response.
+type Accepted struct {
+	// Headers are the first values by lower-case names, without those that are longer than 4 KiB.
+	Headers map[string]string
+	// Body is the body, or the first 4 KiB of a longer one, for which Truncated is true. It may contain secrets.
+	Body      []byte
+	Truncated bool
+	redact    func([]byte) []byte
 }
 
 // Timing splits the duration of an attempt. DNS, Connect and TLS are zero if an open connection was
@@ -344,12 +357,15 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 		return cn.used && isDisconnect(err) && ctx.Err() == nil
 	}
 	r.Timing.FirstByte = time.Since(start)
-	a, err := readAnswer(s.reader, &s.body)
+	a, err := readAnswer(s.reader, &s.body, e.keepsAccepted)
 	if err != nil {
 		r.fail(ctx, e, stageBody, err)
 		return false
 	}
 	r.answered(e, a, s.body.kept, time.Now())
+	if e.keepsAccepted && r.Reason == "" {
+		r.Accepted = &Accepted{a.headers, bytes.Clone(s.body.kept), !s.body.whole(), e.redactAccepted(c)}
+	}
 	if e.proxied() {
 		r.Response = e.proxy.redact(c.log, r.Response)
 	}

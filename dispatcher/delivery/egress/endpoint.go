@@ -9,10 +9,12 @@ import (
 	"log/slog"
 	"math"
 	"net"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/net/http/httpguts"
 
@@ -35,6 +37,8 @@ type Endpoint struct {
 	released bool        // guarded by the client
 	tokens   *tokens     // nil without OAuth 2.0
 	proxy    *Proxy      // nil if requests do not use a proxy
+
+	keepsAccepted bool
 }
 
 // String returns the endpoint's name, scheme and host.
@@ -51,6 +55,30 @@ func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.Strin
 
 // LogValue implements slog.LogValuer.
 func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
+
+// KeepAccepted makes Post set Result.Accepted. It must be called before the first Post.
+func (e *Endpoint) KeepAccepted() { e.keepsAccepted = true }
+
+// KeepsAccepted reports whether KeepAccepted was called.
+func (e *Endpoint) KeepsAccepted() bool { return e.keepsAccepted }
+
+// Reject makes a failure of a 2xx whose response is kept. why is a text without data of the response.
+func (e *Endpoint) Reject(r *Result, reason Reason, why string, now time.Time) {
+	r.Reason = reason
+	r.Message = fmt.Sprintf("%s answered %d %s, but %s", e.host, r.StatusCode, http.StatusText(r.StatusCode), why)
+	r.RetryAfter = parseRetryAfter(r.Accepted.Headers["retry-after"], now)
+	r.Response = r.Accepted.redact(r.Accepted.Body)
+}
+
+func (e *Endpoint) redactAccepted(c *Client) func([]byte) []byte {
+	return func(body []byte) []byte {
+		body = e.redactor.Redact(body)
+		if e.proxied() {
+			body = e.proxy.redact(c.log, body)
+		}
+		return body
+	}
+}
 
 // Room is how many more requests should be started beside those in flight to the endpoint, so that
 // each has a connection that is kept: as many as it needs while few connections exist, then until

@@ -363,6 +363,10 @@ func (c *Client) postWithToken(ctx context.Context, e *Endpoint, deadline time.T
 		current.accepted.Store(true)
 	}
 	r.Response = current.redactor.Redact(r.Response)
+	if a := r.Accepted; a != nil {
+		redact := a.redact
+		a.redact = func(body []byte) []byte { return current.redactor.Redact(redact(body)) }
+	}
 	return r
 }
 

@@ -218,7 +218,7 @@ func (c *Client) openTunnel(ctx context.Context, e *Endpoint, raw net.Conn) erro
 	}
 	r, budget := bufio.NewReaderSize(raw, 4<<10), maxHeadBytes
 	for range maxInterim {
-		a, err := readHead(r, &budget)
+		a, err := readHead(r, &budget, false)
 		switch {
 		case err != nil:
 			return e.proxy.failed(ctx, e, "no answer to CONNECT", err)

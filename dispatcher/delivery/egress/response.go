@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -39,6 +40,9 @@ type answer struct {
 	// byProxy is true if the head has a mark of a proxy's own error page.
 	byProxy bool
 
+	// headers are the first values of the final head's headers by lower-case names; nil if they are not kept.
+	headers map[string]string
+
 	http10, close, chunked bool
 	length                 int64 // -1: not given
 }
@@ -47,12 +51,14 @@ type answer struct {
 //
 // A failure counts as soon as its head is read; a 2xx must be complete, because a proxy may send
 // the head before the receiver is done.
-func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
+//
+// keep is true if the headers and the beginning of the body of a 2xx are needed.
+func readAnswer(r *bufio.Reader, body *sink, keep bool) (answer, error) {
 	budget := maxHeadBytes
 	var a answer
 	var err error
 	for interim := 0; ; interim++ {
-		if a, err = readHead(r, &budget); err != nil {
+		if a, err = readHead(r, &budget, keep); err != nil {
 			return a, err
 		}
 		if a.status >= 200 {
@@ -64,7 +70,7 @@ func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
 	}
 	success := a.status/100 == 2
 	*body = sink{kept: body.kept[:0], left: maxBodyBytes}
-	if !success {
+	if !success || keep {
 		body.want = maxKeptBytes
 	}
 	end := true // the body's end is marked, and is not the end of the connection
@@ -86,8 +92,11 @@ func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
 }
 
 // readHead reads a status line and the headers after it.
-func readHead(r *bufio.Reader, budget *int) (answer, error) {
+func readHead(r *bufio.Reader, budget *int, keep bool) (answer, error) {
 	a := answer{length: -1}
+	if keep {
+		a.headers = map[string]string{}
+	}
 	line, err := readLine(r, budget)
 	if errors.Is(err, bufio.ErrBufferFull) {
 		return a, protocolError("the status line is too long")
@@ -159,6 +168,12 @@ func (a *answer) header(line []byte, long bool) error {
 	for _, b := range name {
 		if !validNameByte(b) {
 			return protocolError("a header's name holds a character that is not allowed")
+		}
+	}
+	if a.headers != nil && !long {
+		name := strings.ToLower(string(name))
+		if _, ok := a.headers[name]; !ok {
+			a.headers[name] = strings.ToValidUTF8(string(value), "\uFFFD")
 		}
 	}
 	// The length distinguishes most headers from the relevant ones.
@@ -340,6 +355,9 @@ type sink struct {
 	want int   // how many bytes to keep
 	left int64 // how many bytes to read
 }
+
+// whole reports whether the kept bytes are all that were read.
+func (s *sink) whole() bool { return maxBodyBytes-s.left == int64(len(s.kept)) }
 
 func (s *sink) take(r *bufio.Reader, n int64) error {
 	short := n > s.left

@@ -265,6 +265,9 @@ func rejectionStrain(statusCode int) int {
 	case 400, 413, 415, 422:
 		return openStrain / 100
 	}
+	if statusCode/100 == 2 { // The destination's expression rejected the response.
+		return openStrain / 100
+	}
 	return 0
 }
 

@@ -13,6 +13,9 @@ import (
 // Expired is the reason of a message that was not delivered within its retry window.
 const Expired egress.Reason = "Expired"
 
+// RejectedByExpression is the reason of a 2xx response that is no success by the destination's expression.
+const RejectedByExpression egress.Reason = "RejectedByExpression"
+
 // Action is what to do with a message.
 type Action int
 
@@ -46,6 +49,8 @@ type Policy struct {
 	Timeout time.Duration
 	// StatusCodes are retried in addition to 408, 429 and 5xx.
 	StatusCodes []int
+	// BuryRejected makes RejectedByExpression permanent.
+	BuryRejected bool
 }
 
 // Decision is the next action for a message.
@@ -54,12 +59,12 @@ type Decision struct {
 	// At is the time of the next attempt; set for Retry. Wait is its part that the receiver requested.
 	At   time.Time
 	Wait time.Duration
-	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected or Expired.
+	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected, RejectedByExpression or Expired.
 	Reason egress.Reason
 }
 
 // Failed reports whether an outcome is anything but a success. A success is a complete 2xx
-// response.
+// response without a reason.
 func (o Outcome) Failed() bool {
 	return o.Reason != "" || o.StatusCode < 200 || o.StatusCode > 299
 }
@@ -67,7 +72,7 @@ func (o Outcome) Failed() bool {
 // Permanent returns the reason why a retry is pointless: the endpoint works and rejects this
 // request. It is "" for a success and for all temporary failures: 5xx, 429, 408, timeouts, broken
 // connections, DNS and TLS errors, responses that are not HTTP, and addresses that the egress guard
-// denies (its list may change), and for the policy's StatusCodes.
+// denies (its list may change), for the policy's StatusCodes, and for RejectedByExpression unless the policy has BuryRejected.
 func (p *Policy) Permanent(o Outcome) egress.Reason {
 	switch s := o.StatusCode; {
 	case s == 408 || s == 429 || slices.Contains(p.StatusCodes, s):
@@ -75,6 +80,8 @@ func (p *Policy) Permanent(o Outcome) egress.Reason {
 		return egress.Redirected
 	case s >= 400 && s <= 499:
 		return egress.Rejected
+	case s >= 200 && s <= 299 && p.BuryRejected && o.Reason == RejectedByExpression:
+		return RejectedByExpression
 	}
 	return ""
 }
