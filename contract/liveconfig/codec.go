@@ -334,6 +334,9 @@ func (d Destination) validate() error {
 	if d.SuccessRule != nil && d.SuccessRule.Expression == "" {
 		return errors.New("successRule.expression is empty")
 	}
+	if d.Redact != nil && d.Redact.Hash != nil && d.Redact.Hash.Key.IsZero() {
+		return errors.New("redact.hash: key is empty")
+	}
 	for _, e := range d.Endpoints {
 		u, err := url.Parse(e.URL.Reveal())
 		if err != nil || !slices.Contains([]string{"http", "https"}, u.Scheme) || u.Hostname() == "" {

@@ -213,6 +213,28 @@ type Destination struct {
 	Delivery        Delivery    `json:"delivery"`
 	Filter          *Filter     `json:"filter,omitempty"`
 	DeadLetters     DeadLetters `json:"deadLetters"`
+	// Redact removes values before messages are sent or shown; nil sends them as they are.
+	Redact *Redact `json:"redact,omitempty"`
+}
+
+// Redact are the rules of package redact. A Destination that is not Active may lack the key.
+type Redact struct {
+	Allow []string    `json:"allow,omitempty"`
+	Drop  []string    `json:"drop,omitempty"`
+	Mask  []string    `json:"mask,omitempty"`
+	Hash  *RedactHash `json:"hash,omitempty"`
+}
+
+// RedactHash are values that their HMAC-SHA-256 replaces.
+type RedactHash struct {
+	Key   Secret       `json:"key,omitzero"`
+	Paths []HashedPath `json:"paths"`
+}
+
+// HashedPath is a path of values. Email is true if they are normalized as e-mail addresses before.
+type HashedPath struct {
+	Path  string `json:"path"`
+	Email bool   `json:"email,omitempty"`
 }
 
 // Endpoint is one webhook URL. The URL is a credential and redacts itself.

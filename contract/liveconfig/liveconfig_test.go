@@ -48,6 +48,8 @@ func full() Config {
 			SuccessRule: &SuccessRule{Expression: "true", DeadLetter: true},
 			Filter:      &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true", Invalid: true},
 			DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
+			Redact: &Redact{Allow: []string{"userId"}, Drop: []string{"a"}, Mask: []string{"b"},
+				Hash: &RedactHash{Key: NewSecret(canary), Paths: []HashedPath{{Path: "userId", Email: true}}}},
 		}},
 		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience,
 			MaxRemovalPercent: 50}},

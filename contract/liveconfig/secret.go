@@ -121,6 +121,11 @@ func revealed(c Config) Config {
 			s := &d.Signing[j]
 			s.Secret, s.Previous = show(s.Secret), show(s.Previous)
 		}
+		if d.Redact != nil && d.Redact.Hash != nil {
+			rules, hash := *d.Redact, *d.Redact.Hash
+			hash.Key = show(hash.Key)
+			rules.Hash, d.Redact = &hash, &rules
+		}
 		destinations[i] = d
 	}
 	c.Destinations = destinations
