@@ -337,6 +337,9 @@ type DestinationReport struct {
 	// FilterFailure is the last failure of the filter's expression since the destination was changed, unless it is
 	// older than 10 minutes; the call is a dead letter.
 	FilterFailure *Failure `json:"filterFailure,omitempty"`
+	// Unmatched are paths of spec.redact that matched no message since the destination was changed; nil if each matched
+	// one, or there were few messages.
+	Unmatched *UnmatchedPaths `json:"unmatched,omitempty"`
 	// Limit is the use of spec.delivery.rateLimit and maxInFlight, of the endpoint that uses most.
 	Limit LimitUse `json:"limit,omitzero"`
 }
@@ -375,6 +378,12 @@ type EndpointReport struct {
 	// under AnyEndpoint, because their retry window ended or the space was needed. Messages that no
 	// other endpoint accepted are dead letters. It is durable.
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
+}
+
+// UnmatchedPaths are paths, such as drop[context.ip], that are in none of a number of messages.
+type UnmatchedPaths struct {
+	Messages int64    `json:"messages"`
+	Paths    []string `json:"paths"`
 }
 
 // Failure is a failed attempt, redacted.

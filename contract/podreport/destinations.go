@@ -44,6 +44,7 @@ type rareDestination struct {
 
 	filterFailure *adminapi.Failure
 	limit         adminapi.LimitUse
+	unmatched     *adminapi.UnmatchedPaths
 }
 
 // compactEndpoint is an EndpointReport without its name.
@@ -146,7 +147,7 @@ func (d *destinations) replace(changed []adminapi.DestinationReport, removed []s
 func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDestination, endpoints []compactEndpoint) {
 	c = compactDestination{destinationConfig: configOf(r, likes), Ledger: r.Ledger}
 	if rare := (rareDestination{r.DeadLettersStored, r.DeadLettersForwarded, r.Retrying, nanoseconds(r.OldestPending),
-		nanoseconds(r.OldestExpires), nanoseconds(r.NextAttempt), r.FilterFailure, r.Limit}); rare != (rareDestination{}) {
+		nanoseconds(r.OldestExpires), nanoseconds(r.NextAttempt), r.FilterFailure, r.Limit, r.Unmatched}); rare != (rareDestination{}) {
 		c.rare = new(rareDestination)
 		*c.rare = rare
 	}
@@ -241,7 +242,7 @@ func (d *destinations) read(c *compactDestination, into *adminapi.DestinationRep
 		Name: c.name, Generation: c.generation, Revision: c.revision, Ledger: c.Ledger,
 		DeadLettersStored: rare.deadLettersStored, DeadLettersForwarded: rare.deadLettersForwarded, Retrying: rare.retrying,
 		OldestPending: timeOf(rare.oldestPending), OldestExpires: timeOf(rare.oldestExpires), NextAttempt: timeOf(rare.nextAttempt),
-		Endpoints: endpoints, FilterFailure: rare.filterFailure, Limit: rare.limit,
+		Endpoints: endpoints, FilterFailure: rare.filterFailure, Limit: rare.limit, Unmatched: rare.unmatched,
 	}
 }
 

@@ -25,6 +25,8 @@ type Destination struct {
 	Expires time.Time
 	// FilterFailure is the last failure of the filter; nil if there was none lately.
 	FilterFailure *adminapi.Failure
+	// Unmatched are the paths of redaction that matched no message, at all dispatchers that report some; nil if none does.
+	Unmatched *adminapi.UnmatchedPaths
 }
 
 // NewDestination returns the traffic of a destination without reports.
@@ -55,12 +57,26 @@ func (d *Destination) Add(r *adminapi.DestinationReport, outdated bool) {
 	if f := r.FilterFailure; f != nil && !outdated && (d.FilterFailure == nil || f.Time.After(d.FilterFailure.Time)) {
 		d.FilterFailure = f
 	}
+	if !outdated {
+		d.addUnmatched(r.Unmatched)
+	}
 	for i := range d.Endpoints {
 		for _, e := range r.Endpoints {
 			if e.Name == d.Endpoints[i].Name {
 				d.Endpoints[i].add(e, outdated)
 			}
 		}
+	}
+}
+
+// addUnmatched keeps the paths that are in both reports.
+func (d *Destination) addUnmatched(u *adminapi.UnmatchedPaths) {
+	switch before := d.Unmatched; {
+	case before == nil:
+		d.Unmatched = u
+	case u != nil:
+		d.Unmatched = &adminapi.UnmatchedPaths{Messages: before.Messages + u.Messages,
+			Paths: slices.DeleteFunc(slices.Clone(before.Paths), func(path string) bool { return !slices.Contains(u.Paths, path) })}
 	}
 }
 

@@ -42,7 +42,7 @@ const (
 type Finding struct {
 	Level Level `json:"level"`
 	// About is the checked part: Operator, Kind, Manifest, Destination, Secret, Config, Source, Filter,
-	// Disk, Endpoint, Backlog or DeadLetters.
+	// Redact, Disk, Endpoint, Backlog or DeadLetters.
 	About string `json:"about"`
 	// Text is the result.
 	Text string `json:"text"`
@@ -115,6 +115,7 @@ func Explain(f Facts) []Finding {
 	e.sources()
 	e.unknownKeys()
 	e.filter()
+	e.redact()
 	e.endpoints()
 	e.backlog()
 	return e.found
@@ -202,6 +203,8 @@ type explainer struct {
 	paused bool
 	// filterFailure describes the last failure of the filter; empty if there was none lately.
 	filterFailure string
+	// unmatched is observed.Destination.Unmatched.
+	unmatched *adminapi.UnmatchedPaths
 	// lineBreak is true if a Secret's value ends with a line break, which is not used.
 	lineBreak bool
 	// failing has the times since when endpoints fail, of the reports.
@@ -250,6 +253,7 @@ func (e *explainer) observe() {
 	if e.filterFailure = ""; live.FilterFailure != nil {
 		e.filterFailure = fmt.Sprintf("the expression fails for some calls, which become dead letters; the last one %s: %s", ago(e.Now, live.FilterFailure.Time), live.FilterFailure.Message)
 	}
+	e.unmatched = live.Unmatched
 	_, working := live.Failing()
 	e.delivers = working > 0 && d.Spec.SuccessPolicy != v1beta1.EveryEndpoint
 }
@@ -774,6 +778,13 @@ func (e *explainer) filter() {
 		e.add(Problem, "Filter", fix, "the filter excluded every call so far (%s)", plural.Count(c.Filtered, "message"))
 	default:
 		e.add(Notice, "Filter", "", "%s so far did not pass the filter or the calls' integrations", plural.Count(c.Filtered, "message"))
+	}
+}
+
+func (e *explainer) redact() {
+	if u := e.unmatched; u != nil && len(u.Paths) > 0 {
+		e.add(Notice, "Redact", "compare the path with a message (posthorn tail "+e.Name+" --bodies); it is case-sensitive, and an array needs [*]",
+			"%s in spec.redact matched no value in %s since the last change", strings.Join(u.Paths, ", "), plural.Count(u.Messages, "message"))
 	}
 }
 

@@ -128,6 +128,9 @@ func TestExplain(t *testing.T) {
 			failed := condition("Delivering", "FilterFailed", "spec.filter.expression fails for some calls: division by zero")
 			d.Status.Conditions = append(d.Status.Conditions, failed)
 		}), "Filter", "division by zero", "redeliver the dead letters", ""},
+		{"a path of redaction that matches nothing", report(func(n *adminapi.NamespaceReport, _ *adminapi.Report) {
+			n.Destinations[0].Unmatched = &adminapi.UnmatchedPaths{Messages: 1000, Paths: []string{"drop[context.IP]"}}
+		}), "", "", "", "NOTICE Redact drop[context.IP] in spec.redact matched no value in 2000 messages since the last change"},
 		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
 		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
 		{"a rejected manifest", func(f *Facts) {

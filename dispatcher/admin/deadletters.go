@@ -1,6 +1,7 @@
 package admin
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,17 +17,14 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
-	out := adminapi.DeadLetter{
+// show returns a dead letter without its body.
+func show(engine *delivery.Engine, d queue.DeadLetter) adminapi.DeadLetter {
+	return adminapi.DeadLetter{
 		Key: d.Key, Source: strings.Clone(d.Lane.Source), Destination: d.Lane.Destination, Endpoint: d.Lane.Endpoint,
 		MessageID: event.ID(d.ID), Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
 		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message,
-		Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
+		Response: strings.ToValidUTF8(string(engine.ShownResponse(&d)), "\uFFFD"),
 	}
-	if body {
-		out.Body = append(json.RawMessage(nil), d.Body...)
-	}
-	return out
 }
 
 const (
@@ -84,7 +82,7 @@ func (l letters) list(w http.ResponseWriter, r *http.Request, destination string
 	out := newLines(w)
 	err := l.Store.DeadLetters(r.Context(), destination, r.FormValue("after"), func(d queue.DeadLetter) bool {
 		limit--
-		return out.Encode(show(d, false)) == nil && limit > 0
+		return out.Encode(show(l.Engine, d)) == nil && limit > 0
 	})
 	if err != nil {
 		_ = out.Encode(map[string]string{"error": err.Error()})
@@ -122,17 +120,23 @@ const minPrefix = 6
 // find returns the dead letter with a key or a messageId, or the only one with this begin of either; several is true if
 // there are more.
 func (l letters) find(ctx context.Context, destination, key string, withBody bool) (found *adminapi.DeadLetter, several bool, err error) {
+	var unshown error
 	err = l.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
 		exact := d.Key == key || d.ID == key
 		if !exact && (len(key) < minPrefix || !strings.HasPrefix(d.Key, key) && !strings.HasPrefix(d.ID, key)) {
 			return true
 		}
 		several = !exact && found != nil
-		letter := show(d, withBody)
+		letter := show(l.Engine, d)
+		if withBody {
+			var body []byte
+			body, unshown = l.Engine.ShownBody(&d)
+			letter.Body = bytes.Clone(body)
+		}
 		found = &letter
 		return !exact
 	})
-	return found, several, err
+	return found, several, errors.Join(err, unshown)
 }
 
 func (l letters) redeliver(w http.ResponseWriter, r *http.Request) {

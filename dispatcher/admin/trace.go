@@ -93,7 +93,7 @@ func traceMessage(ctx context.Context, store TraceStore, engine *delivery.Engine
 			accepted = one.AcceptedAt
 		}
 	}
-	if err := addLetters(ctx, t, store, accepted, func(d *queue.DeadLetter) bool { return d.ID == id }); err != nil {
+	if err := addLetters(ctx, t, store, engine, accepted, func(d *queue.DeadLetter) bool { return d.ID == id }); err != nil {
 		return nil, err
 	}
 	if known {
@@ -113,7 +113,7 @@ func traceUser(ctx context.Context, store TraceStore, engine *delivery.Engine, u
 		return nil, err
 	}
 	addScanned(t, &result)
-	err = addLetters(ctx, t, store, since, func(d *queue.DeadLetter) bool {
+	err = addLetters(ctx, t, store, engine, since, func(d *queue.DeadLetter) bool {
 		return !d.AcceptedAt.Before(since) && isOfUser(d.Body, userID)
 	})
 	if err != nil {
@@ -155,7 +155,7 @@ func addScanned(t *adminapi.MessageTrace, result *queue.TraceResult) {
 
 // addLetters adds the matching dead letters of messages that were accepted since a time, which is zero if
 // it is unknown. The end of its own timeout is no error.
-func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, accepted time.Time,
+func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore, engine *delivery.Engine, accepted time.Time,
 	match func(*queue.DeadLetter) bool) error {
 	letters, cancel := context.WithTimeout(ctx, traceTimeout)
 	defer cancel()
@@ -167,7 +167,7 @@ func addLetters(ctx context.Context, t *adminapi.MessageTrace, store TraceStore,
 			t.Incomplete = strings.TrimPrefix(fmt.Sprintf("%s; more than %d dead letters", t.Incomplete, maxTracedLetters), "; ")
 			return false
 		}
-		t.DeadLetters = append(t.DeadLetters, show(*d, false))
+		t.DeadLetters = append(t.DeadLetters, show(engine, *d))
 		return true
 	})
 	if letters.Err() == nil || ctx.Err() != nil {

@@ -49,6 +49,13 @@ func (a *attempts) add(size int, t *adminapi.Attempt) {
 	r.MessageID = ""
 }
 
+// forgetResponse removes the Response, which may repeat what was redacted by other rules.
+func (a *attempts) forgetResponse() {
+	if a.answered > 0 {
+		a.ring[a.answered-1].Response = ""
+	}
+}
+
 // attempt returns a copy that does not change with the ring.
 func (r *record) attempt() adminapi.Attempt {
 	t := r.Attempt

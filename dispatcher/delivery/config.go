@@ -238,10 +238,10 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 		p.suspensions = p.suspensions.change(false, p.oldest, now)
 	}
 	d.set, d.changed, d.suspensions = p.set, p.object, p.suspensions
-	d.set.suspensions = p.suspensions
+	d.set.suspensions, d.redaction = p.suspensions, p.set.redaction
 	d.trim = &p.set.deadLetters
 	if old != nil && old.revision != p.set.revision {
-		d.filterFailure, d.changedAt = nil, now
+		d.filterFailure, d.changedAt, d.matches = nil, now, matches{}
 	}
 	endpoints, edited, most := map[string]*liveEndpoint{}, false, e.mostInFlight(d, p.set)
 	for i := range p.set.targets {
@@ -251,9 +251,15 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(most, now)}
 			edited = e.records.restore(ep, p.set.revision, e.o.Attempts, now) || edited
 			ep.loggedState = ep.machine.Status().State
+			if p.set.redaction.rules != nil { // The response may be from before the rules.
+				ep.attempts.forgetResponse()
+			}
 		} else if old == nil || old.revision != p.set.revision {
 			ep.machine.Reconfigure(most, now)
 			edited = true
+		}
+		if old != nil && !old.redaction.same(&p.set.redaction) {
+			ep.attempts.forgetResponse()
 		}
 		endpoints[name] = ep
 		p.set.targets[i].liveEndpoint = ep

@@ -8,7 +8,6 @@ import (
 
 	"golang.org/x/time/rate"
 
-	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
@@ -45,6 +44,10 @@ type destination struct {
 	// last edit; nil if there was none.
 	filterFailure *adminapi.Failure
 	changedAt     time.Time
+	// redaction is that of the last set.
+	redaction redaction
+	// matches are those of the present revision.
+	matches matches
 	// tests bounds SendTest; nil before the first one.
 	tests *rate.Limiter
 }
@@ -68,6 +71,7 @@ type destinationConfig struct {
 	perSecond    int
 	deadLetters  liveconfig.DeadLetters
 	exactNumbers bool
+	redaction    redaction
 	// suspensions extend the windows.
 	suspensions suspensions
 }
@@ -84,8 +88,10 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
 	}
 	var errs []error
+	var err error
+	s.redaction, err = newRedaction(c.Redact)
+	errs = append(errs, err)
 	if s.active {
-		var err error
 		s.signer, err = sign.New(c.Signing)
 		errs = append(errs, err)
 	}
@@ -101,7 +107,6 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 	for _, config := range c.Endpoints {
 		t := target{to: old.prepared(config, c.SuccessRule != nil)}
 		if t.to == nil && s.active {
-			var err error
 			if t.to, err = client.Prepare(config); err != nil {
 				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
 			} else if c.SuccessRule != nil {
@@ -160,16 +165,4 @@ func (d *destination) failFilter(m *queue.Delivery, now time.Time) {
 		d.changed.Transition()
 	}
 	d.filterFailure = &adminapi.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: m.FilterError}
-}
-
-// body returns the bytes to sign and to send. Only messages that are marked for long numbers need a conversion.
-func (s *destinationConfig) body(d *queue.Delivery) []byte {
-	if !d.LongNumbers || s.exactNumbers {
-		return d.Body
-	}
-	fixed, err := event.FixedPoint(d.Body)
-	if err != nil {
-		return d.Body // cannot happen: accepted messages are JSON
-	}
-	return fixed
 }

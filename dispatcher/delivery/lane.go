@@ -168,7 +168,7 @@ func (l *lane) expiry(now time.Time) queue.Failure {
 			last = f
 		}
 	}
-	f := queue.Failure{Time: now, Reason: last.Reason, StatusCode: last.StatusCode, Message: last.Message}
+	f := queue.Failure{Time: now, Reason: last.Reason, StatusCode: last.StatusCode, Message: last.Message, Redact: l.set.redaction.text}
 	return expired(f, l.set.policy.Window)
 }
 

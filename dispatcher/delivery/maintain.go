@@ -244,6 +244,10 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 		return o.id.Source == l.id.Source && o.dropAt.IsZero()
 	})
 	removedAt := l.removedAt
+	var rules []byte
+	if removed {
+		rules = d.set.redaction.text
+	}
 	e.mu.Unlock()
 	if !removed {
 		return nil
@@ -253,6 +257,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	defer cancel()
 	n, err := e.o.Store.BuryExpired(ctx, l.id, removedAt, queue.Failure{
 		Time: now, Reason: ReasonEndpointRemoved, Message: "the endpoint was removed from the destination while the message was pending",
+		Redact: rules,
 	})
 	if n > 0 {
 		e.mu.Lock()

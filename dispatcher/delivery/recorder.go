@@ -25,6 +25,9 @@ type recorder struct {
 func (c *recorder) record(p *post, r *ended) {
 	c.countAttempt(p.target.liveEndpoint, r)
 	a := attemptOf(p, r)
+	if !p.target.destination.redaction.same(&p.set.redaction) {
+		a.Response = ""
+	}
 	c.keep(&a, p)
 }
 
@@ -88,12 +91,11 @@ func (c *recorder) publish(a *adminapi.Attempt, p *post) {
 		sent := adminapi.AttemptWithBody{Attempt: *a}
 		sent.MessageID = event.ID(append([]byte(nil), a.MessageID...))
 		if t.bodies {
-			body := p.set.body(&p.message)
-			if t.waiting.Load()+int64(len(body)) > maxTailBytes {
+			if t.waiting.Load()+int64(len(p.body)) > maxTailBytes {
 				t.dropped.Add(1)
 				continue
 			}
-			sent.Body = bytes.Clone(body)
+			sent.Body = bytes.Clone(p.body)
 		}
 		select {
 		case t.out <- sent:

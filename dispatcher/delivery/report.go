@@ -70,6 +70,7 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 			r.FilterFailure = f
 			d.changed.TransitionAt(f.Time.Add(filterFailureFor))
 		}
+		r.Unmatched = d.matches.report(d.set.redaction.redactor)
 		ids, flying := make([]queue.LaneID, 0, len(d.lanes)), 0
 		for _, l := range d.lanes {
 			ids = append(ids, l.id)

@@ -23,6 +23,10 @@ type post struct {
 	set     *destinationConfig
 	target  target
 	message queue.Delivery
+	// body is what is sent, copied the bytes of it that are not in message, and matched the paths of redaction that match it.
+	body    []byte
+	copied  int
+	matched uint64
 	// flight ends the request early.
 	flight context.Context
 	// probe is true for an open circuit's probe; failing is true if the lane was failing, slow if the endpoint was.
@@ -80,18 +84,27 @@ func (e *Engine) send(w *worker) {
 	started := time.Now()
 	key := event.ID(p.message.ID).Key()
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: key})
-	body := p.set.body(&p.message)
-	w.headers = p.set.signer.Headers(w.headers, key, started, body)
+	var err error
+	p.body, p.matched, err = p.set.body(&p.message)
+	if len(p.body) > 0 && &p.body[0] != &p.message.Body[0] {
+		p.copied = len(p.body)
+		e.mu.Lock()
+		e.scheduler.addLeased(p.lane, 0, p.copied)
+		e.mu.Unlock()
+	}
+	w.headers = p.set.signer.Headers(w.headers, key, started, p.body)
 	var span trace.Span
 	if e.o.Tracer != nil {
 		span = startTrace(e.lifetime.hard, e.o.Tracer, w, started)
 	}
 	r := ended{Result: egress.Result{Reason: egress.ConnectionFailed}}
-	if e.maySend() {
+	if err != nil {
+		r.Message = err.Error() // Cannot happen: accepted messages are JSON.
+	} else if e.maySend() {
 		// The context is only cancelled when the engine stops or pauses: a timer per request would
 		// cost more than the rest of send.
 		ctx := egress.WithDeadline(p.flight, started.Add(p.set.policy.Timeout))
-		r.Result = e.o.Client.Post(ctx, p.target.to, w.headers, body)
+		r.Result = e.o.Client.Post(ctx, p.target.to, w.headers, p.body)
 	}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
@@ -216,7 +229,10 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 	}
 	l.inFlight--
 	ep.inFlight--
-	e.scheduler.addLeased(l, -1, -len(p.message.Body))
+	e.scheduler.addLeased(l, -1, -len(p.message.Body)-p.copied)
+	if p.set.redaction.redactor != nil && p.set == l.destination.set {
+		l.destination.matches.add(p.matched)
+	}
 	e.recorder.countOutcome(l.destination, s, now.Sub(p.message.AcceptedAt))
 	if p.probe || s == released {
 		// A probe leases the oldest message, so the store's last answer about the lane may be outdated.

@@ -85,7 +85,7 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		return delivered
 	}
 	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response,
-		Wait: decision.Wait}
+		Redact: p.set.redaction.text, Wait: decision.Wait}
 	if decision.Action == retry.Retry {
 		s.store.Retry(p.message, decision.At, f)
 		return retried
@@ -130,6 +130,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	default:
 		return false
 	}
+	f.Redact = l.set.redaction.text
 	e.scheduler.addLeased(l, -1, -len(d.Body))
 	e.mu.Unlock()
 	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.

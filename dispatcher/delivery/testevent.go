@@ -39,7 +39,11 @@ func (e *Engine) SendTest(ctx context.Context, destination, endpoint string) (li
 		if !e.maySend() { // The lease can end between two requests.
 			return nil, ErrNotSending
 		}
-		list = append(list, e.sendTest(ctx, set, t))
+		a, err := e.sendTest(ctx, set, t)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, a)
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
@@ -78,27 +82,31 @@ func (e *Engine) testTargets(destination, endpoint string) (set *destinationConf
 }
 
 // sendTest sends a test event to one endpoint.
-func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target) adminapi.Attempt {
+func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target) (adminapi.Attempt, error) {
 	started := time.Now()
 	id := "posthorn-test-" + uuid.NewString()
 	p := &post{set: set, target: to, message: queue.Delivery{ID: id, Body: testEvent(id, to, started)}}
+	var err error
+	if p.body, _, err = set.body(&p.message); err != nil {
+		return adminapi.Attempt{}, err
+	}
 	key := event.ID(id).Key()
-	headers := set.signer.Headers([]egress.Header{{Name: headerIdempotencyKey, Value: key}}, key, started, p.message.Body)
-	r := ended{Result: e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to, headers, p.message.Body)}
+	headers := set.signer.Headers([]egress.Header{{Name: headerIdempotencyKey, Value: key}}, key, started, p.body)
+	r := ended{Result: e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to, headers, p.body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
 	set.judge(to, &r.Result, r.at)
 	r.Response = set.signer.Redact(r.Response, headers)
 	a := attemptOf(p, &r)
 	if a.Test = true; ctx.Err() != nil { // The caller ended it, which is no failure of the receiver.
-		return a
+		return a, nil
 	}
 	kept := a
 	kept.Response = "" // The ring has one response, which explains why deliveries fail.
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.recorder.keep(&kept, p)
-	return a
+	return a, nil
 }
 
 // testEvent is the body of a test: a track call, in the form of an accepted one.

@@ -119,6 +119,9 @@ type Failure struct {
 	Message    string
 	// Response holds the first bytes of the response body, at most 1 KiB.
 	Response []byte
+	// Redact has the rules of redaction (redact.Text) of the request, or of the destination when there was none. It is
+	// stored with a dead letter only, without which no older Response is stored with it.
+	Redact []byte
 	// Wait is the part of the time until a retry that the receiver requested. It is not stored with
 	// the failure; see Lanes.EndWaits.
 	Wait time.Duration

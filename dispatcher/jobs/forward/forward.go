@@ -25,6 +25,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/contract/liveconfig/redact"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/intake/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -279,6 +280,8 @@ func (s *Service) forward(ctx context.Context, l letters) (more bool, err error)
 // read returns the messages of the next dead letters, and the position behind them. A damaged dead
 // letter has no body and is skipped, as is one that was forwarded to this destination.
 func (s *Service) read(ctx context.Context, l letters, after, mark string) (page []queue.Message, position string, err error) {
+	rules := s.rules(l)
+	var broken error
 	size, builtIn := 0, l.namespace+"/"+liveconfig.SourceDeadLetters
 	position = mark
 	err = s.Store.DeadLetters(ctx, l.key(), after, func(d queue.DeadLetter) bool {
@@ -291,13 +294,27 @@ func (s *Service) read(ctx context.Context, l letters, after, mark string) (page
 		}
 		after = d.Key
 		if d.Lane.Source != builtIn && d.Failure.Reason != queue.ReasonDamaged {
-			m := message(l, d)
+			var m queue.Message
+			if m, broken = message(l, d, rules); broken != nil {
+				return false
+			}
 			page = append(page, m)
 			size += len(m.Body)
 		}
 		return true
 	})
-	return page, position, err
+	return page, position, errors.Join(err, broken)
+}
+
+// rules returns the present rules of redaction of a destination; nil if it has none.
+func (s *Service) rules(l letters) *liveconfig.Redact {
+	config, _ := s.view.Namespace(l.namespace)
+	for i := range config.Destinations {
+		if d := &config.Destinations[i]; d.Name == l.from {
+			return d.Redact
+		}
+	}
+	return nil
 }
 
 // append appends messages for the target. It waits for a target that cannot take them.
@@ -372,10 +389,18 @@ type Details struct {
 	FailedAt   time.Time `json:"failedAt"`
 }
 
-// message returns the message that forwards a dead letter.
-func message(l letters, d queue.DeadLetter) queue.Message {
+// message returns the message that forwards a dead letter, redacted by the rules at its death and the present ones.
+func message(l letters, d queue.DeadLetter, now *liveconfig.Redact) (queue.Message, error) {
+	redactor, err := redact.Stored(d.Failure.Redact, now)
+	if err != nil {
+		return queue.Message{}, err
+	}
+	shown, _, err := redactor.Apply(d.Body)
+	if err != nil {
+		return queue.Message{}, err
+	}
 	_, source, _ := strings.Cut(d.Lane.Source, "/")
-	body := withDetails(d.Body, Details{
+	body := withDetails(shown, Details{
 		Destination: l.from, Endpoint: d.Lane.Endpoint, Source: source,
 		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message,
 		Attempts: d.Attempts, AcceptedAt: d.AcceptedAt.UTC(), FailedAt: d.Failure.Time.UTC(),
@@ -383,8 +408,8 @@ func message(l letters, d queue.DeadLetter) queue.Message {
 	return queue.Message{
 		Source: l.namespace + "/" + liveconfig.SourceDeadLetters, Only: l.namespace + "/" + l.to,
 		ID: messageID(d), Type: strings.Clone(d.Type), Event: strings.Clone(d.Event), AcceptedAt: time.Now(),
-		LongNumbers: !event.IsFixedPoint(d.Body), Body: body,
-	}
+		LongNumbers: !event.IsFixedPoint(shown), Body: body,
+	}, nil
 }
 
 // messageID is the ID of a forwarded message. It differs from the ID of the original message, because

@@ -278,6 +278,25 @@ func TestForwards(t *testing.T) {
 	})
 }
 
+// A dead letter is forwarded as it may be shown: redacted by the rules at its death and the present ones.
+func TestForwardsRedacted(t *testing.T) {
+	crm := to("crm", "ops", "web")
+	crm.Redact = &liveconfig.Redact{Mask: []string{"properties.name"}}
+	run(t, []liveconfig.Destination{crm}, func(r *rig) {
+		r.answer("crm", 422)
+		r.send(1, 1)
+		r.wait(5 * time.Second)
+		crm.Redact = &liveconfig.Redact{Drop: []string{"properties.other"}}
+		r.config.Destinations = []liveconfig.Destination{crm, pair[1]}
+		r.apply()
+		r.wait(time.Minute)
+		const want = `{"type":"track","messageId":"m1","properties":{"name":"***"},"deadLetter":{`
+		if body := r.accepted("ops")["m1"][0].body; !strings.HasPrefix(body, want) {
+			t.Errorf("body: got %s, want it to begin with %s", body, want)
+		}
+	})
+}
+
 // Only dead letters that are made while the config requests it are forwarded.
 func TestStartsAtTheConfig(t *testing.T) {
 	run(t, []liveconfig.Destination{to("crm", "", "web"), pair[1]}, func(r *rig) {

@@ -210,11 +210,14 @@ func (g *buryBatch) bury(seq uint64, rec *codec.Record, attempts int, last *queu
 		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.recordDamaged(g.l, seq, string(rec.Body))
 	}
 	if why := rec.FilterError(g.l.id.Destination); why != "" {
-		letter.Failure = queue.Failure{Time: g.f.Time, Reason: queue.ReasonFilterFailed, Message: why}
+		letter.Failure = queue.Failure{Time: g.f.Time, Reason: queue.ReasonFilterFailed, Message: why, Redact: g.f.Redact}
 	}
-	// The receiver's response to this message is more specific.
+	// The receiver's response to this message is more specific. It may repeat what other rules did not redact.
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
-		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response
+		letter.Failure.StatusCode = last.StatusCode
+		if len(g.f.Redact) == 0 {
+			letter.Failure.Response = last.Response
+		}
 	}
 	buried, err := g.s.buryOrHandOver(g.b, g.l, &letter)
 	if g.scanned++; buried {

@@ -792,7 +792,7 @@ func (x *suite) bury() {
 	x.buried(x.store.Bury(got[0], f0))
 	x.Clock.Advance(time.Second)
 	f1 := x.failure("TimedOut")
-	f1.Response = nil
+	f1.Response, f1.Redact = nil, []byte(`{"drop":["a"]}`)
 	x.buried(x.store.Bury(got[1], f1))
 	x.buried(x.store.Bury(got[1], f1)) // A second call has no effect.
 	want := []queue.DeadLetter{
@@ -970,7 +970,7 @@ func (x *suite) buryExpired() {
 	x.Clock.Advance(time.Hour)
 	cut := x.Clock.Now().Add(-time.Minute)
 	x.add(2) // 6 and 7 are not expired
-	f := queue.Failure{Time: cut.Truncate(time.Millisecond).UTC(), Reason: "Expired", Message: "too old"}
+	f := queue.Failure{Time: cut.Truncate(time.Millisecond).UTC(), Reason: "Expired", Message: "too old", Redact: []byte(`{"drop":["a"]}`)}
 	n, err := x.store.BuryExpired(context.Background(), lane, cut, f)
 	x.must(err)
 	x.equal("buried", n, 3)
@@ -980,6 +980,8 @@ func (x *suite) buryExpired() {
 	for _, l := range x.letters(crm, "") {
 		attempts[l.Seq] = l.Attempts
 		x.equal("reason", l.Failure.Reason, "Expired")
+		x.equal("rules of redaction", string(l.Failure.Redact), `{"drop":["a"]}`)
+		x.equal("response, which other rules may have redacted", string(l.Failure.Response), "")
 		x.equal("body", string(l.Body), `{"messageId":"`+l.ID+`"}`)
 	}
 	x.equal("attempts", attempts, map[uint64]int{2: 1, 3: 0, 5: 0})

@@ -489,15 +489,26 @@ func AppendDeadLetter(dst []byte, l *queue.DeadLetter) []byte {
 	dst = AppendString(dst, l.ID)
 	dst = AppendString(dst, l.Type)
 	dst = AppendString(dst, l.Event)
+	if len(l.Failure.Redact) > 0 {
+		dst = AppendString(append(dst, hasRules), string(l.Failure.Redact))
+	}
 	return append(dst, l.Body...)
 }
+
+// hasRules is before the rules of redaction of a dead letter. No body begins with it.
+const hasRules = 0
 
 // DecodeDeadLetter decodes a dead letter. Its body refers to v.
 func DecodeDeadLetter(key, v []byte) (queue.DeadLetter, error) {
 	d := Decoder{Rest: v}
 	l := queue.DeadLetter{Key: DeadLetterID(key), Lane: d.laneID(), Seq: d.Uvarint(), AcceptedAt: FromMillis(int64(d.Uvarint())),
 		Attempts: int(d.Uvarint()), Failure: d.Failure()}
-	l.ID, l.Type, l.Event, l.Body = d.string(), d.string(), d.string(), d.Rest
+	l.ID, l.Type, l.Event = d.string(), d.string(), d.string()
+	if len(d.Rest) > 0 && d.Rest[0] == hasRules {
+		d.byte()
+		l.Failure.Redact = d.Bytes()
+	}
+	l.Body = d.Rest
 	return l, d.Err()
 }
 
