@@ -16,6 +16,8 @@ import (
 	"sort"
 	"strings"
 	"time"
+
+	"github.com/posthorn/posthorn/contract/liveconfig"
 )
 
 var (
@@ -136,6 +138,7 @@ var measurements = []struct {
 	{"batches", measureBatches},
 	{"singles", measureSingles},
 	{"numbers", measureNumbers},
+	{"redact", measureRedact},
 	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
@@ -257,6 +260,31 @@ func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 	plain := before.mean(after)
 	return []row{below("CPU per message with a long number, of one without", got.cpu/plain.cpu, 1.5,
 		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
+}
+
+// measureRedact compares single calls whose destination drops, masks and hashes a value with those of one without rules.
+func measureRedact(ctx context.Context, b *bench) ([]row, error) {
+	l := load{batch: 1, clients: 64}
+	before, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	list := destinations(1, b.sink.Addr)
+	list[0].change = func(d *liveconfig.Destination) {
+		d.Redact = &liveconfig.Redact{Drop: []string{"context.userAgent"}, Mask: []string{"properties.coupon"},
+			Hash: &liveconfig.RedactHash{Key: liveconfig.NewSecret(secret), Paths: []liveconfig.HashedPath{{Path: "userId"}}}}
+	}
+	got, err := b.throughput(ctx, l, list)
+	if err != nil {
+		return nil, err
+	}
+	after, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	plain := before.mean(after)
+	return []row{below("CPU per message with three redacted paths, of one without", got.cpu/plain.cpu, 1.3,
+		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.3")}, nil
 }
 
 // measureQueue runs only the queue: durable appends of 20 messages, lease, ack.
