@@ -88,6 +88,12 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
+	// Experimental: can change or be removed in a minor release.
+	// Values that are removed or replaced before a message is sent, or shown as a dead letter or an attempt. The store
+	// keeps the message as it was accepted, and filters see it. Default: none.
+	// +optional
+	Redact *Redact `json:"redact,omitempty"`
+
 	// Retention, size limit and forwarding of dead letters.
 	// +kubebuilder:default={}
 	// +optional
@@ -511,6 +517,83 @@ type Filter struct {
 	// +optional
 	Expression string `json:"expression,omitempty"`
 }
+
+// Redact names values of a message by paths: keys with dots between them (context.ip), * for any key or element, [*] for any
+// element (properties.products[*].sku), and ["KEY"] for other keys (traits["first name"]). Of several rules for a value,
+// drop takes precedence over mask, and mask over hash. type, messageId and event always pass. At most 64 paths in all.
+// +kubebuilder:validation:XValidation:rule="has(self.allow) || has(self.drop) || has(self.mask) || has(self.hash)",message="set at least one of allow, drop, mask and hash, or leave redact out"
+type Redact struct {
+	// The only values that pass, each with all that it contains; everything else is removed. Default: all
+	// values pass. 1 to 64.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=set
+	// +optional
+	Allow []RedactPath `json:"allow,omitempty"`
+
+	// Values that are removed. 1 to 64.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=set
+	// +optional
+	Drop []RedactPath `json:"drop,omitempty"`
+
+	// Values that the string "***" replaces; null remains. 1 to 64.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=set
+	// +optional
+	Mask []RedactPath `json:"mask,omitempty"`
+
+	// Values that a pseudonym replaces.
+	// +optional
+	Hash *RedactHash `json:"hash,omitempty"`
+}
+
+// RedactPath is the path of values in a message.
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=256
+// +kubebuilder:validation:XValidation:rule="!self.startsWith('$') && !self.startsWith('.') && !self.endsWith('.')",message="must begin with a key of the message, without $ and dots, such as properties.email"
+type RedactPath string
+
+// RedactHash replaces values by their HMAC-SHA-256, as 64 lowercase hex digits: equal values have equal pseudonyms.
+type RedactHash struct {
+	// The Secret key that contains the key of the HMAC: 16 to 4,096 bytes. A line break at its end is not used. Another
+	// key changes all pseudonyms. While it is missing, nothing is sent, messages are kept, and ResolvedRefs is False.
+	// +required
+	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
+
+	// The values: of a string the characters, of other values the JSON text. null remains. Of a message, 256 values are
+	// hashed, and further ones masked. 1 to 64.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=map
+	// +listMapKey=path
+	// +required
+	Paths []HashedPath `json:"paths"`
+}
+
+// HashedPath is the path of values that are hashed.
+type HashedPath struct {
+	// The path of the values.
+	// +required
+	Path RedactPath `json:"path"`
+
+	// Email: white space around a string is removed, and its letters are lower case, before it is hashed. None: the
+	// string is hashed as it is. Default None.
+	// +kubebuilder:validation:Enum=None;Email
+	// +optional
+	Normalize Normalization `json:"normalize,omitempty"`
+}
+
+// Normalization is a change of a string before it is hashed.
+type Normalization string
+
+// The normalizations.
+const (
+	NormalizeNone  Normalization = "None"
+	NormalizeEmail Normalization = "Email"
+)
 
 // CallType is a call type, or "delete" for a deletion request.
 // +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete

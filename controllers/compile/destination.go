@@ -80,6 +80,9 @@ func secretsOfDestination(o *v1beta1.WebhookDestination) (names []string) {
 			}
 		}
 	}
+	if r := o.Spec.Redact; r != nil && r.Hash != nil {
+		names = append(names, r.Hash.SecretKeyRef.Name)
+	}
 	return names
 }
 
@@ -113,6 +116,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		Delivery:        b.delivery(o.Spec.Delivery),
 		Filter:          b.filter(o.Spec.Filter),
 		DeadLetters:     b.deadLetters(o.Spec.DeadLetters),
+		Redact:          b.redact(o.Spec.Redact, o.Spec.Deletions),
 	}
 	c.SourcesUnknown = b.sourcesUnknown
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
