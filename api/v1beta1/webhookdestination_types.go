@@ -439,7 +439,25 @@ type Delivery struct {
 	// it wait. Default: no limit.
 	// +optional
 	RateLimit *RequestRateLimit `json:"rateLimit,omitempty"`
+
+	// Experimental: can change or be removed in a minor release.
+	// The compression of bodies of 1 KiB and more. GZip sends them with Content-Encoding: gzip; a signature
+	// is of the body before the compression. An endpoint that answers 415 gets uncompressed bodies, see
+	// status.endpoints. None or GZip, default None.
+	// +kubebuilder:validation:Enum=None;GZip
+	// +kubebuilder:default=None
+	// +optional
+	Compression Compression `json:"compression,omitempty"`
 }
+
+// Compression is the compression of request bodies.
+type Compression string
+
+// The compressions.
+const (
+	CompressionNone Compression = "None"
+	CompressionGZip Compression = "GZip"
+)
 
 // Retry configures the retries of a message that an endpoint did not accept.
 // +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff (default 1s) must not be larger than maxBackoff (default 5m); lower minBackoff or raise maxBackoff"
@@ -724,6 +742,11 @@ type EndpointStatus struct {
 	// dead letters.
 	// +optional
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped"`
+	// Experimental: can change or be removed in a minor release.
+	// The endpoint answered 415 to a compressed request. It gets uncompressed ones until its definition
+	// changes, or its dispatchers restart.
+	// +optional
+	CompressionRefused bool `json:"compressionRefused,omitempty"`
 }
 
 // DeliveryFailure is a failed attempt, without secrets.

@@ -378,6 +378,8 @@ type EndpointReport struct {
 	// under AnyEndpoint, because their retry window ended or the space was needed. Messages that no
 	// other endpoint accepted are dead letters. It is durable.
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
+	// CompressionRefused is true if the endpoint answered 415 to a compressed request, and gets uncompressed ones since.
+	CompressionRefused bool `json:"compressionRefused,omitempty"`
 }
 
 // UnmatchedPaths are paths, such as drop[context.ip], that are in none of a number of messages.

@@ -245,6 +245,8 @@ type Endpoint struct {
 	TLS     *TLS     `json:"tls,omitempty"`
 	// OAuth2 is set if requests carry access tokens.
 	OAuth2 *OAuth2 `json:"oauth2,omitempty"`
+	// GZip is true if bodies of 1 KiB and more are compressed.
+	GZip bool `json:"gzip,omitempty"`
 }
 
 // OAuth2 is a client of a token endpoint, for the client credentials grant of OAuth 2.0.

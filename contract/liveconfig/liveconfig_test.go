@@ -32,7 +32,8 @@ func full() Config {
 			Name: "crm", Generation: 3, Revision: "r2", State: Active, PausedReason: "x", Sources: []string{"web"}, SourcesUnknown: true,
 			Endpoints: []Endpoint{{
 				Name: "primary", URL: s, Headers: []Header{{Name: "Authorization", Value: NewSecret(canary)}},
-				TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
+				TLS:  &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
+				GZip: true,
 				OAuth2: &OAuth2{
 					TokenURL: "https://login.example", ClientID: "posthorn", ClientSecret: NewSecret(canary), SecretInBody: true, Scopes: []string{"a"},
 					Parameters: map[string]string{"audience": "b"}, TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},

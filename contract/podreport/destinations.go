@@ -60,6 +60,7 @@ type rareEndpoint struct {
 	consecutiveFailures                        int
 	lastFailure                                *adminapi.Failure
 	firstAttemptsPending, firstAttemptsSkipped int64
+	compressionRefused                         bool
 }
 
 var endpointStates = []adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded,
@@ -156,7 +157,7 @@ func compact(r *adminapi.DestinationReport, likes []*destinations) (c compactDes
 		e := &r.Endpoints[i]
 		endpoints[i] = compactEndpoint{since: nanoseconds(e.Since), lastSuccess: nanoseconds(e.LastSuccess)}
 		rare := rareEndpoint{consecutiveFailures: e.ConsecutiveFailures, lastFailure: e.LastFailure, firstAttemptsPending: e.FirstAttemptsPending,
-			firstAttemptsSkipped: e.FirstAttemptsSkipped}
+			firstAttemptsSkipped: e.FirstAttemptsSkipped, compressionRefused: e.CompressionRefused}
 		if known := slices.Index(endpointStates, e.State); known >= 0 {
 			endpoints[i].state = uint8(known)
 		} else {
@@ -236,6 +237,7 @@ func (d *destinations) read(c *compactDestination, into *adminapi.DestinationRep
 			Name: c.endpoints[i], State: state, Since: timeOf(e.since), LastSuccess: timeOf(e.lastSuccess),
 			ConsecutiveFailures: rare.consecutiveFailures, LastFailure: rare.lastFailure,
 			FirstAttemptsPending: rare.firstAttemptsPending, FirstAttemptsSkipped: rare.firstAttemptsSkipped,
+			CompressionRefused: rare.compressionRefused,
 		})
 	}
 	*into = adminapi.DestinationReport{

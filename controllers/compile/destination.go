@@ -119,6 +119,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		Redact:          b.redact(o.Spec.Redact, o.Spec.Deletions),
 	}
 	c.SourcesUnknown = b.sourcesUnknown
+	b.compress(c.Endpoints, o.Spec.Delivery.Compression)
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
 	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
 	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted,
@@ -505,6 +506,20 @@ func (b *builder) exactNumbers(format v1beta1.NumberFormat) bool {
 			v1beta1.NumbersExact)
 	}
 	return false
+}
+
+// compress sets the compression of the bodies of endpoints.
+func (b *builder) compress(endpoints []liveconfig.Endpoint, compression v1beta1.Compression) {
+	switch compression {
+	case "", v1beta1.CompressionNone:
+	case v1beta1.CompressionGZip:
+		for i := range endpoints {
+			endpoints[i].GZip = true
+		}
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.compression", "%q is unknown; set %s or %s", compression, v1beta1.CompressionNone,
+			v1beta1.CompressionGZip)
+	}
 }
 
 func (b *builder) delivery(d v1beta1.Delivery) liveconfig.Delivery {

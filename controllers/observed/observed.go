@@ -132,6 +132,7 @@ type Endpoint struct {
 	// firstPending is the number of messages without a first attempt, and firstSkipped the
 	// number of messages that are never sent to this endpoint.
 	firstPending, firstSkipped int64
+	compressionRefused         bool
 }
 
 func (e *Endpoint) add(r adminapi.EndpointReport, outdated bool) {
@@ -142,6 +143,7 @@ func (e *Endpoint) add(r adminapi.EndpointReport, outdated bool) {
 		return
 	}
 	e.reported = true
+	e.compressionRefused = e.compressionRefused || r.CompressionRefused
 	if severity(r.State) > severity(e.State) {
 		e.State = r.State
 	}
@@ -174,8 +176,9 @@ func (e Endpoint) status(before v1beta1.EndpointStatus, now time.Time, counted b
 	if counted {
 		s.FirstAttemptsPending, s.FirstAttemptsSkipped = e.firstPending, e.firstSkipped
 	}
+	s.CompressionRefused = e.compressionRefused
 	if !e.reported && before.State != "" {
-		s.State = before.State
+		s.State, s.CompressionRefused = before.State, before.CompressionRefused
 	}
 	if severity(adminapi.EndpointState(s.State)) < 0 {
 		s.State = v1beta1.EndpointIdle

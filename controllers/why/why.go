@@ -900,6 +900,10 @@ func (e *explainer) endpoints() {
 		if f := p.LastFailure; f != nil && p.State != v1beta1.EndpointHealthy && p.State != v1beta1.EndpointIdle {
 			e.because(f.Reason, e.failingSince(p.Name), f.StatusCode)
 		}
+		if p.CompressionRefused {
+			e.add(Notice, "Endpoint", "let it accept Content-Encoding: gzip, or remove spec.delivery.compression",
+				"%q answered 415 to a compressed request; it gets uncompressed ones until its definition changes, or its dispatchers restart", p.Name)
+		}
 		pending, skipped := p.FirstAttemptsPending, p.FirstAttemptsSkipped
 		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
 			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet",

@@ -61,7 +61,9 @@ func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 			if at := t.machine.RefreshAt(now); !at.IsZero() {
 				d.changed.TransitionAt(at)
 			}
-			r.Endpoints = append(r.Endpoints, endpointReport(t.name, t.machine.Status()))
+			ep := endpointReport(t.name, t.machine.Status())
+			ep.CompressionRefused = t.to.CompressionRefused()
+			r.Endpoints = append(r.Endpoints, ep)
 			if t.machine.Open() && d.set.active {
 				r.NextAttempt = earlier(r.NextAttempt, t.machine.ProbeAt())
 			}

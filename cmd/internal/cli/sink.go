@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -145,6 +146,20 @@ func (s *sink) serve(ctx context.Context, l net.Listener) {
 	_ = server.Serve(l)
 }
 
+// readWebhook reads a body, which may be compressed. The header of a compressed body is removed, so that it can be forwarded.
+func readWebhook(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+	body := http.MaxBytesReader(w, r.Body, 1<<20)
+	if r.Header.Get("Content-Encoding") != "gzip" {
+		return io.ReadAll(body)
+	}
+	r.Header.Del("Content-Encoding")
+	inflated, err := gzip.NewReader(body)
+	if err != nil {
+		return nil, err
+	}
+	return io.ReadAll(http.MaxBytesReader(w, inflated, 1<<20))
+}
+
 // ServeHTTP receives one webhook.
 func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Method != http.MethodPost {
@@ -152,7 +167,7 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this sink accepts POST only", http.StatusMethodNotAllowed)
 		return
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, 1<<20))
+	body, err := readWebhook(w, r)
 	if err != nil {
 		http.Error(w, "cannot read the body", http.StatusBadRequest)
 		return

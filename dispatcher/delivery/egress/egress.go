@@ -237,8 +237,10 @@ const defaultTimeout = 5 * time.Second
 // scratch is the buffer memory of one attempt.
 type scratch struct {
 	request []byte
-	reader  *bufio.Reader
-	body    sink
+	// compressed is the body in the gzip format.
+	compressed []byte
+	reader     *bufio.Reader
+	body       sink
 }
 
 var scratches = sync.Pool{New: func() any {
@@ -266,18 +268,29 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 	return c.post(ctx, e, deadline, "", headers, body)
 }
 
-// post makes one attempt; authorization is the value of the header Authorization, or empty.
+// post makes one attempt; authorization is the value of the header Authorization, or empty. An endpoint that refuses a compressed
+// body gets it uncompressed at once.
 func (c *Client) post(ctx context.Context, e *Endpoint, deadline time.Time, authorization string, headers []Header,
 	body []byte) (r Result) {
 	s := scratches.Get().(*scratch)
-	s.request = e.appendRequest(s.request[:0], authorization, c.proxyAuthorization(e), headers, body)
 	defer func() {
 		s.reader.Reset(nil)
-		if cap(s.request) <= 64<<10 {
+		if cap(s.request)+cap(s.compressed) <= 64<<10 {
 			scratches.Put(s)
 		}
 	}()
+	if compressed := e.compress(s, body); compressed != nil {
+		s.request = e.appendRequest(s.request[:0], authorization, c.proxyAuthorization(e), headers, "gzip", compressed)
+		if r = c.attempt(ctx, e, deadline, s); !e.refusesCompression(r.StatusCode) {
+			return r
+		}
+	}
+	s.request = e.appendRequest(s.request[:0], authorization, c.proxyAuthorization(e), headers, "", body)
+	return c.attempt(ctx, e, deadline, s)
+}
 
+// attempt sends the request in s.
+func (c *Client) attempt(ctx context.Context, e *Endpoint, deadline time.Time, s *scratch) (r Result) {
 	cn := e.pool.get(ctx, time.Now(), deadline)
 	if cn != nil {
 		if retry := c.exchange(ctx, e, cn, s, &r); !retry {

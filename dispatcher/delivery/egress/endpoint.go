@@ -14,6 +14,7 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/net/http/httpguts"
@@ -28,15 +29,17 @@ const userAgent = "Posthorn/1.0"
 // name, scheme and host.
 type Endpoint struct {
 	name     string
-	host     string      // the form that is resolved, checked and shown
-	address  string      // host and port to dial
-	head     []byte      // the constant part of the request, before the headers of an attempt
-	tls      *tls.Config // nil for http
-	redactor *Redactor   // removes the endpoint's secrets from a shown response
-	pool     *pool       // nil before Client.Prepare
-	released bool        // guarded by the client
-	tokens   *tokens     // nil without OAuth 2.0
-	proxy    *Proxy      // nil if requests do not use a proxy
+	host     string       // the form that is resolved, checked and shown
+	address  string       // host and port to dial
+	head     []byte       // the constant part of the request, before the headers of an attempt
+	tls      *tls.Config  // nil for http
+	redactor *Redactor    // removes the endpoint's secrets from a shown response
+	pool     *pool        // nil before Client.Prepare
+	released bool         // guarded by the client
+	tokens   *tokens      // nil without OAuth 2.0
+	proxy    *Proxy       // nil if requests do not use a proxy
+	gzip     bool         // bodies are compressed
+	refused  *atomic.Bool // true after the endpoint refused a compressed body
 
 	keepsAccepted bool
 }
@@ -123,7 +126,7 @@ func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 	if u.User != nil {
 		return fail("url", "must not contain a user name or password; send them in a header")
 	}
-	e := &Endpoint{name: c.Name}
+	e := &Endpoint{name: c.Name, gzip: c.GZip, refused: new(atomic.Bool)}
 	port := u.Port()
 	if port == "" {
 		port = map[string]string{"http": "80", "https": "443"}[u.Scheme]
@@ -219,8 +222,9 @@ func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 	return config, nil
 }
 
-// appendRequest appends the whole request to dst.
-func (e *Endpoint) appendRequest(dst []byte, authorization, proxyAuthorization string, headers []Header, body []byte) []byte {
+// appendRequest appends the whole request to dst. encoding is the one of the body, or empty.
+func (e *Endpoint) appendRequest(dst []byte, authorization, proxyAuthorization string, headers []Header, encoding string,
+	body []byte) []byte {
 	dst = append(dst, e.head...)
 	if authorization != "" {
 		dst = append(dst, "Authorization: "...)
@@ -236,6 +240,11 @@ func (e *Endpoint) appendRequest(dst []byte, authorization, proxyAuthorization s
 		dst = appendEscaped(dst, h.Name, validNameByte)
 		dst = append(dst, ": "...)
 		dst = appendEscaped(dst, h.Value, validValueByte)
+		dst = append(dst, "\r\n"...)
+	}
+	if encoding != "" {
+		dst = append(dst, "Content-Encoding: "...)
+		dst = append(dst, encoding...)
 		dst = append(dst, "\r\n"...)
 	}
 	dst = append(dst, "Content-Length: "...)
