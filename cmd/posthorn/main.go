@@ -56,7 +56,7 @@ Exit codes: 0 success; 1 failure or negative result; 2 usage error;
 	cli.AddTo(root)
 	cli.Add(root, cli.GroupData, newBackup(), newRestore(), newDrain(), newRepair(), newReplication())
 	// It is not a client command, because it links the API server's validation.
-	cli.Add(root, cli.GroupDev, newCompile())
+	cli.Add(root, cli.GroupDev, newCompile(), newRender())
 	cli.SetGroups(root, cli.InsteadLocal)
 	return root
 }

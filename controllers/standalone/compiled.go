@@ -44,19 +44,10 @@ func (c Compiled) OK() bool {
 // Control. The result prints and marshals without secrets. Compile returns an error only if the folder
 // cannot be read or has no manifest.
 func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled, error) {
-	if _, err := definitions(); err != nil {
-		return Compiled{}, err
-	}
-	marks, err := manifests(path)
+	s, err := loadOnce(path, values)
 	if err != nil {
 		return Compiled{}, err
 	}
-	if len(marks) == 0 {
-		return Compiled{}, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
-	}
-	s := newStore()
-	s.secretValues = slices.Clone(values)
-	s.load(marks, time.Now())
 	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Warnings: s.warnings, Objects: len(s.objects)}
 	snapshots, at := s.snapshots(policy), s.positions()
 	var expressions compile.Expressions
@@ -76,6 +67,24 @@ func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled
 		out.NotAccepted, out.Warnings = append(out.NotAccepted, problems...), append(out.Warnings, warnings...)
 	}
 	return out, nil
+}
+
+// loadOnce loads a folder of manifests, or one file, and the Secrets of values.
+func loadOnce(path string, values []SecretValue) (*store, error) {
+	if _, err := definitions(); err != nil {
+		return nil, err
+	}
+	marks, err := manifests(path)
+	if err != nil {
+		return nil, err
+	}
+	if len(marks) == 0 {
+		return nil, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
+	}
+	s := newStore()
+	s.secretValues = slices.Clone(values)
+	s.load(marks, time.Now())
+	return s, nil
 }
 
 // judged returns the conditions of a namespace's verdicts that are False, and warnings about accepted objects.

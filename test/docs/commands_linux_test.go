@@ -91,7 +91,7 @@ for i in $(seq 3000); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && bre
 // retrying is a wrapper of posthorn that retries until a server that the block has started
 // is ready.
 const retrying = `#!/usr/bin/env bash
-case $1 in run|sink|compile|verify) exec "$POSTHORN" "$@" ;; esac
+case $1 in run|sink|compile|render|verify) exec "$POSTHORN" "$@" ;; esac
 for i in $(seq 3000); do
 	code=0
 	"$POSTHORN" "$@" >"$DIR/out.$$" 2>"$DIR/error.$$" || code=$?

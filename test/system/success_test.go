@@ -41,7 +41,7 @@ func TestAResponseThatIsNoSuccess(t *testing.T) {
 		"deadletters list crm --reason RejectedByExpression": {"m1", "RejectedByExpression"},
 		"why crm":  {"RejectedByExpression", "channel_not_found", "To do: see the response: correct the receiver, or spec.success.expression"},
 		"test crm": {"failed: RejectedByExpression 200", "To do: see the response"},
-		"redeliver crm --dry-run --reason RejectedByExpression --all": {"1"},
+		"deadletters redeliver crm --dry-run --reason RejectedByExpression": {"1 dead letter"},
 	} {
 		out, errs, _ := cli(t, "", append(strings.Fields(args), "--admin", p.Admin)...)
 		for _, w := range want {
@@ -71,7 +71,7 @@ func TestAResponseThatIsNoSuccess(t *testing.T) {
 	p.Write("crm.yaml", rule("headers[?'x-result'].orValue('') == '' && response.json.ok"))
 	p.condition("crm", "Accepted", "True", "")
 	wait.True(t, "the message that waited arrives", func() bool { return len(r.got()) > before })
-	if out, errs, code := cli(t, "", "redeliver", "crm", "--reason", "RejectedByExpression", "--all", "--admin", p.Admin); code != 0 {
+	if out, errs, code := cli(t, "", "deadletters", "redeliver", "crm", "--reason", "RejectedByExpression", "--admin", p.Admin); code != 0 {
 		t.Errorf("redeliver: got exit code %d and %s%s, want 0", code, out, errs)
 	}
 	wait.True(t, "both messages are delivered", func() bool {

@@ -253,6 +253,15 @@ func (e *Endpoint) appendRequest(dst []byte, authorization, proxyAuthorization s
 	return append(dst, body...)
 }
 
+// Wire returns the whole request of an attempt without a proxy and without compression; an OAuth 2.0 access token in it is a placeholder.
+func (e *Endpoint) Wire(headers []Header, body []byte) []byte {
+	authorization := ""
+	if e.tokens != nil {
+		authorization = "Bearer posthorn-placeholder"
+	}
+	return e.appendRequest(nil, authorization, "", headers, "", body)
+}
+
 func validNameByte(b byte) bool  { return httpguts.IsTokenRune(rune(b)) }
 func validValueByte(b byte) bool { return b >= ' ' && b != 0x7f || b == '\t' }
 
