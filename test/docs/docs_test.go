@@ -85,6 +85,20 @@ func TestManifestsAreValid(t *testing.T) {
 	}
 }
 
+// The requests of samples are the ones in config/samples/cases.
+func TestCasesOfSamples(t *testing.T) {
+	cases, err := filepath.Glob(filepath.Join(root, "config", "samples", "cases", "*.yaml"))
+	if err != nil || len(cases) == 0 {
+		t.Fatalf("cases: got %d and error %v, want some", len(cases), err)
+	}
+	for _, file := range cases {
+		sample := filepath.Join(root, "config", "samples", filepath.Base(file))
+		if out, err := exec.Command(binary, "render", "-f", sample, "--cases", file).CombinedOutput(); err != nil {
+			t.Errorf("%s: got error %v and\n%s\nwant no difference", filepath.Base(file), err, out)
+		}
+	}
+}
+
 var (
 	link    = regexp.MustCompile(`\]\(([^)#]*?)(#[^)]*)?\)`)
 	heading = regexp.MustCompile(`(?m)^#+ (.*)$`)
