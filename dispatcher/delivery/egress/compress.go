@@ -36,7 +36,7 @@ func (e *Endpoint) compress(s *scratch, body []byte) []byte {
 
 // CompressionRefused reports whether the endpoint answered 415 (Unsupported Media Type) to a compressed request. It gets
 // uncompressed ones since, until its config changes.
-func (e *Endpoint) CompressionRefused() bool { return e != nil && e.refused.Load() }
+func (e *Endpoint) CompressionRefused() bool { return e != nil && e.refused != nil && e.refused.Load() }
 
 // refusesCompression records a response to a compressed request, and reports whether it must be sent uncompressed.
 func (e *Endpoint) refusesCompression(statusCode int) bool {
