@@ -37,11 +37,11 @@ func TestAResponseThatIsNoSuccess(t *testing.T) {
 	message := p.condition("crm", "Delivering", "False", v1beta1.ReasonRejectedByExpression)
 	check.Equal(t, "the condition has the message", strings.Contains(message, why), true)
 	for args, want := range map[string][]string{
-		"attempts crm -o yaml":                               {"reason: RejectedByExpression", why, "statusCode: 200", "channel_not_found"},
-		"deadletters list crm --reason RejectedByExpression": {"m1", "RejectedByExpression"},
-		"why crm":  {"RejectedByExpression", "channel_not_found", "To do: see the response: correct the receiver, or spec.success.expression"},
-		"test crm": {"failed: RejectedByExpression 200", "To do: see the response"},
-		"deadletters redeliver crm --dry-run --reason RejectedByExpression": {"1 dead letter"},
+		"attempts crm -o json": {`"reason":"RejectedByExpression"`, why, `"statusCode":200`, "channel_not_found"},
+		"deadletters list crm": {"m1", "RejectedByExpression"},
+		"why crm":              {"RejectedByExpression", "channel_not_found", "To do: see the response: correct the receiver, or spec.success.expression"},
+		"test crm":             {"failed: RejectedByExpression 200", "To do: see the response"},
+		"deadletters redeliver crm --dry-run --reason RejectedByExpression": {"1 would be redelivered"},
 	} {
 		out, errs, _ := cli(t, "", append(strings.Fields(args), "--admin", p.Admin)...)
 		for _, w := range want {
