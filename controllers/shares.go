@@ -141,7 +141,7 @@ func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand shares.Dem
 	for pod, probe := range p.probes {
 		probes[pod.Name] = probe
 	}
-	demand = shares.Demand{}
+	states := map[string]*podreport.Index{}
 	for _, pod := range existing {
 		names[pod.Name] = true
 		one := shares.Pod{Name: pod.Name, Exists: true}
@@ -149,8 +149,8 @@ func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand shares.Dem
 			if ok = true; probe.state.Replication != nil {
 				return nil, nil, false
 			}
-			one.Applied, one.Reports = probe.state.Shares, !probe.failing
-			addUses(demand, pod.Name, probe.state)
+			one.Applied, one.Above, one.Reports = probe.state.Shares, probe.state.AboveShares, !probe.failing
+			states[pod.Name] = probe.state
 		}
 		pods = append(pods, one)
 	}
@@ -159,14 +159,18 @@ func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand shares.Dem
 			pods = append(pods, shares.Pod{Name: name})
 		}
 	}
-	return pods, demand, ok
+	return pods, demandOf(states), ok
 }
 
-// addUses adds what a dispatcher uses of the limits of objects.
-func addUses(demand shares.Demand, pod string, state *podreport.Index) {
-	for namespace, n := range state.Namespaces() {
-		for object, use := range n.LimitUses() {
-			demand.Add(namespace+"/"+object, pod, shares.Use{Used: float64(use.Used) / 1e6, Limited: use.Limited})
+// demandOf returns what the dispatchers use of the limits of objects.
+func demandOf(states map[string]*podreport.Index) shares.Demand {
+	demand := shares.Demand{}
+	for pod, state := range states {
+		for namespace, n := range state.Namespaces() {
+			for object, use := range n.LimitUses() {
+				demand.Add(namespace+"/"+object, pod, shares.Use{Used: float64(use.Used) / 1e6, Limited: use.Limited})
+			}
 		}
 	}
+	return demand
 }

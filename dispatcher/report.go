@@ -47,7 +47,8 @@ func (d *Dispatcher) Report() adminapi.Report {
 func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 	var r adminapi.Report
 	version := d.setPod(&r)
-	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: version, Shares: r.Shares})
+	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: version, Shares: r.Shares,
+		AboveShares: strings.Join(r.AboveShares, " ")})
 	switch {
 	case !ok:
 		return nil
@@ -79,7 +80,7 @@ func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 		r.Storage.LackingBytes = (d.store.Lacking() + 1<<20 - 1) &^ (1<<20 - 1)
 	}
 	r.Replication = d.options.Lease.Report()
-	r.Shares = d.shares.applied(d.engine)
+	r.Shares, r.AboveShares = d.shares.applied(d.engine)
 	r.Ready = d.gate.View() != nil && d.Ready() == nil
 	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
 	return configs

@@ -15,9 +15,8 @@ const shareWait = 30 * time.Second
 // shares are the dispatcher's shares of limits. The zero value has the whole limits.
 type shares struct {
 	mu sync.Mutex
-	// own are the shares in effect, and reported is the number of the newest ones that all endpoints keep.
-	own      *liveconfig.PodShares
-	reported int64
+	// own are the shares in effect.
+	own *liveconfig.PodShares
 	// wait ends shareWait; ended is true when it has ended without a share.
 	wait  *time.Timer
 	ended bool
@@ -63,14 +62,14 @@ func (d *Dispatcher) use(own *liveconfig.PodShares) {
 	d.shares.own = own
 }
 
-// applied returns the number of the newest shares that all endpoints keep.
-func (s *shares) applied(engine *delivery.Engine) int64 {
+// applied returns the number of the shares in effect, and the objects that are still above them.
+func (s *shares) applied(engine *delivery.Engine) (number int64, above []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.own != nil && s.reported != s.own.Number && engine.WithinShares() {
-		s.reported = s.own.Number
+	if s.own == nil {
+		return 0, nil
 	}
-	return s.reported
+	return s.own.Number, engine.AboveShares()
 }
 
 // ready returns an error while the dispatcher waits for its share.

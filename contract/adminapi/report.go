@@ -25,9 +25,11 @@ type Report struct {
 	// Configs are the states of the live configs, sorted by namespace. They are complete in a
 	// delta, too.
 	Configs []ConfigReport `json:"configs,omitempty"`
-	// Shares is the number of the shares of limits that the pod applies: no endpoint has more requests in flight than
-	// its share. 0 if the pod has the whole limits.
+	// Shares is the number of the shares of limits that the pod applies; 0 if the pod has the whole limits.
 	Shares int64 `json:"shares,omitempty"`
+	// AboveShares are the objects with an endpoint that still has more requests in flight than its share, sorted:
+	// "namespace/section/name".
+	AboveShares []string `json:"aboveShares,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 	// Replication is the pod's part in a replicated log; nil for a pod whose log is on its volume.

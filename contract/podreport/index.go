@@ -21,6 +21,7 @@ type Index struct {
 	Cursor      string
 	Ready       bool
 	Shares      int64
+	AboveShares []string
 	Storage     adminapi.StorageReport
 	Configs     []adminapi.ConfigReport
 	Replication *adminapi.ReplicationReport
@@ -135,7 +136,7 @@ func stateOf(r *adminapi.SourceReport) sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Shares: r.Shares, Storage: r.Storage, Configs: r.Configs,
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Shares: r.Shares, AboveShares: r.AboveShares, Storage: r.Storage, Configs: r.Configs,
 		Replication: r.Replication,
 		namespaces:  map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}

@@ -8,6 +8,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
@@ -20,11 +21,11 @@ const (
 	// newAfter is the time after which a new dispatcher gets the smallest share although others have not confirmed
 	// theirs.
 	newAfter = 25 * time.Second
-	// changeEvery is the shortest time between two changes of the shares that shares aim at, and stuckAfter the time
-	// after which a raise does not wait for dispatchers that do not confirm.
-	changeEvery, stuckAfter = 10 * time.Second, 10 * time.Second
-	// writeEvery is the shortest time between two documents.
-	writeEvery = time.Second
+	// divideEvery is the time between two divisions of the limits, and stuckAfter the time after which a raise does not
+	// wait for dispatchers that do not confirm.
+	divideEvery, stuckAfter = 10 * time.Second, 10 * time.Second
+	// writeEvery is the shortest time between two documents, in which dispatchers can confirm the first one.
+	writeEvery = 3 * time.Second
 	// quietFor is the time with little traffic after which an object gets equal shares again.
 	quietFor = 5 * time.Minute
 	// maxObjects bounds the objects with unequal shares, and so the document.
@@ -43,6 +44,8 @@ type Pod struct {
 	Reports bool
 	// Applied is the number of the document that the dispatcher reports; 0 if that is not known.
 	Applied int64
+	// Above are the keys of the objects with more requests in flight than their share in that document, sorted.
+	Above []string
 }
 
 // Use is the traffic of an object in a dispatcher.
@@ -75,8 +78,8 @@ type Plan struct {
 	objects map[string]*object // "" has the shares of the objects that are not in it.
 	// goneSince is when a dispatcher was first missing, and newSince when one without a share first existed.
 	goneSince, newSince map[string]time.Time
-	// changedAt and writtenAt are the times of the last change of the targets and of the last document.
-	changedAt, writtenAt time.Time
+	// dividedAt and writtenAt are the times of the last division and of the last document.
+	dividedAt, writtenAt time.Time
 	// loaded is true until the first Next after Load, and unwritten while the dispatchers differ from those of the document.
 	loaded, unwritten bool
 }
@@ -87,6 +90,15 @@ type object struct {
 	share, bound, target []liveconfig.Share
 	// quietSince is the start of a time with little traffic.
 	quietSince time.Time
+	// waitsSince is since when a raise waits for dispatchers to confirm.
+	waitsSince time.Time
+	// leaves is true if the place of the object belongs to other namespaces.
+	leaves bool
+}
+
+// clone returns an object with the same shares.
+func (o *object) clone() *object {
+	return &object{share: slices.Clone(o.share), bound: slices.Clone(o.bound), target: slices.Clone(o.target)}
 }
 
 // Load returns the Plan after a start of the operator, from the newest document. Which older documents the dispatchers
@@ -111,7 +123,7 @@ func (p Plan) Next(pods []Pod, demand Demand, now time.Time) (next Plan, changed
 	next.confirm(pods, now)
 	members := !slices.Equal(next.Shares.Pods, p.Shares.Pods)
 	next.unwritten = p.unwritten || members
-	if all := members || p.loaded; all || now.Sub(next.changedAt) >= changeEvery {
+	if all := members || p.loaded; all || now.Sub(next.dividedAt) >= divideEvery {
 		next.divide(pods, demand, now, all)
 	}
 	if now.Sub(p.writtenAt) < writeEvery || !next.step(now) && !next.unwritten {
@@ -133,8 +145,8 @@ func (p Plan) follow(pods []Pod, now time.Time) Plan {
 	}
 	next.objects[""] = &object{share: moved(nil, from), bound: moved(nil, from), target: moved(nil, from)}
 	for key, o := range p.objects {
-		next.objects[key] = &object{
-			share: moved(o.share, from), bound: moved(o.bound, from), target: moved(o.target, from), quietSince: o.quietSince}
+		next.objects[key] = &object{share: moved(o.share, from), bound: moved(o.bound, from), target: moved(o.target, from),
+			quietSince: o.quietSince, waitsSince: o.waitsSince, leaves: o.leaves}
 	}
 	for _, pod := range pods {
 		if i := slices.Index(next.Shares.Pods, pod.Name); pod.Exists && next.objects[""].share[i] == 0 {
@@ -182,15 +194,21 @@ func moved(list []liveconfig.Share, from []int) []liveconfig.Share {
 }
 
 // confirm lowers the bounds of the dispatchers that apply the newest document, and of those that do not exist: they
-// start with it.
+// start with it. The bound of an object that is still above its share remains, and only its own: it delays no other
+// object. Without a place for it, its requests in flight can be above its limit until they end.
 func (p *Plan) confirm(pods []Pod, now time.Time) {
 	for _, pod := range pods {
 		i := slices.Index(p.Shares.Pods, pod.Name)
 		if !p.gone(pod.Name, now) && (pod.Applied == 0 || pod.Applied != p.Shares.Number) {
 			continue
 		}
-		for _, o := range p.objects {
-			o.bound[i] = o.share[i]
+		if len(pod.Above) > 0 {
+			p.admit(pod.Above)
+		}
+		for key, o := range p.objects {
+			if _, above := slices.BinarySearch(pod.Above, key); !above {
+				o.bound[i] = o.share[i]
+			}
 		}
 	}
 }
@@ -207,25 +225,59 @@ func (p *Plan) divide(pods []Pod, demand Demand, now time.Time, all bool) {
 	for i := range standard.target {
 		standard.target[i] = liveconfig.Whole / liveconfig.Share(len(standard.target))
 	}
-	changed := all
+	var gaining []string
 	for key, uses := range demand {
-		if p.objects[key] == nil && len(p.objects) <= maxObjects && p.gains(standard, p.wanted(standard, pods, uses, now), uses) {
-			p.objects[key] = &object{share: slices.Clone(standard.share), bound: slices.Clone(standard.bound), target: slices.Clone(standard.target)}
+		if p.objects[key] == nil && p.gains(standard, p.wanted(standard, pods, uses, now), uses) {
+			gaining = append(gaining, key)
 		}
 	}
+	p.admit(gaining)
 	for key, o := range p.objects {
 		target := p.wanted(o, pods, demand[key], now)
-		if quiet := o.quiet(demand[key], now); quiet || key == "" {
+		if quiet := o.quiet(demand[key], now); quiet || key == "" || o.leaves {
 			target = slices.Clone(standard.target)
 		} else if !all && !p.gains(o, target, demand[key]) {
 			continue
 		}
-		changed = changed || !slices.Equal(o.target, target)
 		o.target = target
 	}
-	if changed {
-		p.changedAt = now
+	p.dividedAt = now
+}
+
+// admit lets objects have shares of their own, at first the usual ones. If more than maxObjects want it, their namespaces
+// have equal numbers of places: the further objects of a namespace leave, and places that others do not need are filled.
+func (p *Plan) admit(wanting []string) {
+	wanting = slices.DeleteFunc(slices.Clone(wanting), func(key string) bool { return p.objects[key] != nil })
+	slices.Sort(wanting)
+	present := slices.Sorted(maps.Keys(p.objects))[1:] // The first key is "".
+	keys := map[string][]string{}
+	for _, key := range append(present, wanting...) {
+		namespace, _, _ := strings.Cut(key, "/")
+		keys[namespace] = append(keys[namespace], key)
 	}
+	places := places(slices.Collect(maps.Values(keys)))
+	for _, namespace := range slices.Sorted(maps.Keys(keys)) {
+		for i, key := range keys[namespace] {
+			if o := p.objects[key]; o != nil {
+				o.leaves = i >= places
+			} else if i < places && len(p.objects) <= maxObjects {
+				p.objects[key] = p.objects[""].clone()
+			}
+		}
+	}
+}
+
+// places returns how many objects of a namespace can have shares of their own.
+func places(keys [][]string) int {
+	slices.SortFunc(keys, func(a, b []string) int { return cmp.Compare(len(a), len(b)) })
+	rest := maxObjects
+	for done, list := range keys {
+		if level := rest / (len(keys) - done); len(list) > level {
+			return max(1, level)
+		}
+		rest -= len(list)
+	}
+	return maxObjects
 }
 
 // quiet reports whether equal shares have been enough for quietFor.
@@ -301,10 +353,9 @@ func fit(needs []liveconfig.Share) []liveconfig.Share {
 
 // step moves the shares towards the targets as far as that is safe, and reports whether one has changed.
 func (p *Plan) step(now time.Time) (changed bool) {
-	stuck := now.Sub(p.writtenAt) >= stuckAfter
 	for _, o := range p.objects {
 		before := slices.Clone(o.share)
-		o.move(stuck)
+		o.move(now)
 		for i, name := range p.Shares.Pods {
 			if at, ok := p.newSince[name]; ok && now.Sub(at) >= newAfter {
 				o.share[i] = max(o.share[i], p.smallest())
@@ -321,16 +372,27 @@ func (o *object) equal(other *object) bool {
 	return slices.Equal(o.share, other.share) && slices.Equal(o.bound, other.bound) && slices.Equal(o.target, other.target)
 }
 
-// move lowers the shares above their targets, and raises the others when enough is free for all of them, or, if stuck,
-// by what is free.
-func (o *object) move(stuck bool) {
+// move lowers the shares above their targets, and raises the others when enough is free for all of them, or, after
+// stuckAfter, by what is free.
+func (o *object) move(now time.Time) {
 	free, missing := liveconfig.Whole, liveconfig.Share(0)
 	for i := range o.share {
 		o.share[i] = min(o.share[i], o.target[i])
 		free -= max(o.share[i], o.bound[i])
 		missing += o.target[i] - o.share[i]
 	}
-	if missing == 0 || free < missing && (!stuck || free < liveconfig.Whole/1000) {
+	switch {
+	case free >= missing:
+		o.waitsSince = time.Time{}
+	case o.waitsSince.IsZero():
+		o.waitsSince = now
+		return
+	case now.Sub(o.waitsSince) < stuckAfter || free < liveconfig.Whole/1000:
+		return
+	default:
+		o.waitsSince = now
+	}
+	if missing == 0 {
 		return
 	}
 	part := min(1, float64(free)/float64(missing))

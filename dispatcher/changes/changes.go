@@ -65,8 +65,9 @@ type Pod struct {
 	Storage adminapi.StorageReport
 	// Configs is another number after each change of the states of the live configs.
 	Configs uint64
-	// Shares is the number of the shares of limits in effect.
-	Shares int64
+	// Shares is the number of the shares of limits in effect, and AboveShares names the objects above their shares.
+	Shares      int64
+	AboveShares string
 }
 
 // Log has the sequence numbers of all changes of one process. Make it with New. Its methods may be

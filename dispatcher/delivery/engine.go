@@ -109,6 +109,8 @@ type Engine struct {
 	lifetime  lifetime
 	// shares are the dispatcher's shares of the limits; nil for the whole limits.
 	shares *liveconfig.PodShares
+	// aboveShares are endpoints that had more requests in flight than their share when it took effect.
+	aboveShares []*liveEndpoint
 
 	settler settler
 	trimmer trimmer

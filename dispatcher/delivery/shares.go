@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"slices"
 	"time"
 
 	"github.com/posthorn/posthorn/contract/adminapi"
@@ -20,7 +21,7 @@ const (
 func (e *Engine) SetShares(shares *liveconfig.PodShares) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.shares = shares
+	e.shares, e.aboveShares = shares, nil
 	now := time.Now()
 	for _, d := range e.registry.destinations {
 		if d.set == nil {
@@ -31,6 +32,9 @@ func (e *Engine) SetShares(shares *liveconfig.PodShares) {
 				t.most = most
 				t.machine.Limit(most)
 			}
+			if t.inFlight > t.most {
+				e.aboveShares = append(e.aboveShares, t.liveEndpoint)
+			}
 			t.setRate(d.set.perSecond, e.shareOf(d), now)
 			e.wakeNextLane(t.liveEndpoint, now)
 		}
@@ -39,7 +43,11 @@ func (e *Engine) SetShares(shares *liveconfig.PodShares) {
 }
 
 func (e *Engine) shareOf(d *destination) liveconfig.Share {
-	return e.shares.For(d.namespace, liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: d.name})
+	return e.shares.For(d.namespace, d.ref())
+}
+
+func (d *destination) ref() liveconfig.Ref {
+	return liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: d.name}
 }
 
 // mostInFlight returns the share of maxInFlight, at least 1.
@@ -47,18 +55,17 @@ func (e *Engine) mostInFlight(d *destination, set *destinationConfig) int {
 	return max(1, e.shareOf(d).Count(set.maxInFlight))
 }
 
-// WithinShares reports whether no endpoint has more requests in flight than its share.
-func (e *Engine) WithinShares() bool {
+// AboveShares returns the keys of the destinations with an endpoint that still has more requests in flight than its share
+// since SetShares, sorted.
+func (e *Engine) AboveShares() (keys []string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, d := range e.registry.destinations {
-		for _, ep := range d.endpoints {
-			if ep.inFlight > ep.most {
-				return false
-			}
-		}
+	e.aboveShares = slices.DeleteFunc(e.aboveShares, func(ep *liveEndpoint) bool { return ep.inFlight <= ep.most })
+	for _, ep := range e.aboveShares {
+		keys = append(keys, liveconfig.ShareKey(ep.destination.namespace, ep.destination.ref()))
 	}
-	return true
+	slices.Sort(keys)
+	return slices.Compact(keys)
 }
 
 // use is the use of the limits of an endpoint.

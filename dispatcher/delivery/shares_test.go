@@ -2,10 +2,12 @@ package delivery
 
 import (
 	"math"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/posthorn/posthorn/contract/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // shareOf gives the dispatcher "d-0" a share of all limits in percent.
@@ -60,13 +62,10 @@ func TestShareOfMaxInFlight(t *testing.T) {
 		w.send("web", 5000)
 		w.sleep(30 * time.Second)
 		w.shareOf(2, 25)
-		if w.engine.WithinShares() {
-			t.Error("within the shares while 40 requests are in flight and 10 are permitted")
-		}
+		check.Equal(t, "above their shares while 40 requests are in flight and 10 are permitted",
+			strings.Join(w.engine.AboveShares(), " "), "ns/destinations/crm")
 		w.sleep(2 * time.Second)
-		if !w.engine.WithinShares() {
-			t.Error("not within the shares after the requests have ended")
-		}
+		check.Equal(t, "above their shares after the requests have ended", len(w.engine.AboveShares()), 0)
 		if n := w.requestsIn(urlA, 10*time.Second); n < 60 || n > 105 { // Rounds run at half the window.
 			t.Errorf("requests of 1 s in 10 s with 10 in flight: got %d, want 100", n)
 		}
