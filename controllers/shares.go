@@ -134,7 +134,7 @@ func (k *shareKeeper) write(ctx context.Context) error {
 
 // limitUses returns the dispatchers with their use of limits: those that exist, and those that the StatefulSet
 // will have. ok is false before the first report, and for a replicated log.
-func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand shares.Demand, ok bool) {
+func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand func() shares.Demand, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	probes, names := map[string]*probe{}, map[string]bool{}
@@ -159,7 +159,7 @@ func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand shares.Dem
 			pods = append(pods, shares.Pod{Name: name})
 		}
 	}
-	return pods, demandOf(states), ok
+	return pods, func() shares.Demand { return demandOf(states) }, ok
 }
 
 // demandOf returns what the dispatchers use of the limits of objects.

@@ -116,15 +116,15 @@ func Load(s liveconfig.Shares) Plan {
 	return p
 }
 
-// Next returns the Plan after an observation, and whether its document is new. The caller must write a new document
-// before it calls Next again; after a write whose result is unknown, it calls Load.
-func (p Plan) Next(pods []Pod, demand Demand, now time.Time) (next Plan, changed bool) {
+// Next returns the Plan after an observation, and whether its document is new. It calls demand when it divides the limits.
+// The caller must write a new document before it calls Next again; after a write whose result is unknown, it calls Load.
+func (p Plan) Next(pods []Pod, demand func() Demand, now time.Time) (next Plan, changed bool) {
 	next = p.follow(pods, now)
 	next.confirm(pods, now)
 	members := !slices.Equal(next.Shares.Pods, p.Shares.Pods)
 	next.unwritten = p.unwritten || members
 	if all := members || p.loaded; all || now.Sub(next.dividedAt) >= divideEvery {
-		next.divide(pods, demand, now, all)
+		next.divide(pods, demand(), now, all)
 	}
 	if now.Sub(p.writtenAt) < writeEvery || !next.step(now) && !next.unwritten {
 		return next, false

@@ -160,7 +160,7 @@ func (w *world) operate(r *rand.Rand, lost float64) {
 		}
 	}
 	var changed bool
-	if w.plan, changed = w.plan.Next(w.list(), demand, w.now); !changed {
+	if w.plan, changed = w.plan.Next(w.list(), func() Demand { return demand }, w.now); !changed {
 		return
 	}
 	// A write that fails can have taken effect.
@@ -447,7 +447,7 @@ func TestPlacesOfNamespaces(t *testing.T) {
 			for i := range 3 {
 				pods = append(pods, Pod{Name: podName(i), Exists: true, Reports: true, Applied: w.plan.Shares.Number})
 			}
-			w.plan, _ = w.plan.Next(pods, demand, w.now)
+			w.plan, _ = w.plan.Next(pods, func() Demand { return demand }, w.now)
 		}
 		got := map[string]int{}
 		for key := range w.plan.Shares.Objects {
