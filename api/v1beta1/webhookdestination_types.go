@@ -460,7 +460,7 @@ const (
 )
 
 // Retry configures the retries of a message that an endpoint did not accept.
-// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff (default 1s) must not be larger than maxBackoff (default 5m); lower minBackoff or raise maxBackoff"
+// +kubebuilder:validation:XValidation:rule="!has(self.initialBackoff) || !has(self.maxBackoff) || duration(self.initialBackoff) <= duration(self.maxBackoff)",message="initialBackoff (default 1s) must not be larger than maxBackoff (default 5m); lower initialBackoff or raise maxBackoff"
 type Retry struct {
 	// The retry window: the time after its acceptance during which a message is retried.
 	// After that it becomes a dead letter. 1s to the installation's ceiling
@@ -472,10 +472,10 @@ type Retry struct {
 
 	// Upper bound of the random wait before the second attempt; it doubles with
 	// every attempt. 10ms to 1h, default 1s.
-	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="minBackoff must be between 10ms and 1h; write it like 500ms, 90s or 5m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="initialBackoff must be between 10ms and 1h; write it like 500ms, 90s or 5m"
 	// +kubebuilder:default="1s"
 	// +optional
-	MinBackoff *Duration `json:"minBackoff,omitempty"`
+	InitialBackoff *Duration `json:"initialBackoff,omitempty"`
 
 	// The maximum wait between two attempts. 10ms to 1h, default 5m.
 	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="maxBackoff must be between 10ms and 1h; write it like 500ms, 90s or 5m"

@@ -1106,8 +1106,8 @@ func (in *Retry) DeepCopyInto(out *Retry) {
 		*out = new(Duration)
 		**out = **in
 	}
-	if in.MinBackoff != nil {
-		in, out := &in.MinBackoff, &out.MinBackoff
+	if in.InitialBackoff != nil {
+		in, out := &in.InitialBackoff, &out.InitialBackoff
 		*out = new(Duration)
 		**out = **in
 	}

@@ -528,14 +528,14 @@ func (b *builder) delivery(d v1beta1.Delivery) liveconfig.Delivery {
 			100*time.Millisecond, liveconfig.MaxTimeout),
 		RetryWindowMS: b.upTo(b.policy.maxRetryWindow(), "--max-retry-window", "spec.delivery.retry.window", d.Retry.Window,
 			DefaultMaxRetryWindow, time.Second, liveconfig.MaxRetryWindow),
-		MinBackoffMS: b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
+		MinBackoffMS: b.milliseconds("spec.delivery.retry.initialBackoff", d.Retry.InitialBackoff, time.Second, 10*time.Millisecond, time.Hour),
 		MaxBackoffMS: b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
 		MaxInFlight:  1000,
 
 		RetryStatusCodes: b.statusCodes(d.Retry.StatusCodes),
 	}
 	if c.MinBackoffMS > c.MaxBackoffMS {
-		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.retry", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
+		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.retry", "initialBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
 		c.MaxBackoffMS = c.MinBackoffMS
 	}
 	if d.MaxInFlight != 0 {

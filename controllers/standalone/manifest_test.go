@@ -267,7 +267,9 @@ spec:
     schemes:
     - type: HMACSHA1
       secretKeyRef: {name: crm, key: sharedSecret}
+  delivery: {retry: {minBackoff: 1s}}
 `, `a.yaml:1: WebhookDestination default/crm: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
+a.yaml:22: WebhookDestination default/crm: unknown field "spec.delivery.retry.minBackoff"; it is now spec.delivery.retry.initialBackoff
 a.yaml:17: WebhookDestination default/crm: unknown field "spec.endpoints[0].authentication.oauth2.tls.caSecretKeyRef"; it is now tls.ca.secretKeyRef
 a.yaml:10: WebhookDestination default/crm: unknown field "spec.endpoints[0].tls.caSecretKeyRef"; it is now tls.ca.secretKeyRef
 a.yaml:20: WebhookDestination default/crm: spec.signing.schemes[0].name: Required value`},

@@ -6,13 +6,15 @@ import "github.com/posthorn/posthorn/api/v1beta1"
 // change, which are those that the present schema does not have.
 var replacedVersion = v1beta1.GroupVersion.Group + "/v1alpha1"
 
-// replacedFields are the fields of replacedVersion that have another name or form now, without the indices of lists.
+// replacedFields are the fields of replacedVersion, or of a commit before the first release, that have another name or
+// form now, without the indices of lists.
 var replacedFields = map[string]string{
 	"spec.enabled":                      "spec.suspend, with the opposite value",
 	"spec.userId":                       "spec.userID",
 	"spec.requestId":                    "spec.requestID",
 	"spec.rate":                         "spec.deadLettersPerSecond",
 	"spec.selector":                     "spec.match, in which noResponse: true replaces the status code 0",
+	"spec.delivery.retry.minBackoff":    "spec.delivery.retry.initialBackoff",
 	"spec.endpoints.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
 	"spec.endpoints.authentication.oauth2.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
 }

@@ -156,7 +156,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	check.Equal(t, "status of a call before the first config", send("early"), http.StatusServiceUnavailable)
 
 	hook := newReceiver(t, "hush-crm-secret")
-	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {minBackoff: 100ms, maxBackoff: 200ms}}\n", "apply", "-f", "-")
+	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {initialBackoff: 100ms, maxBackoff: 200ms}}\n", "apply", "-f", "-")
 
 	// The token that the kubelet would project into the operator's pod.
 	token := filepath.Join(t.TempDir(), "token")

@@ -30,7 +30,7 @@ func TestDrainJob(t *testing.T) {
 	hook := newReceiver(t, "hush-crm-secret")
 	hook.set(func() { hook.status = http.StatusServiceUnavailable })
 	p := newPods(t, server, logs, 2)
-	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n", "apply", "-f", "-")
+	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n", "apply", "-f", "-")
 	operator(t, server.As("posthorn-operator"), controllers.Options{Pods: p})
 	p.start(0)
 	p.start(1)

@@ -133,7 +133,7 @@ spec:
         clientAuthentication: %s
         scopes: [hooks.write]
         tls: {ca: {secretKeyRef: {name: login, key: ca.crt}}}
-  delivery: {retry: {minBackoff: 10ms, maxBackoff: 10ms}}
+  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 10ms}}
 `, secret, p.ca, p.hook.URL, p.token.URL, style)
 }
 

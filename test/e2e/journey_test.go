@@ -70,7 +70,7 @@ spec:
   signing:
     schemes:
     - {name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: secret}, previousSecretKeyRef: {name: crm, key: previous}}
-  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
+  delivery: {retry: {initialBackoff: 1s, maxBackoff: 3s}}
 `)
 		})
 		shop.send("Both")

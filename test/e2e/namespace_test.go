@@ -106,7 +106,7 @@ spec:
   - {name: primary, url: %[2]q}
   sourceRefs: [{name: web}]
   signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
-  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
+  delivery: {retry: {initialBackoff: 1s, maxBackoff: 3s}}
 %[3]s`, name, url, more))
 }
 

@@ -61,7 +61,7 @@ spec:
     schemes:
     - {name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: secret}}
     - {name: standard, type: StandardWebhooks, secretKeyRef: {name: crm, key: secret}}
-  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
+  delivery: {retry: {initialBackoff: 1s, maxBackoff: 3s}}
 `, host))
 		t.waitReady("psrc/web", "whd/crm")
 		before := pods("dispatcher")

@@ -61,7 +61,7 @@ func backlog(t *testing.T, r *receiver, calls int) *posthorn {
 	t.Helper()
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p := start(t, map[string]string{"source.yaml": source(),
-		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.sendCalls("m", calls)
 	p.condition("crm", "Delivering", "False", "CircuitOpen")
 	p.End(syscall.SIGKILL)

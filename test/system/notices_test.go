@@ -50,7 +50,7 @@ func TestNotices(t *testing.T) {
 	p := start(t, map[string]string{
 		"source.yaml": source(),
 		"crm.yaml":    destination("crm", rejecting.URL, "  filter: {events: [Reject]}\n"),
-		"erp.yaml":    destination("erp", failing.URL, "  filter: {events: [Fail]}\n  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"),
+		"erp.yaml":    destination("erp", failing.URL, "  filter: {events: [Fail]}\n  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n"),
 		"loop.yaml":   gets("loop", broken.URL),
 		"ops.yaml":    gets("ops", sink.URL),
 	})

@@ -24,7 +24,7 @@ func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 	r.set(func(int) int { return http.StatusUnprocessableEntity })
 	p := start(t, map[string]string{
 		"source.yaml": source(),
-		"crm.yaml":    destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 100ms}}\n"),
+		"crm.yaml":    destination("crm", r.URL, "  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 100ms}}\n"),
 		"exact.yaml":  destination("exact", exact.URL, "  body: {numbers: Exact}\n"),
 	})
 	seed := uint64(time.Now().UnixNano())

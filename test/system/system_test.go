@@ -259,7 +259,7 @@ func TestStatusShowsFailureAndRecovery(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p := start(t, map[string]string{"source.yaml": source(),
-		"crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+		"crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.condition("crm", "Delivering", "Unknown", "NoTrafficYet")
 	for i := range 15 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -305,7 +305,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		mu.Unlock()
 	})
 	p := start(t, map[string]string{"source.yaml": source(),
-		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
+		"crm.yaml": destination("crm", r.URL, "  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	var calls []string
 	for i := range 200 {
 		calls = append(calls, fmt.Sprintf(`{"type":"track","userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -482,7 +482,7 @@ func TestAnyAndEveryEndpoint(t *testing.T) {
 			good, bad := newReceiver(t), newReceiver(t)
 			bad.set(func(int) int { return http.StatusInternalServerError })
 			p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": strings.Replace(
-				destination("crm", good.URL, "  successPolicy: "+policy+"\n  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"),
+				destination("crm", good.URL, "  successPolicy: "+policy+"\n  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n"),
 				"  signing:", "  - name: second\n    url: "+bad.URL+"\n  signing:", 1)})
 			for i := range 10 {
 				p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -660,7 +660,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	quick := "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"
+	quick := "  delivery: {retry: {initialBackoff: 10ms, maxBackoff: 50ms}}\n"
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick),
 		"keep.yaml": "# The directory must not be empty.\n"})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
