@@ -19,7 +19,7 @@ var _ = Describe("An Audience", func() {
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip}
-spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
+spec: {sourceRef: {name: web}, key: very_important_people}
 `
 	// expectCondition waits until a condition of an Audience has a status and reason.
 	expectCondition := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1beta1.Audience {
@@ -41,15 +41,14 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		w.apply(namespace, vip)
 		expectCondition(w, namespace, "vip", "Ready", isFalse, "NoSource")
 		w.apply(namespace, webSource)
-		a := expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
-		Expect(a.Status.Key).To(Equal("very_important_people"))
+		expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
 		expectCondition(w, namespace, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
 
 		at := time.Now().Truncate(time.Second)
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.syncs[namespace+"/vip"] = func(r *adminapi.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
 		})
-		a = expectCondition(w, namespace, "vip", "Synced", isTrue, "Synced")
+		a := expectCondition(w, namespace, "vip", "Synced", isTrue, "Synced")
 		Expect(*a.Status.Members).To(BeEquivalentTo(7))
 		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", namespace)
@@ -76,7 +75,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: young}
-spec: {sourceRef: {name: web}, displayName: other, key: very_important_people}
+spec: {sourceRef: {name: web}, key: very_important_people}
 `)
 		expectCondition(w, namespace, "young", "Accepted", isFalse, "KeyConflict")
 		w.delete(namespace, "audience", "vip")

@@ -102,11 +102,7 @@ var suppressions = kinds.Kind{
 				}
 			}
 			s := *old.Status.DeepCopy()
-			accepted := metav1.Condition{Status: metav1.ConditionFalse, Reason: v.Reason, Message: v.Message}
-			if v.OK() {
-				accepted.Status = metav1.ConditionTrue
-			}
-			health.SetJobConditions(&s, old.Generation, metav1.NewTime(now.Truncate(time.Second)), accepted, o)
+			health.SetJobConditions(&s, old.Generation, metav1.NewTime(now.Truncate(time.Second)), v, o)
 			s.Conditions = health.Own(s.Conditions, health.DeletionRequests.Conditions)
 			return SuppressionStatus{s}
 		},

@@ -116,7 +116,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	It("waits for its destination, runs once, and is already done when it is created again", func() {
 		w.apply(namespace, redelivery("again", ""))
 		Eventually(state("again")).Should(Equal(v1beta1.ReasonDestinationNotFound))
-		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1beta1.ConditionAccepted)).To(BeTrue())
+		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1beta1.ConditionResolvedRefs)).To(BeTrue())
 		w.apply(namespace, crmSecret+webSource+crmDestination)
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		o := get(Default, "again")

@@ -19,39 +19,35 @@ const (
 // AudienceSpec names the audience and the Source whose destinations receive its
 // changes. The Source, the type and the key identify an audience, so they
 // cannot be changed.
-// +kubebuilder:validation:XValidation:rule="has(self.key) || self.displayName.matches('[\\\\p{L}\\\\p{N}]')",message="displayName has no letter or digit to derive a key from; set key"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.sourceRef) || self.type == oldSelf.type",fieldPath=".type",message="type cannot be changed; delete this Audience and create another"
 type AudienceSpec struct {
 	// The Source whose write key syncs the members. Each change is sent as an
 	// identify call to every WebhookDestination of this Source. It cannot be changed.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="sourceRef cannot be changed; delete this Audience and create another"
 	// +required
-	SourceRef SourceReference `json:"sourceRef"`
+	SourceRef ObjectReference `json:"sourceRef"`
 
-	// The human-readable name of the audience, for example "First Time Shoppers".
-	// The default key is derived from it once; a later change of the name
-	// does not change the key and sends nothing.
+	// The name of the trait, for example first_time_shoppers, also used as the audience's name in the
+	// path of a sync: /v1/audiences/KEY/members. It cannot be changed. Two audiences of one Source must
+	// not share a key: the younger one gets Accepted=False (KeyConflict). At most 100 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100
+	// +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9_][A-Za-z0-9_.-]*$')",message="must be letters, digits, '_', '-' and '.', and not begin with '-' or '.'"
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="key cannot be changed; delete this Audience and create another"
 	// +required
-	DisplayName string `json:"displayName"`
+	Key string `json:"key"`
+
+	// A name for people, for example "First Time Shoppers". It has no effect.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=100
+	// +optional
+	DisplayName string `json:"displayName,omitempty"`
 
 	// Audience, the default: the trait is true or false. ComputedTrait: the
 	// trait is a value for each user. It cannot be changed.
 	// +kubebuilder:default=Audience
 	// +optional
 	Type AudienceType `json:"type,omitempty"`
-
-	// The name of the trait, also used as the audience's name in the path of a sync. The
-	// default is the snake_case form of displayName: "First Time Shoppers"
-	// becomes first_time_shoppers. The key in effect is status.key; it cannot be
-	// changed. Two audiences of one Source must not share a key: the
-	// younger one gets Accepted=False (KeyConflict).
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=100
-	// +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9_][A-Za-z0-9_.-]*$')",message="must be letters, digits, '_', '-' and '.', and not begin with '-' or '.'"
-	// +optional
-	Key string `json:"key,omitempty"`
 
 	// The maximum percentage of members that a snapshot may remove. A snapshot
 	// that would remove more is rejected (422) unless the sync allows it
@@ -80,12 +76,6 @@ type AudienceStatus struct {
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
 	Summary `json:",inline"`
-
-	// The key in effect: members are sent to /v1/audiences/KEY/members. It is set
-	// when the audience is first accepted, and does not change afterwards.
-	// +kubebuilder:validation:MaxLength=200
-	// +optional
-	Key string `json:"key,omitempty"`
 
 	// The time of the numbers in this status. They are written with every transition,
 	// and otherwise at most every 30 s for an object and 20 times a second for all
@@ -126,7 +116,6 @@ type AudienceSync struct {
 // over HTTP. Its destinations get an identify call for every user who joins,
 // leaves, or has a new value.
 //
-// +kubebuilder:validation:XValidation:rule="!has(self.spec.key) || !has(oldSelf.status) || !has(oldSelf.status.key) || self.spec.key == oldSelf.status.key",fieldPath=".spec.key",message="the key in effect (status.key) cannot be changed; delete this Audience and create another"
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=paud,categories=posthorn
@@ -137,7 +126,7 @@ type AudienceSync struct {
 // +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.lastSync.pending`
 // +kubebuilder:printcolumn:name="Last Sync",type=date,JSONPath=`.status.lastSync.time`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
-// +kubebuilder:printcolumn:name="Key",type=string,JSONPath=`.status.key`,priority=1
+// +kubebuilder:printcolumn:name="Key",type=string,JSONPath=`.spec.key`,priority=1
 // +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.sourceRef.name`,priority=1
 // +kubebuilder:printcolumn:name="Added",type=integer,JSONPath=`.status.lastSync.added`,priority=1
 // +kubebuilder:printcolumn:name="Removed",type=integer,JSONPath=`.status.lastSync.removed`,priority=1

@@ -1,6 +1,7 @@
 package v1beta1
 
 // ObjectReference names an object in the same namespace; the field determines its kind.
+// +structType=atomic
 type ObjectReference struct {
 	// Name of the object.
 	// +kubebuilder:validation:MinLength=1
@@ -9,7 +10,8 @@ type ObjectReference struct {
 	Name string `json:"name"`
 }
 
-// SourceReference names a Source.
+// SourceReference names a Source whose calls a WebhookDestination receives.
+// +structType=atomic
 type SourceReference struct {
 	// Namespace of the Source. Only "", the default, is allowed: the namespace of the object that
 	// refers to the Source.
@@ -26,6 +28,7 @@ type SourceReference struct {
 }
 
 // SecretKeyReference names one key of a Secret in the same namespace.
+// +structType=atomic
 type SecretKeyReference struct {
 	// Name of the Secret. It must be in the same namespace as the object that refers to it.
 	// +kubebuilder:validation:MinLength=1
@@ -43,6 +46,7 @@ type SecretKeyReference struct {
 }
 
 // ConfigMapKeyReference names one key of a ConfigMap in the same namespace.
+// +structType=atomic
 type ConfigMapKeyReference struct {
 	// Name of the ConfigMap. It must be in the same namespace as the object that refers to it.
 	// +kubebuilder:validation:MinLength=1
@@ -60,6 +64,7 @@ type ConfigMapKeyReference struct {
 }
 
 // SecretReference names a Secret in the same namespace.
+// +structType=atomic
 type SecretReference struct {
 	// Name of the Secret. It must be in the same namespace as the object that refers to it.
 	// +kubebuilder:validation:MinLength=1

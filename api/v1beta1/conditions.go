@@ -21,7 +21,8 @@ const (
 	ConditionReady = "Ready"
 	// ConditionStalled is present, and True, while a person has to change
 	// something before the object can become Ready: the spec, or a value in a
-	// Secret. Missing objects, dispatcher pods, receivers and traffic never set it.
+	// Secret or a ConfigMap. Missing objects, dispatcher pods, receivers and traffic never set it.
+	// Of a Redelivery or DeletionRequest it is also True when the run has failed, for any reason.
 	ConditionStalled = "Stalled"
 	// ConditionDelivering reports from real traffic whether a WebhookDestination's endpoints accept
 	// messages. Unknown until the first delivery.
@@ -299,11 +300,11 @@ const (
 )
 
 // Reasons of Complete and Failed. Both conditions have the same reason; before
-// the end of a run it can also be one of Accepted.
+// the end of a run it can also be one of Accepted or ResolvedRefs.
 const (
 	// ReasonDestinationNotFound: the WebhookDestination does not exist in the
 	// namespace. The Redelivery, or the dead letters to forward, wait for it. Also a reason of
-	// Accepted and ResolvedRefs. Action: create it.
+	// ResolvedRefs. Action: create it.
 	ReasonDestinationNotFound = "DestinationNotFound"
 	// ReasonWaiting: the run waits for other Redeliveries of the namespace, or for a dispatcher pod.
 	ReasonWaiting = "Waiting"

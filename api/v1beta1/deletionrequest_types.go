@@ -23,7 +23,7 @@ type DeletionRequestSpec struct {
 	// +kubebuilder:validation:XValidation:rule="self.all(a, self.exists_one(b, a.name == b.name))",message="a Source is named twice; remove one of the two"
 	// +listType=atomic
 	// +optional
-	SourceRefs []SourceReference `json:"sourceRefs,omitempty"`
+	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
 	// If true, later calls of this user to these Sources are rejected (403,
 	// user_suppressed) while this object exists. Calls that have only an
@@ -77,7 +77,7 @@ type Notification struct {
 type DeletionRequestStatus struct {
 	JobStatus `json:",inline"`
 
-	// The number of notifications.
+	// The number of notifications: delivered + pending + deadLettered + discarded.
 	// +optional
 	Total *int32 `json:"total,omitempty"`
 
@@ -88,6 +88,14 @@ type DeletionRequestStatus struct {
 	// The number of notifications that are pending.
 	// +optional
 	Pending *int32 `json:"pending,omitempty"`
+
+	// The number of notifications that became dead letters.
+	// +optional
+	DeadLettered *int32 `json:"deadLettered,omitempty"`
+
+	// The number of notifications that were discarded.
+	// +optional
+	Discarded *int32 `json:"discarded,omitempty"`
 
 	// The notifications: one for each Source and destination, at most 200.
 	// +listType=atomic
@@ -121,7 +129,7 @@ type DeletionRequest struct {
 
 	// +required
 	Spec DeletionRequestSpec `json:"spec"`
-	// +kubebuilder:default={reason: "Pending", message: "waiting for the operator", conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
+	// +kubebuilder:default={reason: "Pending", message: "waiting for the operator", conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "ResolvedRefs", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status DeletionRequestStatus `json:"status,omitempty"`
 }

@@ -38,7 +38,7 @@ type JobSpec struct {
 
 // JobStatus has the status fields that Redelivery and DeletionRequest share.
 type JobStatus struct {
-	// The conditions Accepted, Complete, Failed and Ready; Stalled is present only
+	// The conditions Accepted, ResolvedRefs, Complete, Failed and Ready; Stalled is present only
 	// while it is True. Conditions of other types, which other controllers set, are
 	// kept.
 	// +listType=map

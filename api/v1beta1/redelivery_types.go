@@ -32,6 +32,7 @@ type RedeliverySpec struct {
 }
 
 // DeadLetterMatch selects dead letters.
+// +kubebuilder:validation:XValidation:rule="has(self.since) || has(self.until) || has(self.reasons) || has(self.statusCodes) || self.noResponse || has(self.types) || has(self.events)",message="set at least one field, or remove match to redeliver all dead letters"
 // +kubebuilder:validation:XValidation:rule="!has(self.since) || !has(self.until) || self.since < self.until",message="since must be before until"
 type DeadLetterMatch struct {
 	// Dead letters whose last attempt failed at this time or later.
@@ -51,8 +52,7 @@ type DeadLetterMatch struct {
 	// Dead letters with one of these reasons, for example Expired or Rejected. At most 32.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=32
-	// +kubebuilder:validation:items:MinLength=1
-	// +kubebuilder:validation:items:MaxLength=64
+	// +kubebuilder:validation:items:Enum=Expired;Rejected;Redirected;EndpointRemoved;DeadlineExceeded;Damaged;FilterFailed;RejectedByExpression;TimedOut;ConnectionRefused;ConnectionFailed;DNSFailed;CertificateRejected;TLSFailed;AddressDenied;TokenFailed;ProxyFailed;ServerError;Throttled;InvalidResponse
 	// +listType=set
 	// +optional
 	Reasons []string `json:"reasons,omitempty"`
@@ -73,20 +73,21 @@ type DeadLetterMatch struct {
 	// +optional
 	NoResponse bool `json:"noResponse,omitempty"`
 
-	// Dead letters with one of these call types.
+	// Dead letters of these call types, or "delete" for the notifications of DeletionRequests.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7
 	// +listType=set
 	// +optional
-	Types []CallType `json:"types,omitempty"`
+	Types []MessageType `json:"types,omitempty"`
 
 	// Dead letters of track calls whose event name matches one of these patterns, as in
-	// spec.filter.events of a WebhookDestination: "*" matches any characters ("Order *"),
-	// names are case-sensitive. At most 100.
+	// spec.filter.events of a WebhookDestination: "*" matches any characters ("Order *"), and \* and \\
+	// an asterisk and a backslash. Names are case-sensitive. At most 100.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +kubebuilder:validation:items:MinLength=1
 	// +kubebuilder:validation:items:MaxLength=255
+	// +kubebuilder:validation:items:XValidation:rule=`self.matches(r'^([^\\]|\\[*\\])*$')`,message="a backslash must be followed by * or by another backslash"
 	// +listType=set
 	// +optional
 	Events []string `json:"events,omitempty"`
@@ -158,7 +159,7 @@ type Redelivery struct {
 
 	// +required
 	Spec RedeliverySpec `json:"spec"`
-	// +kubebuilder:default={reason: "Pending", message: "waiting for the operator", conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
+	// +kubebuilder:default={reason: "Pending", message: "waiting for the operator", conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "ResolvedRefs", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status RedeliveryStatus `json:"status,omitempty"`
 }

@@ -8,6 +8,7 @@ import (
 // WebhookDestinationSpec names the Sources whose calls are delivered, the URLs
 // that receive them, and the rules of delivery.
 // +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
+// +kubebuilder:validation:XValidation:rule="self.deletions != 'Only' || !has(self.filter)",message="with deletions: Only no calls are delivered; remove filter, or deletions"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || s.hmac.header.lowerAscii() != 'authorization' || self.endpoints.all(e, !has(e.authentication)))",message="authentication of an endpoint and signing.schemes[].hmac.header set the header Authorization; remove one or choose another header"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous']))))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
 type WebhookDestinationSpec struct {
@@ -19,9 +20,8 @@ type WebhookDestinationSpec struct {
 	Suspend *bool `json:"suspend,omitempty"`
 
 	// The Sources in this namespace whose calls are delivered, by name. If one does not
-	// exist, ResolvedRefs is False (NoSource). Two built-in Sources always exist:
-	// posthorn-dead-letters has the dead letters that other destinations forward to this one,
-	// posthorn-notices has notices about this namespace. Set this or sourceSelector. 1 to 64.
+	// exist, ResolvedRefs is False (NoSource). The built-in Source posthorn-notices, which has
+	// notices about this namespace, always exists. Set this or sourceSelector. 1 to 64.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:XValidation:rule="self.all(a, self.exists_one(b, a.name == b.name))",message="a Source is named twice; remove one of the two"
@@ -31,9 +31,10 @@ type WebhookDestinationSpec struct {
 
 	// The Sources in this namespace whose calls are delivered, by label. An empty
 	// selector ({}) selects all of them, except for built-in ones. Set this or sourceRefs. At most 16 labels
-	// and 16 expressions.
+	// and 16 expressions with 64 values each.
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, !has(e.values) || e.values.size() <= 64)",message="values must have at most 64 entries; use another label or several destinations"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In', 'NotIn', 'Exists', 'DoesNotExist'])",message="operator must be In, NotIn, Exists or DoesNotExist"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, (e.operator in ['In', 'NotIn']) == (has(e.values) && e.values.size() > 0))",message="In and NotIn need values; Exists and DoesNotExist must have none"
 	// +optional
@@ -70,9 +71,10 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Success *Success `json:"success,omitempty"`
 
-	// Deliver: the destination gets the notifications of DeletionRequests, whatever the filter is. Ignore: it
-	// gets none, and DeletionRequests do not count it. Default Deliver.
-	// +kubebuilder:validation:Enum=Deliver;Ignore
+	// Deliver: the destination gets the notifications of DeletionRequests, whatever the filter is. Only: it
+	// gets them and no calls, so it has no filter. Ignore: it gets none, and DeletionRequests do not count it.
+	// Default Deliver.
+	// +kubebuilder:validation:Enum=Deliver;Only;Ignore
 	// +kubebuilder:default=Deliver
 	// +optional
 	Deletions DeletionPolicy `json:"deletions,omitempty"`
@@ -145,6 +147,7 @@ type DeletionPolicy string
 // The deletion policies.
 const (
 	DeliverDeletions DeletionPolicy = "Deliver"
+	OnlyDeletions    DeletionPolicy = "Only"
 	IgnoreDeletions  DeletionPolicy = "Ignore"
 )
 
@@ -506,21 +509,22 @@ type RequestRateLimit struct {
 
 // Filter selects messages. A message must match every part that is set.
 // +kubebuilder:validation:XValidation:rule="has(self.types) || has(self.events) || has(self.expression)",message="set at least one of types, events and expression, or leave filter out"
+// +kubebuilder:validation:XValidation:rule="!has(self.events) || !has(self.types) || self.types == ['track']",message="events are the names of track calls, so no other type matches: set types to [track] or remove it, or use an expression"
 type Filter struct {
-	// Call types to deliver. With ["delete"], only the notifications of DeletionRequests are
-	// delivered, to which filters do not apply.
+	// Call types to deliver.
 	// +kubebuilder:validation:MinItems=1
-	// +kubebuilder:validation:MaxItems=7
+	// +kubebuilder:validation:MaxItems=6
 	// +listType=set
 	// +optional
 	Types []CallType `json:"types,omitempty"`
 
-	// Names of events to deliver, for track calls; other types are not affected.
-	// "*" matches any characters: "Order *". Names are case-sensitive. At most 100.
+	// Only track calls whose event name matches one of these patterns are delivered. "*" matches any
+	// characters ("Order *"), and \* and \\ an asterisk and a backslash. Names are case-sensitive. At most 100.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +kubebuilder:validation:items:MinLength=1
 	// +kubebuilder:validation:items:MaxLength=255
+	// +kubebuilder:validation:items:XValidation:rule=`self.matches(r'^([^\\]|\\[*\\])*$')`,message="a backslash must be followed by * or by another backslash"
 	// +listType=set
 	// +optional
 	Events []string `json:"events,omitempty"`
@@ -613,9 +617,13 @@ const (
 	NormalizeEmail Normalization = "Email"
 )
 
-// CallType is a call type, or "delete" for a deletion request.
-// +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
+// CallType is a call type.
+// +kubebuilder:validation:Enum=identify;track;page;screen;group;alias
 type CallType string
+
+// MessageType is a call type, or "delete" for the notification of a DeletionRequest.
+// +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
+type MessageType string
 
 // DeadLetters bounds and forwards the dead letters of a destination.
 type DeadLetters struct {
@@ -642,7 +650,8 @@ type DeadLetters struct {
 // ForwardTo names the destination that also gets the dead letters of a destination.
 type ForwardTo struct {
 	// A WebhookDestination in this namespace that lists the built-in Source
-	// posthorn-dead-letters in sourceRefs and forwards no dead letters itself. Until there is one,
+	// posthorn-dead-letters, which has the dead letters that are forwarded to it, in sourceRefs, and
+	// forwards none itself. Until there is one,
 	// ResolvedRefs is False (DestinationNotFound, InvalidForwardTarget), messages are delivered,
 	// and dead letters wait for it up to their retention.
 	// +required

@@ -320,7 +320,7 @@ func (in *DeadLetterMatch) DeepCopyInto(out *DeadLetterMatch) {
 	}
 	if in.Types != nil {
 		in, out := &in.Types, &out.Types
-		*out = make([]CallType, len(*in))
+		*out = make([]MessageType, len(*in))
 		copy(*out, *in)
 	}
 	if in.Events != nil {
@@ -434,7 +434,7 @@ func (in *DeletionRequestSpec) DeepCopyInto(out *DeletionRequestSpec) {
 	*out = *in
 	if in.SourceRefs != nil {
 		in, out := &in.SourceRefs, &out.SourceRefs
-		*out = make([]SourceReference, len(*in))
+		*out = make([]ObjectReference, len(*in))
 		copy(*out, *in)
 	}
 	in.JobSpec.DeepCopyInto(&out.JobSpec)
@@ -466,6 +466,16 @@ func (in *DeletionRequestStatus) DeepCopyInto(out *DeletionRequestStatus) {
 	}
 	if in.Pending != nil {
 		in, out := &in.Pending, &out.Pending
+		*out = new(int32)
+		**out = **in
+	}
+	if in.DeadLettered != nil {
+		in, out := &in.DeadLettered, &out.DeadLettered
+		*out = new(int32)
+		**out = **in
+	}
+	if in.Discarded != nil {
+		in, out := &in.Discarded, &out.Discarded
 		*out = new(int32)
 		**out = **in
 	}

@@ -14,6 +14,8 @@ func TestGlob(t *testing.T) {
 		{"Order *", "Order Done", true}, {"Order *", "order Done", false}, {"* Done", "Order Done", true},
 		{"O*r*e", "Order Done", true}, {"a*a", "a", false}, {"a*a", "aa", true}, {"a*b*c", "abxbc", true},
 		{"**", "x", true}, {"a**c", "abc", true}, {"*ab", "aab", true}, {"", "", true}, {"", "x", false},
+		{`Save \*`, "Save *", true}, {`Save \*`, "Save all", false}, {`\**`, "*x", true}, {`*\*`, "x*", true}, {`*\*`, "x", false},
+		{`a\\*`, `a\b`, true}, {`a\\*`, "ab", false}, {`a\`, `a\`, true},
 		{"a*bc", "abcbc", true}, {"a*b*b", "ab", false},
 	} {
 		if got := glob(tc.pattern, tc.name); got != tc.want {

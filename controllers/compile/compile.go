@@ -73,8 +73,6 @@ type Verdict struct {
 	// Destinations of a Source are the sorted names of the destinations that get its calls, and Destinations of a DeletionRequest
 	// those of the namespace that are suspended.
 	Destinations []string `json:"destinations,omitempty"`
-	// Key of an Audience is the key in effect; empty if the Audience is not accepted.
-	Key string `json:"key,omitempty"`
 	// Waits is the reason why an accepted Redelivery does not start; empty if it may run.
 	Waits string `json:"waits,omitempty"`
 }

@@ -19,9 +19,9 @@ func TestDeletions(t *testing.T) {
 	request := func(name, uid string, spec v1beta1.DeletionRequestSpec) v1beta1.DeletionRequest {
 		return v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(uid), Generation: 3}, Spec: spec}
 	}
-	refs := func(names ...string) (out []v1beta1.SourceReference) {
+	refs := func(names ...string) (out []v1beta1.ObjectReference) {
 		for _, name := range names {
-			out = append(out, v1beta1.SourceReference{Name: name})
+			out = append(out, v1beta1.ObjectReference{Name: name})
 		}
 		return out
 	}
@@ -93,7 +93,7 @@ func TestJobIDs(t *testing.T) {
 			ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "again", UID: "1", Generation: 1},
 			Spec: v1beta1.RedeliverySpec{
 				DestinationRef: v1beta1.ObjectReference{Name: "crm"}, DeadLettersPerSecond: 100,
-				Match: &v1beta1.DeadLetterMatch{Reasons: []string{"Expired", "Rejected"}, Types: []v1beta1.CallType{"page", "track"}},
+				Match: &v1beta1.DeadLetterMatch{Reasons: []string{"Expired", "Rejected"}, Types: []v1beta1.MessageType{"page", "track"}},
 			},
 		}
 	}
@@ -128,7 +128,7 @@ func TestJobIDs(t *testing.T) {
 	}
 	deletion := func() *v1beta1.DeletionRequest {
 		return &v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"},
-			Spec: v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1beta1.SourceReference{{Name: "ios"}, {Name: "web"}}}}
+			Spec: v1beta1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1beta1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
 	}
 	if got, want := DeletionRequestID("shop", deletion()), "2ff75516675fad9c6bb72848a09ebda6"; got != want {
 		t.Errorf("the ID of a DeletionRequest is %s, want %s", got, want)
@@ -160,4 +160,15 @@ func TestSuspendedDestinationsOfADeletionRequest(t *testing.T) {
 	s.Objects = append(s.Objects, pointers(v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "forget"}, Spec: v1beta1.DeletionRequestSpec{UserID: "u1"}})...)
 	_, verdicts := table.Compile(s)
 	check.Same(t, "suspended destinations", verdicts["deletions"]["forget"].Destinations, []string{"crm"})
+}
+
+// A destination of deletions only gets no call, and has no filter of its own.
+func TestDeletionsOnly(t *testing.T) {
+	b := builder{resolver: newResolver(nil)}
+	if diff := cmp.Diff(&liveconfig.Filter{Types: []string{"delete"}}, b.messages(nil, v1beta1.OnlyDeletions)); diff != "" || len(b.problems) > 0 {
+		t.Errorf("without a filter: got problems %v, want none; filter (-want +got):\n%s", b.problems, diff)
+	}
+	if b.messages(&v1beta1.Filter{Events: []string{"E"}}, v1beta1.OnlyDeletions); len(b.problems) != 1 {
+		t.Errorf("with a filter: got problems %v, want one", b.problems)
+	}
 }

@@ -112,9 +112,9 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		Success:         b.successPolicy(o.Spec.SuccessPolicy),
 		SuccessRule:     b.successRule(o.Spec.Success),
 		ExactNumbers:    b.exactNumbers(o.Spec.Body.Numbers),
-		IgnoreDeletions: b.ignoreDeletions(o.Spec.Deletions),
+		IgnoreDeletions: o.Spec.Deletions == v1beta1.IgnoreDeletions,
 		Delivery:        b.delivery(o.Spec.Delivery),
-		Filter:          b.filter(o.Spec.Filter),
+		Filter:          b.messages(o.Spec.Filter, o.Spec.Deletions),
 		DeadLetters:     b.deadLetters(o.Spec.DeadLetters),
 		Redact:          b.redact(o.Spec.Redact, o.Spec.Deletions),
 	}
@@ -474,14 +474,20 @@ func (b *builder) sharedSecret(field, scheme string, ref v1beta1.SecretKeyRefere
 	return liveconfig.NewSecret(value)
 }
 
-func (b *builder) ignoreDeletions(policy v1beta1.DeletionPolicy) bool {
+// messages returns the filter of calls.
+func (b *builder) messages(f *v1beta1.Filter, policy v1beta1.DeletionPolicy) *liveconfig.Filter {
 	switch policy {
 	case "", v1beta1.DeliverDeletions, v1beta1.IgnoreDeletions:
+	case v1beta1.OnlyDeletions:
+		if f != nil {
+			b.add(v1beta1.ReasonInvalidSpec, "spec.filter", "with deletions: Only no calls are delivered; remove filter, or deletions")
+		}
+		return &liveconfig.Filter{Types: []string{"delete"}} // No call has this type.
 	default:
-		b.add(v1beta1.ReasonInvalidSpec, "spec.deletions", "%q is unknown; use %s or %s", policy, v1beta1.DeliverDeletions,
-			v1beta1.IgnoreDeletions)
+		b.add(v1beta1.ReasonInvalidSpec, "spec.deletions", "%q is unknown; use %s, %s or %s", policy, v1beta1.DeliverDeletions,
+			v1beta1.OnlyDeletions, v1beta1.IgnoreDeletions)
 	}
-	return policy == v1beta1.IgnoreDeletions
+	return b.filter(f)
 }
 
 func (b *builder) successPolicy(policy v1beta1.SuccessPolicy) string {
@@ -609,11 +615,11 @@ func (b *builder) filter(f *v1beta1.Filter) *liveconfig.Filter {
 	c := &liveconfig.Filter{Events: slices.Clone(f.Events), Expression: f.Expression}
 	for _, t := range f.Types {
 		switch t {
-		case "identify", "track", "page", "screen", "group", "alias", "delete":
+		case "identify", "track", "page", "screen", "group", "alias":
 			c.Types = append(c.Types, string(t))
 		default:
 			c.Invalid = true
-			b.add(v1beta1.ReasonInvalidFilter, "spec.filter.types", "%q is unknown; use identify, track, page, screen, group, alias or delete", t)
+			b.add(v1beta1.ReasonInvalidFilter, "spec.filter.types", "%q is unknown; use identify, track, page, screen, group or alias", t)
 		}
 	}
 	if len(f.Types) == 0 && len(f.Events) == 0 && f.Expression == "" {

@@ -31,7 +31,7 @@ func RedeliveryID(namespace string, o *v1beta1.Redelivery) string {
 // DeletionRequestID returns the ID of a DeletionRequest's run; see jobID.
 func DeletionRequestID(namespace string, o *v1beta1.DeletionRequest) string {
 	spec := o.Spec.DeepCopy()
-	slices.SortFunc(spec.SourceRefs, func(a, b v1beta1.SourceReference) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(spec.SourceRefs, func(a, b v1beta1.ObjectReference) int { return cmp.Compare(a.Name, b.Name) })
 	spec.TTLSecondsAfterFinished = nil
 	return jobID("DeletionRequest", namespace, o.Name, spec)
 }

@@ -76,7 +76,7 @@ func (s Snapshot) redelivery(o *v1beta1.Redelivery, destinations []*v1beta1.Webh
 			c.Until = match.Until.UTC()
 		}
 	}
-	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Message: "the destination exists"}
+	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
 	if len(r.problems) > 0 {
 		v.State = liveconfig.Paused
 		r.apply(&v, "")

@@ -101,7 +101,7 @@ func TestRedeliveryEntry(t *testing.T) {
 	at := func(s int64) *metav1.Time { m := metav1.NewTime(time.Unix(s, 0)); return &m }
 	o := redeliveryOf(1, "crm", started, func(o *v1beta1.Redelivery) {
 		o.Spec.DryRun = true
-		o.Spec.Match = &v1beta1.DeadLetterMatch{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, StatusCodes: []int32{422}, NoResponse: true, Types: []v1beta1.CallType{"track"}, Events: []string{"E"}}
+		o.Spec.Match = &v1beta1.DeadLetterMatch{Since: at(500), Until: at(1_900_000_000), Reasons: []string{"Rejected", "Expired"}, StatusCodes: []int32{422}, NoResponse: true, Types: []v1beta1.MessageType{"track"}, Events: []string{"E"}}
 	})
 	got, _ := compileRedeliveries(t, []string{"crm"}, o)
 	want := liveconfig.Redelivery{

@@ -169,7 +169,6 @@ func (t Table) fit(m *Memo, all Encoded, limit Limit, headBytes int, last liveco
 	for _, e := range evictions[:n] {
 		verdicts, effect := fitting.Verdicts[t[e.kind].Section], "this object has no effect until it fits"
 		verdict := verdicts[e.name]
-		verdict.Key = ""
 		if t[e.kind].pauses {
 			verdict.Revision, effect = paused[e.kind][e.name], "this destination is paused"
 		}

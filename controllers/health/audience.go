@@ -1,7 +1,6 @@
 package health
 
 import (
-	"cmp"
 	"fmt"
 	"time"
 
@@ -37,7 +36,7 @@ var audienceConditions = conditionTypes(v1beta1.ConditionSynced)
 func Audience(old v1beta1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1beta1.AudienceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audienceReports)
-	s := v1beta1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
+	s := v1beta1.AudienceStatus{ObservedGeneration: old.Generation}
 	var owner *adminapi.AudienceReport
 	audienceReports.each(pods, namespace, old.Name, func(_ Pod, r *adminapi.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
@@ -55,7 +54,7 @@ func Audience(old v1beta1.Audience, v compile.Verdict, namespace string, pods []
 		}
 	}
 	s.ObservedTime = f.observed(old.Status.ObservedTime, owner != nil)
-	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.synced(owner))
+	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.synced(owner, old.Spec.Key))
 	return s
 }
 
@@ -64,9 +63,9 @@ var audienceReports = reports[adminapi.AudienceReport]{
 	running: func(r *adminapi.AudienceReport) (string, int64) { return r.Revision, r.Generation },
 }
 
-// synced returns the condition Synced. owner is nil if the pod that stores the members
+// synced returns the condition Synced of an audience with a key. owner is nil if the pod that stores the members
 // does not answer.
-func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
+func (f facts) synced(owner *adminapi.AudienceReport, key string) metav1.Condition {
 	set := conditionOf(v1beta1.ConditionSynced)
 	switch {
 	case f.state() == liveconfig.Paused:
@@ -89,5 +88,5 @@ func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 	default:
 		return set(metav1.ConditionTrue, v1beta1.ReasonSynced, fmt.Sprintf("the last sync was accepted: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
 	}
-	return set(metav1.ConditionUnknown, v1beta1.ReasonNoSyncYet, "no sync has been received yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
+	return set(metav1.ConditionUnknown, v1beta1.ReasonNoSyncYet, "no sync has been received yet; send members to /v1/audiences/"+key+"/members")
 }

@@ -19,8 +19,7 @@ import (
 
 func TestAudience(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
-	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r",
-		Key: "shoppers"}
+	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r"}
 	paused := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1beta1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	pods := func(owner adminapi.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
@@ -31,7 +30,7 @@ func TestAudience(t *testing.T) {
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}
-	audience := v1beta1.Audience{ObjectMeta: metav1.ObjectMeta{Name: "vip", Generation: 2}}
+	audience := v1beta1.Audience{ObjectMeta: metav1.ObjectMeta{Name: "vip", Generation: 2}, Spec: v1beta1.AudienceSpec{Key: "shoppers"}}
 	for _, c := range []struct {
 		name    string
 		verdict compile.Verdict

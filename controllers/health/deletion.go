@@ -51,7 +51,6 @@ func DeletionRequest(old v1beta1.DeletionRequest, v compile.Verdict, namespace s
 		}
 	})
 	reason, message := v.Cause()
-	accepted := metav1.Condition{Status: status(v.OK()), Reason: reason, Message: message}
 	var o Outcome
 	switch {
 	case !v.OK():
@@ -72,14 +71,14 @@ func DeletionRequest(old v1beta1.DeletionRequest, v compile.Verdict, namespace s
 	if o.Complete {
 		s.CompletionTime = &f.now
 	}
-	SetJobConditions(&s.JobStatus, old.Generation, f.now, accepted, o)
+	SetJobConditions(&s.JobStatus, old.Generation, f.now, v, o)
 	s.Conditions = Own(s.Conditions, jobConditions)
 	return s
 }
 
 // outcome copies the owner's report into the status. suspended are the suspended destinations, sorted.
 func outcome(s *v1beta1.DeletionRequestStatus, owner *adminapi.DeletionReport, suspended []string) Outcome {
-	var delivered, pending, waiting, failed int32
+	var delivered, pending, waiting, deadLettered, discarded int32
 	s.Notifications = nil
 	for i, n := range owner.Notifications {
 		switch n.State {
@@ -90,8 +89,10 @@ func outcome(s *v1beta1.DeletionRequestStatus, owner *adminapi.DeletionReport, s
 			if _, waits := slices.BinarySearch(suspended, n.Destination); waits {
 				waiting++
 			}
+		case adminapi.NotificationDiscarded:
+			discarded++
 		default:
-			failed++
+			deadLettered++
 		}
 		if i < maxNotifications {
 			s.Notifications = append(s.Notifications, v1beta1.Notification{
@@ -100,8 +101,9 @@ func outcome(s *v1beta1.DeletionRequestStatus, owner *adminapi.DeletionReport, s
 			})
 		}
 	}
-	total := int32(len(owner.Notifications))
+	total, failed := int32(len(owner.Notifications)), deadLettered+discarded
 	s.StartTime, s.Total, s.Delivered, s.Pending = observed.Optional(owner.Started), &total, &delivered, &pending
+	s.DeadLettered, s.Discarded = &deadLettered, &discarded
 	switch {
 	case owner.DeadlineExceeded:
 		return Outcome{Failed: true, Reason: v1beta1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %s not delivered", failed, plural.Count(total, "notification"))}

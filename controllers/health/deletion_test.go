@@ -56,19 +56,19 @@ func TestDeletionRequest(t *testing.T) {
 		want  string
 		total int32
 	}{
-		{"not started", accepted, pods(time.Time{}), "Accepted: Waiting", -1},
-		{"no pod", accepted, nil, "Accepted: Waiting", -1},
-		{"paused", paused, pods(time.Time{}), ": NoSource", -1},
-		{"invalid", compile.Verdict{Reason: v1beta1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
-		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
-		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
-		{"delivered", accepted, recorded(pods(now, delivered, delivered)), "Accepted Complete Ready: Delivered", 2},
-		{"a dead letter", accepted, pods(now, delivered, adminapi.NotificationDeadLettered), "Accepted Failed Stalled: NotDelivered", 2},
-		{"discarded", accepted, pods(now, adminapi.NotificationDiscarded), "Accepted Failed Stalled: NotDelivered", 1},
-		{"no destinations", accepted, recorded(pods(now)), "Accepted Complete Ready: NoDestinations", 0},
-		{"many", accepted, pods(now, make([]string, 300)...), "Accepted Failed Stalled: NotDelivered", 300},
-		{"already done", accepted, with(pods(time.Time{}), func(r *adminapi.DeletionReport) { r.AlreadyDone = true }), "Accepted Complete Ready: AlreadyDone", -1},
-		{"deadline", accepted, with(pods(now, delivered, adminapi.NotificationDeadLettered), func(r *adminapi.DeletionReport) { r.DeadlineExceeded = true }), "Accepted Failed Stalled: DeadlineExceeded", 2},
+		{"not started", accepted, pods(time.Time{}), "Accepted ResolvedRefs: Waiting", -1},
+		{"no pod", accepted, nil, "Accepted ResolvedRefs: Waiting", -1},
+		{"paused", paused, pods(time.Time{}), "Accepted: NoSource", -1},
+		{"invalid", compile.Verdict{Reason: v1beta1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "ResolvedRefs Stalled: InvalidSpec", -1},
+		{"pending", accepted, pods(now, delivered, pending), "Accepted ResolvedRefs: Running", 2},
+		{"not recorded", accepted, pods(now, delivered), "Accepted ResolvedRefs: Running", 1},
+		{"delivered", accepted, recorded(pods(now, delivered, delivered)), "Accepted ResolvedRefs Complete Ready: Delivered", 2},
+		{"a dead letter", accepted, pods(now, delivered, adminapi.NotificationDeadLettered), "Accepted ResolvedRefs Failed Stalled: NotDelivered", 2},
+		{"discarded", accepted, pods(now, adminapi.NotificationDiscarded), "Accepted ResolvedRefs Failed Stalled: NotDelivered", 1},
+		{"no destinations", accepted, recorded(pods(now)), "Accepted ResolvedRefs Complete Ready: NoDestinations", 0},
+		{"many", accepted, pods(now, make([]string, 300)...), "Accepted ResolvedRefs Failed Stalled: NotDelivered", 300},
+		{"already done", accepted, with(pods(time.Time{}), func(r *adminapi.DeletionReport) { r.AlreadyDone = true }), "Accepted ResolvedRefs Complete Ready: AlreadyDone", -1},
+		{"deadline", accepted, with(pods(now, delivered, adminapi.NotificationDeadLettered), func(r *adminapi.DeletionReport) { r.DeadlineExceeded = true }), "Accepted ResolvedRefs Failed Stalled: DeadlineExceeded", 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := request
@@ -83,6 +83,8 @@ func TestDeletionRequest(t *testing.T) {
 			}
 			if s := d.Status; c.total < 0 != (s.Total == nil) || s.Total != nil && *s.Total != c.total || len(s.Notifications) > 200 {
 				t.Errorf("total %v, %d notifications", s.Total, len(s.Notifications))
+			} else if s.Total != nil && *s.Total != *s.Delivered+*s.Pending+*s.DeadLettered+*s.Discarded {
+				t.Errorf("total %d, but %d delivered, %d pending, %d dead-lettered, %d discarded", *s.Total, *s.Delivered, *s.Pending, *s.DeadLettered, *s.Discarded)
 			}
 			complete := meta.IsStatusConditionTrue(d.Status.Conditions, v1beta1.ConditionComplete)
 			if s := d.Status; complete != (s.CompletionTime != nil) || v1beta1.JobEnded(s.JobStatus) && s.StartTime == nil {
@@ -117,8 +119,8 @@ func jobSummary(t *testing.T, s v1beta1.JobStatus, generation int64) string {
 		t.Errorf("observedGeneration %d, want %d", s.ObservedGeneration, generation)
 	}
 	var are []string
-	for _, conditionType := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionComplete, v1beta1.ConditionFailed,
-		v1beta1.ConditionReady, v1beta1.ConditionStalled} {
+	for _, conditionType := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs, v1beta1.ConditionComplete,
+		v1beta1.ConditionFailed, v1beta1.ConditionReady, v1beta1.ConditionStalled} {
 		c := meta.FindStatusCondition(s.Conditions, conditionType)
 		switch {
 		case c == nil && conditionType == v1beta1.ConditionStalled:
@@ -177,7 +179,7 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 				Deletions: []adminapi.DeletionReport{r}}}})}
 	}
 	d := v1beta1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1beta1.DeletionRequestSpec{Suppress: true}}
-	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
+	for revision, want := range map[string]string{"old": "Accepted ResolvedRefs: Running", "r": "Accepted ResolvedRefs Complete Ready: NoDestinations"} {
 		s := DeletionRequest(d, v, "shop", []Pod{pod("a", "r", true), pod("b", revision, false)}, now)
 		if got := jobSummary(t, s.JobStatus, 1); got != want {
 			t.Errorf("with a dispatcher that runs revision %s: %q, want %q", revision, got, want)

@@ -20,7 +20,7 @@ type Outcome struct {
 // Failed and Ready have the reason and the message of the outcome. Generic clients of
 // kstatus do not evaluate Complete and Failed: they recognize a run in progress by
 // Ready, which is not True, and a failed run by Stalled.
-func SetJobConditions(s *v1beta1.JobStatus, generation int64, now metav1.Time, accepted metav1.Condition, o Outcome) {
+func SetJobConditions(s *v1beta1.JobStatus, generation int64, now metav1.Time, v compile.Verdict, o Outcome) {
 	s.ObservedGeneration = generation
 	s.Conditions = slices.Clone(s.Conditions)
 	set := func(conditionType string, is bool, reason, message string) {
@@ -29,11 +29,13 @@ func SetJobConditions(s *v1beta1.JobStatus, generation int64, now metav1.Time, a
 			ObservedGeneration: generation, LastTransitionTime: now,
 		})
 	}
-	set(v1beta1.ConditionAccepted, accepted.Status == metav1.ConditionTrue, accepted.Reason, accepted.Message)
+	set(v1beta1.ConditionAccepted, v.Accepted, v.Reason, v.Message)
+	resolved := facts{verdict: v}.resolvedRefs()
+	set(resolved.Type, resolved.Status == metav1.ConditionTrue, resolved.Reason, resolved.Message)
 	set(v1beta1.ConditionComplete, o.Complete, o.Reason, o.Message)
 	set(v1beta1.ConditionFailed, o.Failed, o.Reason, o.Message)
 	set(v1beta1.ConditionReady, o.Complete, o.Reason, o.Message)
-	if o.Failed || accepted.Status != metav1.ConditionTrue && needsPerson(accepted.Reason) {
+	if o.Failed || !v.Accepted && needsPerson(v.Reason) {
 		set(v1beta1.ConditionStalled, true, o.Reason, o.Message)
 	} else {
 		meta.RemoveStatusCondition(&s.Conditions, v1beta1.ConditionStalled)

@@ -194,8 +194,8 @@ func copyOf[T any, O pointer[T]](o O) O {
 }
 
 // The condition types of the kinds that run once, in their order in a status.
-var jobConditions = []string{v1beta1.ConditionAccepted, v1beta1.ConditionComplete, v1beta1.ConditionFailed, v1beta1.ConditionReady,
-	v1beta1.ConditionStalled}
+var jobConditions = []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs, v1beta1.ConditionComplete, v1beta1.ConditionFailed,
+	v1beta1.ConditionReady, v1beta1.ConditionStalled}
 
 // conditionTypes returns the condition types of another kind, with its traffic condition.
 func conditionTypes(traffic string) []string {

@@ -78,7 +78,6 @@ func Redelivery(old v1beta1.Redelivery, v compile.Verdict, namespace string, pod
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, redeliveryReports)
 	p := partsOf(old, namespace, pods)
 	reason, message := v.Cause()
-	accepted := metav1.Condition{Status: status(v.OK()), Reason: reason, Message: message}
 	var o Outcome
 	switch {
 	case s.StartTime != nil:
@@ -113,7 +112,7 @@ func Redelivery(old v1beta1.Redelivery, v compile.Verdict, namespace string, pod
 	if o.Complete {
 		s.CompletionTime = &f.now
 	}
-	SetJobConditions(&s.JobStatus, old.Generation, f.now, accepted, o)
+	SetJobConditions(&s.JobStatus, old.Generation, f.now, v, o)
 	s.Conditions = Own(s.Conditions, jobConditions)
 	return s
 }

@@ -116,7 +116,7 @@ spec: {destinationRef: {name: hook}}
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip, namespace: d}
-spec: {sourceRef: {name: web}, displayName: First Name}
+spec: {sourceRef: {name: web}, key: first_name}
 `
 	a, b, d := namespaceText("a", "key-a", "hook-a"), namespaceText("b", "key-b", "hook-b"), namespaceText("d", "key-d", "hook-d")
 	change := func(kind, namespace, name string, edit func(compile.Object)) func() {
@@ -178,9 +178,6 @@ spec: {sourceRef: {name: web}, displayName: First Name}
 			now := metav1.NewTime(time.Now())
 			o.(*v1beta1.Redelivery).Status.StartTime = &now
 		}), []string{"c"}},
-		{"the key of an Audience", change("Audience", "d", "vip", func(o compile.Object) {
-			o.(*v1beta1.Audience).Status.Key = "other"
-		}), []string{"d"}},
 	} {
 		compiled := compiledNamespaces(t, c, r, step.name, step.do)
 		if diff := cmp.Diff(step.want, compiled); diff != "" {

@@ -31,9 +31,8 @@ type record struct {
 	version
 	// Content is the hash of the spec. It is empty for a Secret: a new owner takes the Secret for unchanged.
 	Content string `json:"content,omitempty"`
-	// AudienceKey is the key in effect of an Audience, and Status the status of a run that has started.
-	AudienceKey string          `json:"audienceKey,omitempty"`
-	Status      json.RawMessage `json:"status,omitempty"`
+	// Status is the status of a run that has started.
+	Status json.RawMessage `json:"status,omitempty"`
 }
 
 // record returns the record of an object.
@@ -41,9 +40,6 @@ func (o *stored) record() (r record, err error) {
 	r = record{version: o.version, Content: o.hashed()}
 	if o.resource == nil {
 		return r, nil
-	}
-	if a, ok := o.resource.(*v1beta1.Audience); ok {
-		r.AudienceKey = a.Status.Key
 	}
 	if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
 		status, _ := o.of.Health.Status(o.resource)
@@ -142,9 +138,6 @@ func (r record) isOf(o *stored) bool {
 
 // restoreStatus sets the status of an object.
 func (r record) restoreStatus(o *stored) error {
-	if a, ok := o.resource.(*v1beta1.Audience); ok {
-		a.Status.Key = r.AudienceKey
-	}
 	if o.resource == nil || len(r.Status) == 0 {
 		return nil
 	}

@@ -15,6 +15,12 @@ var replacedFields = map[string]string{
 	"spec.rate":                         "spec.deadLettersPerSecond",
 	"spec.selector":                     "spec.match, in which noResponse: true replaces the status code 0",
 	"spec.delivery.retry.minBackoff":    "spec.delivery.retry.initialBackoff",
+	"spec.sourceRef.namespace":          "always the namespace of the object; remove it",
 	"spec.endpoints.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
 	"spec.endpoints.authentication.oauth2.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
+}
+
+// replacedValues are the values of fields that are written in another way now.
+var replacedValues = map[string]string{
+	"spec.filter.types: delete": "spec.deletions: Only, if there is no other type; no filter applies to delete",
 }

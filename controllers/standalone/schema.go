@@ -189,6 +189,9 @@ func nearestValue(err *field.Error) string {
 	for _, m := range quotedValue.FindAllStringSubmatch(err.Detail, -1) {
 		known = append(known, m[1])
 	}
+	if now := replacedValues[fmt.Sprintf("%s: %v", withoutIndices.ReplaceAllString(err.Field, ""), err.BadValue)]; now != "" {
+		return "; write " + now
+	}
 	return didYouMean(fmt.Sprint(err.BadValue), known)
 }
 

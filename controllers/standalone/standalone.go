@@ -349,7 +349,6 @@ func (c *Control) apply() {
 			c.compiled[namespace] = snapshot.inputs
 		}
 		c.mu.Lock()
-		c.store.keepAudienceKeys(namespace, encoded.Verdicts[compile.Audiences.Section])
 		c.mu.Unlock()
 	}
 	c.save()

@@ -364,7 +364,7 @@ func TestAudienceIdentity(t *testing.T) {
 		return "apiVersion: posthorn.dev/v1beta1\nkind: Audience\nmetadata: {name: vip}\nspec: {" + spec + "}\n"
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource)
-	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: First Name`))
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, key: first_name`))
 	f := start(t, dir, state)
 	compiled := func() liveconfig.Audience {
 		f.runner.mu.Lock()
@@ -382,24 +382,24 @@ func TestAudienceIdentity(t *testing.T) {
 		})
 	}
 	is("first_name", 50)
-	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: Second Name, maxRemovalPercent: 51`))
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, key: first_name, displayName: Second Name, maxRemovalPercent: 51`))
 	is("first_name", 51)
 
 	f.stop()
-	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: Third Name, maxRemovalPercent: 52`))
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, key: first_name, displayName: Third Name, maxRemovalPercent: 52`))
 	f = start(t, dir, state)
 	is("first_name", 52)
 
 	for spec, want := range map[string]string{
-		`sourceRef: {name: web}, displayName: A, type: ComputedTrait`: "spec.type: type cannot be changed",
-		`sourceRef: {name: tv}, displayName: A`:                       "spec.sourceRef: sourceRef cannot be changed",
-		`sourceRef: {name: web}, displayName: A, key: another`:        "spec.key: the key in effect (status.key) cannot be changed",
+		`sourceRef: {name: web}, key: first_name, type: ComputedTrait`: "spec.type: type cannot be changed",
+		`sourceRef: {name: tv}, key: first_name`:                       "spec.sourceRef: sourceRef cannot be changed",
+		`sourceRef: {name: web}, key: another`:                         "spec.key: key cannot be changed",
 	} {
 		put(t, dir, "vip.yaml", audience(spec))
 		f.problem(want)
 		is("first_name", 52)
 	}
-	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, key: first_name, maxRemovalPercent: 53`))
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, key: first_name, maxRemovalPercent: 53`))
 	f.problem("")
 	is("first_name", 53)
 
@@ -408,7 +408,7 @@ func TestAudienceIdentity(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.until("no audience", func() bool { return compiled().Name == "" })
-	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, type: ComputedTrait, maxRemovalPercent: 54`))
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, key: a, type: ComputedTrait, maxRemovalPercent: 54`))
 	is("a", 54)
 }
 

@@ -402,18 +402,6 @@ func (o *object) admitUpdate(old *stored) []error {
 	return crds[o.kind].admitUpdate(now, before)
 }
 
-// keepAudienceKeys sets status.key of the Audiences. The key in effect does not change when
-// the display name changes and, because it is in the state file, after a restart.
-func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.Verdict) {
-	for name, v := range verdicts {
-		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" && o.resource.(*v1beta1.Audience).Status.Key != v.Key {
-			a := o.resource.DeepCopyObject().(*v1beta1.Audience) // Other goroutines may read the present object.
-			a.Status.Key = v.Key
-			o.resource = a
-		}
-	}
-}
-
 func (s *store) nextVersion() string {
 	s.writes++
 	return strconv.FormatInt(s.writes, 10)
@@ -532,15 +520,13 @@ type input struct {
 	manifest   []byte
 	generation int64
 	created    metav1.Time
-	// status is the part of the status that the compiler reads, or a resource that contains it; nil for none.
+	// status is a resource that contains the status that the compiler reads; nil for none.
 	status any
 }
 
 func inputOf(o *stored) input {
 	in := input{id: o.id, manifest: o.manifest, generation: o.Generation, created: o.Created}
-	if a, ok := o.resource.(*v1beta1.Audience); ok {
-		in.status = a.Status.Key
-	} else if o.resource != nil && o.of.Input != nil {
+	if o.resource != nil && o.of.Input != nil {
 		in.status = o.resource // It is replaced with each change of the status.
 	}
 	return in

@@ -348,15 +348,14 @@ func TestJobStatusDefaults(t *testing.T) {
 			c := c.(map[string]any)
 			got = append(got, fmt.Sprint(c["type"], " ", c["status"], " ", c["reason"]))
 		}
-		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "Complete Unknown Pending", "Failed Unknown Pending", "Ready Unknown Pending"},
-			got); diff != "" {
+		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "ResolvedRefs Unknown Pending", "Complete Unknown Pending",
+			"Failed Unknown Pending", "Ready Unknown Pending"}, got); diff != "" {
 			t.Errorf("conditions of %s (-want +got):\n%s", kind, diff)
 		}
 	}
 }
 
-// TestAudienceIdentity tests the immutable fields of an Audience, and its key, which is
-// immutable as soon as it is in effect.
+// TestAudienceIdentity tests the immutable fields of an Audience.
 func TestAudienceIdentity(t *testing.T) {
 	ctx := context.Background()
 	var object *unstructured.Unstructured
@@ -366,7 +365,6 @@ func TestAudienceIdentity(t *testing.T) {
 		}
 	}
 	object.SetName("identity")
-	unstructured.RemoveNestedField(object.Object, "spec", "key")
 	if err := cluster.Create(ctx, object); err != nil {
 		t.Fatal(err)
 	}
@@ -378,15 +376,6 @@ func TestAudienceIdentity(t *testing.T) {
 		}
 		return cluster.Update(ctx, changed, client.DryRunAll)
 	}
-	if err := try("before_a_key_is_in_effect", "key"); err != nil {
-		t.Errorf("change of the key before one is in effect: got error %v, want none", err)
-	}
-	if err := unstructured.SetNestedField(object.Object, "in_effect", "status", "key"); err != nil {
-		t.Fatal(err)
-	}
-	if err := cluster.Status().Update(ctx, object); err != nil {
-		t.Fatal(err)
-	}
 	for _, c := range []struct {
 		value any
 		field []string
@@ -394,8 +383,7 @@ func TestAudienceIdentity(t *testing.T) {
 	}{
 		{"other", []string{"sourceRef", "name"}, "sourceRef cannot be changed"},
 		{"Audience", []string{"type"}, "type cannot be changed"},
-		{"other", []string{"key"}, "the key in effect (status.key) cannot be changed"},
-		{"in_effect", []string{"key"}, ""},
+		{"other", []string{"key"}, "key cannot be changed"},
 		{"Another Name", []string{"displayName"}, ""},
 		{int64(7), []string{"maxRemovalPercent"}, ""},
 	} {

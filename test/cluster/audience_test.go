@@ -141,7 +141,7 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: vip}
-spec: {sourceRef: {name: web}, displayName: VIP}
+spec: {sourceRef: {name: web}, key: vip}
 `, "apply", "-f", "-")
 	operator(t, server.Config, controllers.Options{Pods: p})
 	for i := range p.list {

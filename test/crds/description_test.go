@@ -1,8 +1,11 @@
 package crds
 
 import (
+	"encoding/json"
 	"strings"
 	"testing"
+
+	"github.com/posthorn/posthorn/api/v1beta1"
 )
 
 // Every field has a description, which kubectl explain prints.
@@ -32,5 +35,18 @@ func TestEntriesOfListsHaveNoDefaults(t *testing.T) {
 				t.Errorf("%s %s: got the default %v, want none", crd.Spec.Names.Kind, path, s["default"])
 			}
 		})
+	}
+}
+
+// A Redelivery can select each reason of a dead letter, and no other.
+func TestReasonsOfRedeliveries(t *testing.T) {
+	got := crdsOf(t, tree, "standard")["Redelivery"].Spec.Versions[0].Schema.OpenAPIV3Schema.
+		Properties["spec"].Properties["match"].Properties["reasons"].Items.Schema.Enum
+	want, err := json.Marshal(v1beta1.DeadLetterReasons)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text, err := json.Marshal(got); err != nil || string(text) != string(want) {
+		t.Errorf("enum of spec.match.reasons: got %s and error %v, want v1beta1.DeadLetterReasons %s", text, err, want)
 	}
 }

@@ -145,7 +145,7 @@ func TestStates(t *testing.T) {
 		},
 	}
 	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m", State: liveconfig.Active,
-		Revision: "r", Key: "k"}
+		Revision: "r"}
 	newer := accepted
 	newer.Revision = "r2"
 	for kind, states := range traffic {
@@ -179,14 +179,15 @@ func TestStates(t *testing.T) {
 
 // Tests the kinds that run once: they are in progress until the end of the run.
 func TestJobs(t *testing.T) {
-	accepted := metav1.Condition{Status: metav1.ConditionTrue, Reason: v1beta1.ReasonAccepted, Message: "m"}
-	missing := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1beta1.ReasonDestinationNotFound, Message: "m"}
-	invalid := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1beta1.ReasonInvalidSpec, Message: "m"}
+	accepted := compile.Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted, Message: "m"}
+	missing := accepted
+	missing.Unresolved = &compile.Unresolved{Reason: v1beta1.ReasonDestinationNotFound, Message: "m"}
+	invalid := compile.Verdict{Reason: v1beta1.ReasonInvalidSpec, Message: "m"}
 	for _, kind := range []string{"Redelivery", "DeletionRequest"} {
-		job := func(accepted metav1.Condition, observed int64, o health.Outcome) *unstructured.Unstructured {
+		job := func(v compile.Verdict, observed int64, o health.Outcome) *unstructured.Unstructured {
 			var s v1beta1.JobStatus
 			o.Message = "m"
-			health.SetJobConditions(&s, observed, metav1.NewTime(now), accepted, o)
+			health.SetJobConditions(&s, observed, metav1.NewTime(now), v, o)
 			meta := metav1.ObjectMeta{Namespace: namespace, Name: "o", Generation: generation}
 			if kind == "Redelivery" {
 				return object(kind, &v1beta1.Redelivery{ObjectMeta: meta, Status: v1beta1.RedeliveryStatus{JobStatus: s}})

@@ -30,7 +30,7 @@ func (a *audience) manifest(in string) string {
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: buyers-%[1]d, %[2]s}
-spec: {sourceRef: {name: web}, displayName: Buyers, key: %[3]s}
+spec: {sourceRef: {name: web}, key: %[3]s}
 `, a.number, in, a.key())
 }
 

@@ -555,6 +555,6 @@ spec:
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: buyers}
-spec: {sourceRef: {name: web}, displayName: Buyers}
+spec: {sourceRef: {name: web}, key: buyers}
 `}
 }

@@ -25,13 +25,8 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	// The quota is less than the whole sync.
 	value := strings.Repeat("x", 7000)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {timeout: 60s}\n"),
-		"a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000", "--max-delivery-timeout", "60s")
-	wait.For(p.T, "the key of the audience", func() error {
-		if p.audience("vip").Status.Key != "vip" {
-			return fmt.Errorf("not yet")
-		}
-		return nil
-	})
+		"a.yaml": audience("vip", `key: vip, type: ComputedTrait`)}, "--source-quota", "9000000", "--max-delivery-timeout", "60s")
+	p.syncable("vip")
 	p.condition("crm", "Ready", "True", "")
 	list := make([]string, users)
 	for i := range list {

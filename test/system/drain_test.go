@@ -335,13 +335,8 @@ func TestDrainContinuesASync(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {maxInFlight: 256}\n"),
-		"a.yaml": audience("vip", `displayName: VIP`)})
-	wait.For(p.T, "the key of the audience", func() error {
-		if p.audience("vip").Status.Key != "vip" {
-			return fmt.Errorf("not yet")
-		}
-		return nil
-	})
+		"a.yaml": audience("vip", `key: vip`)})
+	p.syncable("vip")
 	list := make([]string, users)
 	for i := range list {
 		list[i] = fmt.Sprintf("user-%05d", i)

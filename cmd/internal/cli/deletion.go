@@ -122,7 +122,7 @@ func (o deletionOptions) spec() v1beta1.DeletionRequestSpec {
 	spec := v1beta1.DeletionRequestSpec{UserID: o.userID, Suppress: o.suppress}
 	spec.RequestID = o.requestID
 	for _, source := range o.sources {
-		spec.SourceRefs = append(spec.SourceRefs, v1beta1.SourceReference{Name: source})
+		spec.SourceRefs = append(spec.SourceRefs, v1beta1.ObjectReference{Name: source})
 	}
 	if o.deadline > 0 {
 		spec.ActiveDeadlineSeconds = ptr.To(int64(o.deadline / time.Second))
@@ -159,9 +159,10 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, objects *command.Objects, nam
 		if err == nil {
 			err = json.Unmarshal(body, &o)
 		}
-		if accepted := meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionAccepted); accepted != nil &&
-			accepted.Status == metav1.ConditionFalse {
-			return fmt.Errorf("not accepted: %s", accepted.Message)
+		for _, conditionType := range []string{v1beta1.ConditionAccepted, v1beta1.ConditionResolvedRefs} {
+			if c := meta.FindStatusCondition(o.Status.Conditions, conditionType); c != nil && c.Status == metav1.ConditionFalse {
+				return fmt.Errorf("not accepted: %s", c.Message)
+			}
 		}
 		ready := cmp.Or(meta.FindStatusCondition(o.Status.Conditions, v1beta1.ConditionReady), &metav1.Condition{Message: "no status yet"})
 		switch {

@@ -419,7 +419,7 @@ func matchOf(chosen selection) *v1beta1.DeadLetterMatch {
 		}
 	}
 	for _, t := range chosen.Types {
-		s.Types = append(s.Types, v1beta1.CallType(t))
+		s.Types = append(s.Types, v1beta1.MessageType(t))
 	}
 	return s
 }

@@ -228,7 +228,7 @@ func (d *destination) takes(call *event.Call, read *reader) expression.Result {
 	if d.types != nil && !slices.Contains(d.types, string(call.Type)) {
 		return expression.Result{}
 	}
-	if d.events != nil && call.Type == event.Track && !liveconfig.MatchEvent(d.events, call.Event) {
+	if d.events != nil && (call.Type != event.Track || !liveconfig.MatchEvent(d.events, call.Event)) {
 		return expression.Result{}
 	}
 	if !call.Integrations.Allows(IntegrationName, d.name) {

@@ -159,7 +159,7 @@ spec:
 apiVersion: posthorn.dev/v1beta1
 kind: Audience
 metadata: {name: bench}
-spec: {sourceRef: {name: web}, displayName: bench}
+spec: {sourceRef: {name: web}, key: bench}
 `, writeKey, sink, types), 0o600); err != nil {
 		return p, err
 	}
