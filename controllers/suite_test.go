@@ -587,7 +587,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, labels: {team: shop}}
 spec:
-  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]
 ---
 `
 	crmSecret = `

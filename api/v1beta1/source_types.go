@@ -13,7 +13,7 @@ type SourceSpec struct {
 	// +optional
 	Suspend *bool `json:"suspend,omitempty"`
 
-	// The write keys of this Source, one or two. Each key identifies this Source.
+	// The write keys of this Source by name, one or two. Each key identifies this Source.
 	// With two keys, clients can change from the old key to the new one without
 	// rejected calls. An unusable key makes ResolvedRefs (SecretNotFound,
 	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict, WriteKeyReserved) False; calls
@@ -22,7 +22,8 @@ type SourceSpec struct {
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=2
 	// +kubebuilder:validation:XValidation:rule="self.size() != 2 || self[0].secretKeyRef != self[1].secretKeyRef",message="the two write keys must have different references; remove one of them or change it"
-	// +listType=atomic
+	// +listType=map
+	// +listMapKey=name
 	// +required
 	WriteKeys []WriteKey `json:"writeKeys"`
 
@@ -50,6 +51,13 @@ var BuiltInSources = []string{"posthorn-dead-letters", "posthorn-notices"}
 
 // WriteKey is a secret that identifies a Source.
 type WriteKey struct {
+	// Name of the write key within this Source, for messages, such as "main" or "2026-11".
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",message="must be lower case letters, digits and '-', and begin and end with a letter or digit"
+	// +required
+	Name string `json:"name"`
+
 	// The Secret key that contains the write key. A client sends it as its HTTP
 	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
 	// around it is ignored. The dispatchers get only its SHA-256. A change of

@@ -20,7 +20,7 @@ func largeNamespace(n int) Snapshot {
 			UID: types.UID(fmt.Sprintf("9c1b8f2e-0000-4000-8000-%012x", i*7919))}
 	}
 	s.Objects = append(s.Objects, &v1beta1.Source{ObjectMeta: meta("web", 0), Spec: v1beta1.SourceSpec{
-		WriteKeys: []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "key"}}},
+		WriteKeys: []v1beta1.WriteKey{{Name: "main", SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "key"}}},
 	}})
 	for i := range n {
 		name := fmt.Sprintf("destination-%05d", i)

@@ -45,7 +45,7 @@ func heavy(name string, headers int, seed uint64) v1beta1.WebhookDestination {
 
 func namespaceOf(destinations ...v1beta1.WebhookDestination) Snapshot {
 	web := v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
-	web.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "k"}}}
+	web.Spec.WriteKeys = []v1beta1.WriteKey{{Name: "main", SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: "k"}}}
 	return Snapshot{
 		Namespace: "shop", Objects: append(pointers(destinations...), &web),
 		Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"k": []byte("key")}}},
@@ -215,7 +215,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		source := *web
 		source.Name = fmt.Sprintf("source-%05d", i)
 		source.CreationTimestamp = metav1.NewTime(time.Unix(int64(i), 0))
-		source.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: source.Name}}}
+		source.Spec.WriteKeys = []v1beta1.WriteKey{{Name: "main", SecretKeyRef: v1beta1.SecretKeyReference{Name: "web", Key: source.Name}}}
 		s.Secrets["web"].Data[source.Name] = []byte(source.Name)
 		s.Objects = append(s.Objects, &source)
 	}

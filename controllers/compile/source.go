@@ -88,20 +88,20 @@ func (s Snapshot) source(o *v1beta1.Source, owners map[string]string) (liveconfi
 	invalid := len(r.problems) > 0
 	// refs are the references of the write keys in c, for the revision.
 	var refs []string
-	for i, key := range o.Spec.WriteKeys {
-		hash := writeKey(r, i, key)
+	for _, key := range o.Spec.WriteKeys {
+		field, hash := writeKeyField(key), writeKey(r, key)
 		foreign := s.ForeignWriteKeys[hash]
 		switch owner := owners[hash]; {
 		case hash == "":
 		// The messages must not name the other Source: names of other namespaces are confidential.
 		case foreign == KeyReserved:
-			r.add(v1beta1.ReasonWriteKeyReserved, writeKeyField(i), "this write key belonged to another namespace and is reserved for it, for 7 days after its removal; use another write key, or ask an administrator to release it")
+			r.add(v1beta1.ReasonWriteKeyReserved, field, "this write key belonged to another namespace and is reserved for it, for 7 days after its removal; use another write key, or ask an administrator to release it")
 		case foreign != "":
-			r.add(v1beta1.ReasonWriteKeyConflict, writeKeyField(i), "a Source of another namespace has the same write key and keeps it; use another write key")
+			r.add(v1beta1.ReasonWriteKeyConflict, field, "a Source of another namespace has the same write key and keeps it; use another write key")
 		case owner != o.Name:
-			r.add(v1beta1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
+			r.add(v1beta1.ReasonWriteKeyConflict, field, "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
 		case slices.Contains(c.WriteKeySHA256, hash):
-			r.notes = append(r.notes, writeKeyField(i)+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
+			r.notes = append(r.notes, field+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
 		default:
 			c.WriteKeySHA256 = append(c.WriteKeySHA256, hash)
 			refs = append(refs, key.SecretKeyRef.Name+"/"+key.SecretKeyRef.Key)
@@ -132,22 +132,24 @@ func (s Snapshot) source(o *v1beta1.Source, owners map[string]string) (liveconfi
 	return c, v
 }
 
-func writeKeyField(i int) string { return fmt.Sprintf("spec.writeKeys[%d].secretKeyRef", i) }
+func writeKeyField(key v1beta1.WriteKey) string {
+	return fmt.Sprintf("spec.writeKeys[%s].secretKeyRef", key.Name)
+}
 
 // writeKey returns the hex SHA-256 of a write key. For an unusable key it adds a problem
 // and returns "".
-func writeKey(r *resolver, i int, key v1beta1.WriteKey) string {
-	value, ok := r.text(writeKeyField(i), key.SecretKeyRef)
+func writeKey(r *resolver, key v1beta1.WriteKey) string {
+	value, ok := r.text(writeKeyField(key), key.SecretKeyRef)
 	if !ok {
 		return ""
 	}
 	text := strings.TrimSpace(value)
 	switch {
 	case len(text) > maxWriteKeyBytes:
-		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
+		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(key), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
 		return ""
 	case !utf8.ValidString(text) || strings.Contains(text, ":") || strings.ContainsFunc(text, unicode.IsControl):
-		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
+		r.add(v1beta1.ReasonInvalidSecret, writeKeyField(key), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
 		return ""
 	}
 	sum := sha256.Sum256([]byte(text))
@@ -171,8 +173,8 @@ func (s Snapshot) writeKeyOwners(sources []*v1beta1.Source) map[string]string {
 // WriteKeySHA256 returns the hashes of a Source's usable write keys.
 func WriteKeySHA256(source *v1beta1.Source, secrets map[string]Secret) (hashes []string) {
 	r := newResolver(secrets)
-	for i, key := range source.Spec.WriteKeys {
-		if hash := writeKey(r, i, key); hash != "" {
+	for _, key := range source.Spec.WriteKeys {
+		if hash := writeKey(r, key); hash != "" {
 			hashes = append(hashes, hash)
 		}
 	}

@@ -47,7 +47,7 @@ func TestLineBreakAtTheEndOfASecret(t *testing.T) {
 		},
 		"signing":          func(b *builder) string { return b.sharedSecret("spec", "HMACSHA1", ref).Reveal() },
 		"StandardWebhooks": func(b *builder) string { return b.sharedSecret("spec", "StandardWebhooks", ref).Reveal() },
-		"write key":        func(b *builder) string { return writeKey(b.resolver, 0, v1beta1.WriteKey{SecretKeyRef: ref}) },
+		"write key":        func(b *builder) string { return writeKey(b.resolver, v1beta1.WriteKey{SecretKeyRef: ref}) },
 	}
 	for name, use := range uses {
 		plain := "canary"

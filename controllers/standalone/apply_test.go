@@ -28,7 +28,7 @@ stringData: {writeKey: KEY}
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: NAMESPACE, labels: {app: shop}}
-spec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]}
 ---
 apiVersion: v1
 kind: Secret

@@ -198,7 +198,7 @@ items:
   metadata: {name: web}
   spec:
     writeKeys:
-    - secretKeyRef: {namee: keys, key: good}
+    - {name: main, secretKeyRef: {namee: keys, key: good}}
 `
 	var got []string
 	for _, p := range parse("a.yaml", []byte(text)).problems {
@@ -243,7 +243,7 @@ kind: Source
 metadata: {name: web}
 spec:
   enabled: false
-  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]
 `, `a.yaml:1: Source default/web: apiVersion: posthorn.dev/v1alpha1 was replaced by posthorn.dev/v1beta1; change it, and the fields that posthorn.dev/v1beta1 does not have
 a.yaml:5: Source default/web: unknown field "spec.enabled"; it is now spec.suspend, with the opposite value`},
 		"destination": {`apiVersion: posthorn.dev/v1alpha1

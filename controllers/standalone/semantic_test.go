@@ -27,7 +27,7 @@ items:
   metadata: {name: web}
   spec:
     writeKeys:
-    - secretKeyRef: {name: web-key, key: writeKey}
+    - {name: main, secretKeyRef: {name: web-key, key: writeKey}}
 - apiVersion: v1
   kind: Secret
   metadata: {name: web-key}
@@ -217,12 +217,12 @@ func TestCompileFindsWhatWhyFinds(t *testing.T) {
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: app}
-spec: {suspend: true, writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}
+spec: {suspend: true, writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]}
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: ios}
-spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: ios-key, key: writeKey}}]}
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination

@@ -36,7 +36,7 @@ import (
 
 const (
 	secret         = "apiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData: {writeKey: canary-key}\n"
-	webSource      = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}\n"
+	webSource      = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]}\n"
 	webDestination = "apiVersion: posthorn.dev/v1beta1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sourceRefs: [{name: web}], endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
 )
 

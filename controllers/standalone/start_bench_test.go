@@ -34,7 +34,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: n%[1]d}
 spec:
-  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]
 `, n)
 		for i := range perNamespace {
 			fmt.Fprintf(&text, `---

@@ -21,7 +21,7 @@ import (
 // in a store that has only the state file of an earlier process.
 func TestIncompleteFiles(t *testing.T) {
 	const (
-		source = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
+		source = "apiVersion: posthorn.dev/v1beta1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
 		good   = secret + "---\n" + source + "---\n" + webDestination
 		empty  = "the file is empty, and the last valid version of 3 objects is kept"
 		within = "the file ends within a document of its last valid form"

@@ -32,7 +32,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: s0000, namespace: bench}
 spec:
-  writeKeys: [{secretKeyRef: {name: secrets, key: write-key}}]
+  writeKeys: [{name: main, secretKeyRef: {name: secrets, key: write-key}}]
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination

@@ -397,7 +397,7 @@ func TestDefaults(t *testing.T) {
 	want := map[string]string{
 		"Source": `
 suspend: false
-writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]`,
+writeKeys: [{name: main, secretKeyRef: {name: web-key, key: writeKey}}]`,
 		"Redelivery": `
 destinationRef: {name: crm}
 dryRun: false

@@ -306,7 +306,7 @@ func rotation(t *testing.T, server *env.Env) (steps []func()) {
 		}
 	}
 	run(`kubectl create secret generic web-key --from-literal=writeKey=hush-web-key
-kubectl patch psrc web --type json -p '[{"op": "replace", "path": "/spec/writeKeys", "value": [{"secretKeyRef": {"name": "web-key", "key": "writeKey"}}]}]'
+kubectl patch psrc web --type json -p '[{"op": "replace", "path": "/spec/writeKeys", "value": [{"name": "main", "secretKeyRef": {"name": "web-key", "key": "writeKey"}}]}]'
 kubectl wait --for=condition=Ready psrc/web --timeout=60s`)
 	for _, b := range blocks {
 		if b.Heading == "Rotate a write key" && b.Commands() != "" {
@@ -360,7 +360,7 @@ stringData: {writeKey: hush-app-key, sharedSecret: hush-js-secret}
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: app}
-spec: {writeKeys: [{secretKeyRef: {name: js, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: js, key: writeKey}}]}
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination
@@ -473,7 +473,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
-  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: keys, key: writeKey}}]
 ---
 apiVersion: posthorn.dev/v1beta1
 kind: WebhookDestination

@@ -110,7 +110,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web}
 spec:
-  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: keys, key: writeKey}}]
   allowedOrigins: ["http://*.example:80", "null"]
 `+more)
 	p.deliver(url, suspended)

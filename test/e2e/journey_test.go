@@ -239,7 +239,7 @@ spec:
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: ios}
-spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: ios-key, key: writeKey}}]}
 `)
 		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sourceRefs":[{"name":"ios"}]}}`)
 		b.eventually("whd/crm", "ResolvedRefs", "False/NoSource")

@@ -89,7 +89,7 @@ func (t namespace) source(name string) {
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: %[1]s}
-spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
 `, name))
 }
 

@@ -65,7 +65,7 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	It("are all asked where a message is", func() {
 		// Without further calls the attempts remain in memory, and the message is stored until held has it.
 		t.secret("traced", "key", "traced-key", "secret", "s3cret")
-		t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: traced}, spec: {writeKeys: [{secretKeyRef: {name: traced, key: key}}]}}`)
+		t.apply(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: traced}, spec: {writeKeys: [{name: main, secretKeyRef: {name: traced, key: key}}]}}`)
 		tracedTo := func(name, url string) {
 			t.apply(fmt.Sprintf(`
 apiVersion: posthorn.dev/v1beta1

@@ -111,7 +111,7 @@ stringData: {writeKey: page-write-key, shared: page-shared-secret}
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: shop}
-spec: {writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: keys, key: writeKey}}]}
 `
 	for name, url := range destinations {
 		text += fmt.Sprintf(`---

@@ -107,7 +107,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: radio}
 spec:
-  writeKeys: [{secretKeyRef: {name: keys, key: sharedSecret}}]
+  writeKeys: [{name: main, secretKeyRef: {name: keys, key: sharedSecret}}]
 `
 	for _, name := range []string{"rejecting", "held"} {
 		all["all.yaml"] += destinationManifest(name, "web", urls[name])

@@ -209,7 +209,7 @@ stringData: {writeKey: %s-key}
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, %s}
-spec: {writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: keys, key: writeKey}}]}
 `, in, namespace, in)
 	for _, d := range w.destinations {
 		if d.namespace != namespace || w.away[d.id()] {

@@ -28,7 +28,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: tv}
 spec:
-  writeKeys: [{secretKeyRef: {name: keys, key: sharedSecret}}]
+  writeKeys: [{name: main, secretKeyRef: {name: keys, key: sharedSecret}}]
 `, "crm.yaml": destination("crm", crm.URL, ""), "failing.yaml": destination("failing", failing.URL, ""),
 		"picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
 	})

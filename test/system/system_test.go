@@ -737,7 +737,7 @@ apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: ios}
 spec:
-  writeKeys: [{secretKeyRef: {name: ios-keys, key: writeKey}}]
+  writeKeys: [{name: main, secretKeyRef: {name: ios-keys, key: writeKey}}]
 `)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	wait.For(p.T, "an accepted call of the other Source", func() error {

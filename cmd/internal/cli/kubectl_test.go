@@ -610,10 +610,10 @@ stringData: {key: demo-write-key}
 apiVersion: posthorn.dev/v1beta1
 kind: Source
 metadata: {name: web, namespace: shop}
-spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
+spec: {writeKeys: [{name: main, secretKeyRef: {name: web, key: key}}]}
 `, "apply", "-f", "-")
 	has(call(command.ExitFailure, "send", "track"), "posthorn-support-user")
-	kubectl(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
+	kubectl(`{apiVersion: posthorn.dev/v1beta1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{name: main, secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
 	has(call(command.ExitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
 	has(call(command.ExitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
 	has(call(command.ExitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)

@@ -123,7 +123,7 @@ func (w *world) apply(ctx context.Context) error {
 			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web-key"},
 				StringData: map[string]string{"writeKey": "key-of-" + namespace}}
 			source := &v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web"}}
-			source.Spec.WriteKeys = []v1beta1.WriteKey{{SecretKeyRef: v1beta1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
+			source.Spec.WriteKeys = []v1beta1.WriteKey{{Name: "main", SecretKeyRef: v1beta1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
 			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, key, source}
 			for i := range *perNamespace {
 				name := destinationName(i)
