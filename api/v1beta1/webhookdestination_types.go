@@ -627,15 +627,16 @@ type MessageType string
 
 // DeadLetters bounds and forwards the dead letters of a destination.
 type DeadLetters struct {
-	// The time after which dead letters are deleted, at the earliest after a minute. 0s to 8760h, default
-	// 168h (a week).
+	// The time after which dead letters are deleted. Each is kept for at least a minute, also with 0s.
+	// 0s to 8760h, default 168h (a week).
 	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) <= duration('8760h')`,message="retention must be at most 8760h (a year); write it like 90m, 24h or 168h"
 	// +kubebuilder:default="168h"
 	// +optional
 	Retention *Duration `json:"retention,omitempty"`
 
 	// The size limit of this destination's dead letters, over all dispatchers: each keeps an equal part. Above
-	// it the oldest are removed. A further dispatcher removes none. 0 to 1Ti, default 1Gi.
+	// it the oldest are removed, after at least a minute; with 0, all are. A further dispatcher removes none. 0 to
+	// 1Ti, default 1Gi.
 	// +kubebuilder:validation:XValidation:rule="quantity(string(self)).compareTo(quantity('0')) >= 0 && quantity(string(self)).compareTo(quantity('1Ti')) <= 0",message="maxBytes must be between 0 and 1Ti"
 	// +kubebuilder:default="1Gi"
 	// +optional

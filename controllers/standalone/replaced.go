@@ -15,6 +15,7 @@ var replacedFields = map[string]string{
 	"spec.rate":                         "spec.deadLettersPerSecond",
 	"spec.selector":                     "spec.match, in which noResponse: true replaces the status code 0",
 	"spec.delivery.retry.minBackoff":    "spec.delivery.retry.initialBackoff",
+	"spec.sourceRefs.namespace":         "always the namespace of the object; remove it",
 	"spec.sourceRef.namespace":          "always the namespace of the object; remove it",
 	"spec.endpoints.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
 	"spec.endpoints.authentication.oauth2.tls.caSecretKeyRef": "tls.ca.secretKeyRef",
