@@ -292,7 +292,7 @@ func (c *Control) load(marks []mark) []mark {
 		c.log.Warn("object created that the log does not have; if the last owner deleted it, remove its manifest here, too", "kind", o.kind, "namespace", o.namespace, "name", o.name)
 	}
 	if !sources && c.hadSources {
-		c.log.Warn("the manifests have no valid Source; every call is answered 401", "dir", c.options.Dir)
+		c.log.Warn("the manifests have no valid Source; every call gets 401 until there is one", "dir", c.options.Dir)
 	}
 	c.hadSources = sources
 	c.saveRecords() // Before the dispatcher has the UIDs.

@@ -446,14 +446,14 @@ func TestFolderWithoutSourceIsLogged(t *testing.T) {
 	want := []string{"empty at the first start", "without the Source again"}
 	var got []string
 	for line := range strings.Lines(f.log.String()) {
-		if strings.Contains(line, "every call is answered 401") {
+		if strings.Contains(line, "every call gets 401") {
 			got = append(got, line)
 		}
 	}
 	if len(got) != len(want) {
 		t.Fatalf("warnings: got %d, want %d (%s):\n%s", len(got), len(want), strings.Join(want, ", "), f.log)
 	}
-	for _, part := range []string{"level=WARN", `msg="the manifests have no valid Source; every call is answered 401"`, "dir=" + dir} {
+	for _, part := range []string{"level=WARN", `msg="the manifests have no valid Source; every call gets 401 until there is one"`, "dir=" + dir} {
 		if !strings.Contains(got[0], part) {
 			t.Errorf("first warning: got %q, want %q in it", got[0], part)
 		}

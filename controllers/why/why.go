@@ -374,7 +374,7 @@ var fixes = map[string]struct{ about, fix string }{
 	v1beta1.ReasonInvalidConfigMap:     {"ConfigMap", "correct the value in the ConfigMap"},
 	v1beta1.ReasonInvalidURL:           {"Destination", "correct the URL: http:// or https:// and a host"},
 	v1beta1.ReasonInvalidFilter:        {"Filter", "correct spec.filter.expression"},
-	v1beta1.ReasonNoSource:             {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
+	v1beta1.ReasonNoSource:             {"Source", "create the Source, or correct spec.sourceRefs, spec.sourceSelector or spec.sourceRef"},
 	v1beta1.ReasonDestinationNotFound:  {"Dead letters", "create the destination, or correct spec.deadLetters.forwardTo"},
 	v1beta1.ReasonInvalidForwardTarget: {"Dead letters", "change the destination that the message names, or name another one"},
 	v1beta1.ReasonCeilingExceeded:      {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},

@@ -85,6 +85,9 @@ func NewHandler(o Options) http.Handler {
 	}
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
+	root.HandleFunc("/v1/", func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, "this is the admin address; send calls to the address of the tracking API (--listen)", http.StatusNotFound)
+	})
 	root.Handle("/", NotFromPages(guarded, o.Guard != nil))
 	return root
 }

@@ -309,7 +309,14 @@ func (i *importer) parse(number int64, text []byte, whole bool) (line importLine
 	}
 	var call map[string]json.RawMessage
 	if err := json.Unmarshal(text, &call); err != nil || call == nil {
-		return line, "the line is not a JSON object"
+		problem := "the line is not a JSON object"
+		switch {
+		case text[0] == '[':
+			problem += "; write one object per line, as jq -c '.[]' does with an array"
+		case number == 1 && text[0] != '{':
+			problem += "; the file must have one per line, other formats such as CSV are not read"
+		}
+		return line, problem
 	}
 	var typ string
 	_ = json.Unmarshal(call["type"], &typ)

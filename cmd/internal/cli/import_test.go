@@ -295,3 +295,11 @@ func TestImportReportsUnreadTimes(t *testing.T) {
 		}
 	}
 }
+
+func TestOtherFormatsAreNamed(t *testing.T) {
+	for text, want := range map[string]string{"userId,event": "CSV", `[{"type":"track"}]`: "jq"} {
+		if _, problem := new(importer).parse(1, []byte(text), true); !strings.Contains(problem, want) {
+			t.Errorf("%s: got the problem %q, want one with %s", text, problem, want)
+		}
+	}
+}
