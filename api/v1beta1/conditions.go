@@ -317,7 +317,7 @@ const (
 	// ReasonDelivered: Complete; every notification was delivered.
 	ReasonDelivered = "Delivered"
 	// ReasonNoDestinations: Complete; no affected Source has a WebhookDestination whose
-	// spec.deletions is Deliver.
+	// spec.deletions is not Ignore.
 	// Action: none, unless a destination should have been notified; then create it and set
 	// another spec.requestID in a new request.
 	ReasonNoDestinations = "NoDestinations"
