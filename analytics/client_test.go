@@ -1119,6 +1119,23 @@ func TestGzip(t *testing.T) {
 	}
 }
 
+// The error of Close has the cause for which the call was not delivered before.
+func TestCloseNamesTheLastAttempt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		sink := analyticstest.New()
+		sink.RespondAlways(analyticstest.Answer{Status: 503, RetryAfter: "60"})
+		client := sink.Client(analytics.FlushAt(1))
+		must(t, client.Track(track(1)))
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		err := client.CloseContext(ctx)
+		var last *analytics.ResponseError
+		if !errors.Is(err, analytics.ErrClosed) || !errors.As(err, &last) || last.StatusCode != 503 {
+			t.Errorf("Close: got %v, want ErrClosed and the response 503", err)
+		}
+	})
+}
+
 // After Close the client has no worker, no timer and no connection.
 func TestCloseEndsAllGoroutines(t *testing.T) {
 	server := analyticstest.NewServer()

@@ -132,7 +132,7 @@ type Failure struct {
 	// Message is the call in JSON, as it was to be sent.
 	Message json.RawMessage
 	// Err is the reason: a [*ResponseError], a [*RejectedError], an error of the network, or
-	// [ErrClosed] with the end of the context of [Client.CloseContext]. If a request was in flight,
+	// [ErrClosed] with the end of the context of [Client.CloseContext] and the error of the last attempt. If a request was in flight,
 	// the call may have arrived nevertheless: send it again with the same MessageId.
 	Err error
 }
@@ -151,18 +151,25 @@ type DeliveryError struct {
 func (e *DeliveryError) Error() string {
 	text := "analytics: "
 	if len(e.Failed) > 0 {
-		text += fmt.Sprintf("%d calls were not delivered (the first: %v)", len(e.Failed), e.Failed[0].Err)
+		text += fmt.Sprintf("%s not delivered (the first: %v)", calls(len(e.Failed)), e.Failed[0].Err)
 	}
 	if e.Pending > 0 {
 		if len(e.Failed) > 0 {
 			text += ", "
 		}
-		text += fmt.Sprintf("%d calls are still queued", e.Pending)
+		text += calls(e.Pending) + " still queued"
 	}
 	if e.Err != nil {
 		text += ": " + e.Err.Error()
 	}
 	return text
+}
+
+func calls(n int) string {
+	if n == 1 {
+		return "1 call"
+	}
+	return fmt.Sprint(n, " calls")
 }
 
 // Unwrap returns the error of the context and the cause of the first failure.

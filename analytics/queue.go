@@ -44,6 +44,7 @@ type batch struct {
 	first     time.Time   // time of the first attempt
 	timer     *time.Timer // for the next attempt; nil unless the batch waits for it
 	scheduled bool        // the server has set the time of the next attempt
+	last      error       // of the last attempt, after which the batch waits
 	waiters   []*waiter
 }
 
@@ -218,7 +219,7 @@ func (q *queue) work(b *batch) {
 			continue
 		}
 		if wait, again := q.client.retryIn(b, out); again {
-			if next, ok := q.postpone(b, wait, out.after > 0); ok {
+			if next, ok := q.postpone(b, wait, out); ok {
 				b = next
 				continue
 			}
@@ -257,14 +258,14 @@ func (q *queue) split(b *batch) bool {
 
 // postpone schedules a retry of a batch, and returns the next batch to send now. It fails after the
 // retry period.
-func (q *queue) postpone(b *batch, wait time.Duration, scheduled bool) (*batch, bool) {
+func (q *queue) postpone(b *batch, wait time.Duration, out outcome) (*batch, bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.cancelled {
 		return nil, false
 	}
 	q.inFlight--
-	b.scheduled = scheduled
+	b.scheduled, b.last = out.after > 0, out.err
 	var timer *time.Timer
 	timer = time.AfterFunc(wait, func() {
 		q.mu.Lock()
@@ -394,8 +395,8 @@ func (q *queue) cancel(cause error) {
 		}
 	}
 	q.mu.Unlock()
-	out := outcome{err: closedError{cause}}
 	for _, b := range rest {
+		out := outcome{err: closedError{cause, b.last}}
 		q.report(b, out)
 		q.mu.Lock()
 		q.release(b, out)
@@ -407,10 +408,9 @@ func (q *queue) cancel(cause error) {
 func (q *queue) abandon(w *waiter, cause error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	out := outcome{err: closedError{cause}}
 	for b := range q.unresolved {
 		if slices.Contains(b.waiters, w) {
-			w.failed = append(w.failed, b.failures(out)...)
+			w.failed = append(w.failed, b.failures(outcome{err: closedError{cause, b.last}})...)
 			delete(q.unresolved, b)
 		}
 	}
@@ -477,8 +477,20 @@ func (w *waiter) result(cause error) error {
 	return &DeliveryError{Failed: w.failed, Pending: w.pending, Err: cause}
 }
 
-// closedError is the cause of failures at the deadline of Close.
-type closedError struct{ cause error }
+// closedError is the cause of failures at the deadline of Close; last is the error of the last attempt, nil if there was none.
+type closedError struct{ cause, last error }
 
-func (e closedError) Error() string   { return ErrClosed.Error() + ": " + e.cause.Error() }
-func (e closedError) Unwrap() []error { return []error{ErrClosed, e.cause} }
+func (e closedError) Error() string {
+	text := ErrClosed.Error() + ": " + e.cause.Error()
+	if e.last != nil {
+		text += "; last attempt: " + e.last.Error()
+	}
+	return text
+}
+
+func (e closedError) Unwrap() []error {
+	if e.last == nil {
+		return []error{ErrClosed, e.cause}
+	}
+	return []error{ErrClosed, e.cause, e.last}
+}

@@ -124,7 +124,7 @@ func (c *Client) unanswered(err error) outcome {
 		err = e.Err // without the address
 	}
 	if c.life.Err() != nil {
-		return outcome{err: closedError{fmt.Errorf("request cancelled, the call may have arrived: %w", err)}}
+		return outcome{err: closedError{cause: fmt.Errorf("request cancelled, the call may have arrived: %w", err)}}
 	}
 	return outcome{err: fmt.Errorf("analytics: no response from the server: %w", err), again: true}
 }
