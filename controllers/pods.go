@@ -23,6 +23,8 @@ type Pod struct {
 	// Unready is true while the pod is not ready to accept calls. Of its reports, only the states of
 	// the live configs are used. A pod without a URL is not ready, either.
 	Unready bool
+	// Unscheduled is true while the pod has no node: it has never run.
+	Unscheduled bool
 	// Workload is the object that runs the pod. It gets the Events about the pod. Zero if
 	// there is none.
 	Workload corev1.ObjectReference
@@ -64,7 +66,7 @@ func (c clusterPods) pod(p *corev1.Pod) Pod {
 	ready := slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
 		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
 	})
-	pod := Pod{Name: p.Name, Workload: workload(p), Unready: !ready}
+	pod := Pod{Name: p.Name, Workload: workload(p), Unready: !ready, Unscheduled: p.Spec.NodeName == ""}
 	if (ready || running(p)) && p.DeletionTimestamp.IsZero() && p.Status.PodIP != "" {
 		pod.URL = c.scheme + "://" + net.JoinHostPort(p.Status.PodIP, strconv.Itoa(c.port))
 	}

@@ -176,18 +176,19 @@ func TestPodURL(t *testing.T) {
 	running := corev1.ContainerStatus{State: corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}}
 	waiting := corev1.ContainerStatus{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{}}}
 	for name, c := range map[string]struct {
-		ip        string
+		node, ip  string
 		ready     corev1.ConditionStatus
 		container corev1.ContainerStatus
 		want      Pod
 	}{
-		"ready":              {"10.0.0.7", corev1.ConditionTrue, running, Pod{URL: "https://10.0.0.7:8081"}},
-		"running, not ready": {"10.0.0.7", corev1.ConditionFalse, running, Pod{URL: "https://10.0.0.7:8081", Unready: true}},
-		"container waits":    {"10.0.0.7", corev1.ConditionFalse, waiting, Pod{Unready: true}},
-		"running without IP": {"", corev1.ConditionFalse, running, Pod{Unready: true}},
+		"ready":              {"a", "10.0.0.7", corev1.ConditionTrue, running, Pod{URL: "https://10.0.0.7:8081"}},
+		"running, not ready": {"a", "10.0.0.7", corev1.ConditionFalse, running, Pod{URL: "https://10.0.0.7:8081", Unready: true}},
+		"container waits":    {"a", "10.0.0.7", corev1.ConditionFalse, waiting, Pod{Unready: true}},
+		"running without IP": {"a", "", corev1.ConditionFalse, running, Pod{Unready: true}},
+		"without a node":     {"", "", corev1.ConditionFalse, waiting, Pod{Unready: true, Unscheduled: true}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			pod := &corev1.Pod{Status: corev1.PodStatus{
+			pod := &corev1.Pod{Spec: corev1.PodSpec{NodeName: c.node}, Status: corev1.PodStatus{
 				PodIP: c.ip, ContainerStatuses: []corev1.ContainerStatus{c.container},
 				Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: c.ready}},
 			}}

@@ -133,7 +133,7 @@ func (k *shareKeeper) write(ctx context.Context) error {
 }
 
 // limitUses returns the dispatchers with their use of limits: those that exist, and those that the StatefulSet
-// will have. ok is false before the first report, and for a replicated log.
+// will have. A pod without a node does not exist yet. ok is false before the first report, and for a replicated log.
 func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand func() shares.Demand, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,7 +144,7 @@ func (p *prober) limitUses(existing []Pod) (pods []shares.Pod, demand func() sha
 	states := map[string]*podreport.Index{}
 	for _, pod := range existing {
 		names[pod.Name] = true
-		one := shares.Pod{Name: pod.Name, Exists: true}
+		one := shares.Pod{Name: pod.Name, Exists: !pod.Unscheduled}
 		if probe := probes[pod.Name]; probe != nil && probe.state != nil {
 			if ok = true; probe.state.Replication != nil {
 				return nil, nil, false

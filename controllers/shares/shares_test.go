@@ -379,6 +379,22 @@ func TestNewDispatcherBesideASilentOne(t *testing.T) {
 	}
 }
 
+// The others divide the share of a dispatcher that does not exist, for example of a pod without a node, after a minute.
+func TestAbsentDispatcher(t *testing.T) {
+	w := newWorld(t, 3)
+	w.seconds(5)
+	delete(w.pods, "d-02")
+	if passed := w.traffic([]float64{1, 1}, 58); passed > 0.67 {
+		t.Errorf("part of the total that passed in the first minute: got %.3f, want two thirds", passed)
+	}
+	if passed := w.traffic([]float64{1, 1}, 40); passed < 0.95 {
+		t.Errorf("part of the total that passed after that: got %.3f, want at least 0.95", passed)
+	}
+	w.start("d-02")
+	w.seconds(30)
+	w.want("after its start without traffic", 483, 483, 33)
+}
+
 // A dispatcher that restarts keeps its share, and a rolling update writes nothing.
 func TestRollingUpdate(t *testing.T) {
 	w := newWorld(t, 3)
