@@ -168,7 +168,7 @@ func (s suspensions) encode() []byte {
 func oldestPending(store queue.Stats, lanes []queue.LaneID) (oldest time.Time) {
 	for _, id := range lanes {
 		s := store.LaneStats(id)
-		if s.Pending > 0 && s.OldestPending.IsZero() {
+		if s.Stale || s.Pending > 0 && s.OldestPending.IsZero() {
 			return time.Unix(0, 0)
 		}
 		oldest = earlier(oldest, s.OldestPending)

@@ -219,8 +219,8 @@ type LaneStats struct {
 	// Ended is true for a lane that gets no further messages, EndpointRemoved when its endpoint
 	// was also removed; see EndLane.
 	Ended, EndpointRemoved bool
-	// Stale is true when a write that waits for disk space locks the lane; the stats are then
-	// the last known ones.
+	// Stale is true when a write that waits for disk space or for a replicated log locks the lane; the stats are
+	// then the last known ones.
 	Stale bool
 }
 

@@ -33,6 +33,8 @@ type commitLog interface {
 	// space returns the bytes that the log has for calls, and how many of them are free; 0 if it has no bound of
 	// its own.
 	space() (total, free int64)
+	// blocked reports whether a write waits for the log, whose caller can hold the lock of a lane.
+	blocked() bool
 }
 
 // localLog is the commitLog of one disk: the engine's own write-ahead log. The process ends when
@@ -78,6 +80,8 @@ func (l *localLog) sync() error {
 func (l *localLog) ready() error { return nil }
 
 func (l *localLog) space() (total, free int64) { return 0, 0 }
+
+func (l *localLog) blocked() bool { return false }
 
 // apply applies and closes a batch; the flusher makes it durable within SyncInterval.
 func (s *Store) apply(b *pebble.Batch) error {

@@ -1064,11 +1064,11 @@ func (l *lane) retrying() int64 {
 	return n
 }
 
-// lockUnlessFull locks a mutex that is held during writes. It returns false while a full disk
+// lockUnlessFull locks a mutex that is held during writes. It returns false while a full disk or a slow replicated log
 // may block the holder.
 func (s *Store) lockUnlessFull(mu *sync.Mutex) bool {
 	for !mu.TryLock() {
-		if s.disk.exhausted.Load() {
+		if s.disk.exhausted.Load() || s.commitLog.blocked() {
 			return false
 		}
 		time.Sleep(100 * time.Microsecond)

@@ -4,7 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
@@ -95,7 +97,12 @@ type replicatedLog struct {
 	// failed is the first error. The database may contain a batch that the log does not have,
 	// so all later writes fail, too.
 	failed error
+	// appending is when the present Append began, in nanoseconds; 0 for none.
+	appending atomic.Int64
 }
+
+// blockedAfter is the time after which an Append waits for the servers of the log.
+const blockedAfter = 100 * time.Millisecond
 
 func (l *replicatedLog) newCommit(size int) *pebble.Batch { return l.db.NewBatchWithSize(size) }
 
@@ -131,7 +138,9 @@ func (l *replicatedLog) append(b *pebble.Batch) (uint64, error) {
 		return 0, l.failed
 	}
 	l.last = next
+	l.appending.Store(time.Now().UnixNano())
 	l.failed = l.log.Append(next.Batch, data)
+	l.appending.Store(0)
 	return next.Batch, l.failed
 }
 
@@ -143,6 +152,11 @@ func (l *replicatedLog) sync() error {
 func (l *replicatedLog) ready() error { return l.log.Ready() }
 
 func (l *replicatedLog) space() (total, free int64) { return l.log.Space() }
+
+func (l *replicatedLog) blocked() bool {
+	since := l.appending.Load()
+	return since != 0 && time.Since(time.Unix(0, since)) >= blockedAfter
+}
 
 func (l *replicatedLog) position() Position {
 	l.mu.Lock()

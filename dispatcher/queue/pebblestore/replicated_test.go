@@ -20,6 +20,8 @@ type memoryLog struct {
 	mu      sync.Mutex
 	batches [][]byte
 	err     error
+	// full blocks Append while it is locked.
+	full sync.Mutex
 	// total and inLog are the space for calls and its use.
 	total, inLog atomic.Int64
 }
@@ -33,6 +35,8 @@ func (l *memoryLog) Space() (total, free int64) {
 }
 
 func (l *memoryLog) Append(number uint64, batch []byte) error {
+	l.full.Lock()
+	defer l.full.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if number != uint64(len(l.batches))+1 {
@@ -122,6 +126,48 @@ func TestReplicaAppliesBatches(t *testing.T) {
 	}
 	if got := copied.LogPosition(); got.Batch < want.Batch {
 		t.Errorf("position of the copy: got %v, want at least batch %d", got, want.Batch)
+	}
+}
+
+// While the log is full, writes wait and hold locks of lanes; reports have the last known numbers.
+func TestReportsWhileTheLogIsFull(t *testing.T) {
+	log := &memoryLog{session: Session{1}}
+	s := open(t, "data", Options{FS: vfs.NewMem(), Log: log})
+	settleSome(t, s, []byte("a"), []byte("b"), []byte("c"))
+	before := s.LaneStats(replicatedLane)
+	log.full.Lock()
+	unlock := sync.OnceFunc(log.full.Unlock)
+	defer func() { unlock(); _ = s.Close() }()
+	got, err := s.Lease(replicatedLane, 1, nil)
+	if err != nil || len(got) != 1 {
+		t.Fatalf("lease: got %d messages and error %v, want 1 and none", len(got), err)
+	}
+	s.Ack(got[0])
+	read := make(chan queue.LaneStats)
+	go func() {
+		stats := s.LaneStats(replicatedLane)
+		for !stats.Stale { // The flusher waits soon.
+			time.Sleep(time.Millisecond)
+			stats = s.LaneStats(replicatedLane)
+		}
+		_, _ = s.Position(replicatedLane)
+		_ = s.DestinationStats(replicatedLane.Destination)
+		read <- stats
+	}()
+	select {
+	case stats := <-read:
+		if before.Ledger.Delivered+1 < stats.Ledger.Delivered || stats.Ledger.Accepted != before.Ledger.Accepted {
+			t.Errorf("ledger while the log is full: got %+v, want that of before, %+v, or of after the delivery", stats.Ledger, before.Ledger)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("the numbers of a lane could not be read while the log was full")
+	}
+	unlock()
+	if err := s.flushLanes(true); err != nil {
+		t.Fatal(err)
+	}
+	if stats := s.LaneStats(replicatedLane); stats.Stale || stats.Ledger.Delivered != 2 {
+		t.Errorf("after the log has space: got %+v, want 2 delivered", stats)
 	}
 }
 

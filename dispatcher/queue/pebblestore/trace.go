@@ -261,7 +261,7 @@ func (s *Store) traceLane(l *lane, seq uint64, rec *codec.Record) (t queue.LaneT
 		t.State = queue.TraceFiltered
 	}
 	if !s.lockUnlessFull(l.mu) {
-		return t, false, fmt.Errorf("the state of lane %v waits for disk space: %w", l.id, queue.ErrFull)
+		return t, false, fmt.Errorf("the state of lane %v waits for space on the disk or in the log: %w", l.id, queue.ErrFull)
 	}
 	defer l.mu.Unlock()
 	if l.dropped || seq <= l.Start || l.End != 0 && seq >= l.End || l.group != nil && l.group.Gaps.After(seq) != seq {
