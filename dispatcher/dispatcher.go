@@ -293,7 +293,18 @@ func (d *Dispatcher) apply(view *liveconfig.View) error {
 	if err := d.forwards.Apply(view); err != nil {
 		return err
 	}
-	return d.engine.Apply(view)
+	if err := d.engine.Apply(view); err != nil {
+		return err
+	}
+	suspended := map[string]bool{}
+	for _, namespace := range view.Namespaces() {
+		config, _ := view.Namespace(namespace)
+		if slices.ContainsFunc(config.Destinations, func(to liveconfig.Destination) bool { return to.State == liveconfig.Suspended }) {
+			suspended[namespace] = true
+		}
+	}
+	d.store.SetSuspended(suspended)
+	return nil
 }
 
 // warnOfOpenFolder logs that other users can change stored data, and how to prevent it.

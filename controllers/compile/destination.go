@@ -134,7 +134,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 	if ptr.Deref(o.Spec.Suspend, false) {
 		c.State, c.PausedReason = liveconfig.Suspended, ""
 		if v.Accepted {
-			v.Reason, v.Message = v1beta1.ReasonSuspended, "spec.suspend is true: messages wait, and the time does not count towards their retry windows"
+			v.Reason, v.Message = v1beta1.ReasonSuspended, "spec.suspend is true: messages wait and keep their space on the disk, and the time does not count towards their retry windows"
 		}
 	}
 	v.State = c.State

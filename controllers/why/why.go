@@ -436,7 +436,7 @@ func (e *explainer) suspended() bool {
 		return false
 	}
 	e.paused = true
-	e.add(Problem, "Destination", "set spec.suspend to false", "the destination is suspended; messages wait, and the time does not count towards their retry windows")
+	e.add(Problem, "Destination", "set spec.suspend to false", "the destination is suspended; messages wait and keep their space on the disk, and the time does not count towards their retry windows")
 	e.because(v1beta1.ReasonSuspended, time.Time{}, 0)
 	return true
 }

@@ -384,11 +384,11 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 	} else {
 		bytes, current := int64(r.bytes+len(r.messages)*codec.MessageKeyLen), int64(c.current.bytes)
 		total, free := s.commitLog.space()
-		if err := s.disk.shares.admitTo(total, reserveOf(total, 0), free-current, lead.logged.Load()+bytes); err != nil {
+		if err := s.disk.shares.admitTo(total, reserveOf(total, 0), free-current, lead.logged.Load()+bytes, true); err != nil {
 			return err
 		}
 		admit := func() error {
-			return s.disk.shares.admit(lead.used.Load()+bytes, s.disk.unchecked.Load()+current)
+			return s.disk.shares.admit(lead, bytes, s.disk.unchecked.Load()+current)
 		}
 		if err := admit(); err != nil && !c.makeSpace(r, 0, uint64(s.disk.shares.size()/skipDivisor), func() bool { return admit() == nil }) {
 			return err

@@ -13,6 +13,7 @@ import (
 // or recent calls. Each of them has an equal share, at least a tenth of the space. While more than the reserve is
 // free, unused parts are lent. Within the reserve, the part of the share that a namespace may use falls with the
 // square of the free part: those above their shares are refused first, and a namespace without messages almost never.
+// Nothing is lent to a namespace with a suspended destination, because no retry window ends the loan.
 //
 // The space of a replicated log for calls, which a snapshot frees, is divided in the same way.
 
@@ -49,6 +50,8 @@ type share struct {
 	// called is the time of its last call, and active whether it counts; shares.mu guards both.
 	called time.Time
 	active bool
+	// suspended is true if the namespace has a suspended destination.
+	suspended atomic.Bool
 }
 
 // forLog returns the use of the namespace of a Source.
@@ -63,6 +66,18 @@ func (s *shares) forLog(source string) *share {
 		s.of[namespace] = &share{}
 	}
 	return s.of[namespace]
+}
+
+// SetSuspended sets the namespaces with a suspended destination.
+func (s *Store) SetSuspended(namespaces map[string]bool) {
+	for name := range namespaces {
+		s.disk.shares.forLog(name + "/")
+	}
+	s.disk.shares.mu.Lock()
+	defer s.disk.shares.mu.Unlock()
+	for name, n := range s.disk.shares.of {
+		n.suspended.Store(namespaces[name])
+	}
 }
 
 // isActive reports whether a namespace has messages or had a call.
@@ -129,16 +144,16 @@ func mayUse(reserve, share, free int64) (bytes int64, bounded bool) {
 	return int64(float64(share) * left * left), true
 }
 
-// admit returns why a namespace may not use that many bytes of the disk; nil if it may. written are the bytes that
+// admit returns why a namespace may not use more bytes of the disk; nil if it may. written are the bytes that
 // are written since the space was read.
-func (s *shares) admit(use, written int64) error {
+func (s *shares) admit(n *share, more, written int64) error {
 	space := s.space.Load()
-	return s.admitTo(space, reserveOf(space, s.buffers.Load()), s.free.Load()-written, use)
+	return s.admitTo(space, reserveOf(space, s.buffers.Load()), s.free.Load()-written, n.used.Load()+more, !n.suspended.Load())
 }
 
-// admitTo is admit for a space of which some bytes are free; nothing is divided if it is 0. The share of the only
-// namespace is the whole space, so its calls are refused because the storage is full.
-func (s *shares) admitTo(space, reserve, free, use int64) error {
+// admitTo is admit for a space of which some bytes are free and may be lent; nothing is divided if it is 0. The share of
+// the only namespace is the whole space, so its calls are refused because the storage is full.
+func (s *shares) admitTo(space, reserve, free, use int64, lent bool) error {
 	if space == 0 {
 		return nil
 	}
@@ -147,6 +162,9 @@ func (s *shares) admitTo(space, reserve, free, use int64) error {
 	s.mu.Unlock()
 	share := shareOf(space, reserve, active)
 	most, bounded := mayUse(reserve, share, free)
+	if !bounded && !lent {
+		most, bounded = share, true
+	}
 	switch {
 	case !bounded || use <= most:
 		return nil

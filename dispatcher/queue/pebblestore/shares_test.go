@@ -71,6 +71,31 @@ func (d *sharedDisk) fill(sources ...string) (int, error) {
 	return 1000, nil
 }
 
+// A namespace with a suspended destination borrows no space: nothing ends the loan.
+func TestNothingIsLentToASuspendedNamespace(t *testing.T) {
+	const space = 64 << 20
+	d := &sharedDisk{fs: &usageFS{FS: vfs.NewMem()}, base: 1<<30*85/100 - space}
+	d.open(t, Options{})
+	defer d.Close()
+	for _, source := range []string{"shop/web", "bank/app"} {
+		if err := d.OpenLane(queue.LaneID{Source: source, Destination: source}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.SetSuspended(map[string]bool{"shop": true})
+	if _, err := d.Append(t.Context(), []queue.Message{{Source: "bank/app", ID: "a", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+		t.Fatal(err)
+	}
+	_, err := d.fill("shop/web")
+	if used, share := d.Share("shop/web"); used > share || used < share*8/10 || !errors.Is(err, queue.ErrOverShare) {
+		t.Errorf("use of the namespace: got %d and error %v, want nearly its share of %d and %v", used, err, share, queue.ErrOverShare)
+	}
+	_, err = d.fill("bank/app")
+	if used, share := d.Share("bank/app"); used < share*8/10 {
+		t.Errorf("use of another namespace: got %d and error %v, want nearly its share of %d", used, err, share)
+	}
+}
+
 // All Sources of a namespace together leave space to other namespaces. A namespace above its share is refused first.
 func TestNamespacesShareTheDisk(t *testing.T) {
 	const space = 64 << 20
