@@ -57,8 +57,9 @@ it are missing. Processes then remove files of a later time from their data
 directories.
 
 With --data of a process with the log: with the files in its data directory. The process
-that delivered last has everything that was accepted. Its files replace the records of
-the stream. The process may still run while it is not ready, for example in the pod in
+that owned the slot last has everything that was accepted: use the files with the highest
+epoch in slots/N/queue.slot. They replace the records of
+the stream. Files with an epoch below the newest one in the streams are rejected. The process may still run while it is not ready, for example in the pod in
 which you run this command. With several slots, repeat the command with --slot and
 --data for slots whose newest files are in different processes.
 

@@ -52,12 +52,16 @@ var ErrInUse = errors.New("a process uses the slot; stop all processes with this
 // ErrUsed reports that a slot has content of its own, which a store with a log of its own does not replace.
 var ErrUsed = errors.New("the slot has messages, or was used by a process; use another --replication-name, or deliver the messages of the data directory with posthorn drain")
 
+// ErrOlderFiles reports that files of a process lack messages that later owners of the slot accepted.
+var ErrOlderFiles = errors.New("a later owner of the slot accepted messages that the files lack")
+
 // Adopt makes the slot usable again after its stream was restored from a backup, or deleted, or begins a new slot
 // with a store. The slot continues with the files in Dir when useFiles is set; otherwise with the records of the
 // stream, without the batches that it lacks behind the newest snapshot; if there are no records, with the newest
 // snapshot. These are written to Dir, which has nothing else.
 //
-// The files of a process replace the records of the stream. A store with a log of its own becomes the content of the
+// The files of a process replace the records of the stream, unless they are known to be of an owner before the last one:
+// then the error is ErrOlderFiles. A store with a log of its own becomes the content of the
 // slot, with its messages, dead letters, ledgers and states, and does not open without it from then on. The slot must
 // not have been used; otherwise the error is ErrUsed. prepare is called with the store before it is changed.
 //
@@ -93,7 +97,7 @@ func (s Slot) Adopt(ctx context.Context, rename func(ctx context.Context, replac
 		return a, err
 	}
 	if a.Content != ContentStream {
-		if a.Batch, err = s.anchor(ctx, state, useFiles); err != nil {
+		if a.Batch, err = s.anchor(ctx, state, useFiles, former); err != nil {
 			return a, err
 		}
 	}
@@ -203,8 +207,9 @@ func (s Slot) lastBatch(ctx context.Context, state State) (uint64, error) {
 
 // anchor makes the files in Dir a part of the stream, and returns their last batch: the stream then has
 // one record, with the number and the session of that batch. A copy that lacks the batch cannot begin
-// with this record, so it is restored from a snapshot. With useFiles, an attached store replaces no records.
-func (s Slot) anchor(ctx context.Context, state State, useFiles bool) (uint64, error) {
+// with this record, so it is restored from a snapshot. With useFiles, an attached store replaces no records, and so do the
+// files of an owner before the last one.
+func (s Slot) anchor(ctx context.Context, state State, useFiles bool, former local) (uint64, error) {
 	r, err := pebblestore.OpenReplica(s.Dir, s.Store)
 	if err != nil {
 		return 0, err
@@ -225,6 +230,10 @@ func (s Slot) anchor(ctx context.Context, state State, useFiles bool) (uint64, e
 	epoch, err := s.lastEpoch(ctx, state)
 	if err != nil {
 		return 0, err
+	}
+	if useFiles && former.Epoch > 0 && former.Epoch < epoch && last.Session == former.session() {
+		return 0, fmt.Errorf("%w: their owner had epoch %d, and the last one had epoch %d (%s); use the files with the highest epoch. To lose these messages, delete the stream and the object store of the slot first",
+			ErrOlderFiles, former.Epoch, epoch, s.Dir+localSuffix)
 	}
 	if state.First <= state.Last {
 		if err := s.Log.Trim(ctx, state.Last+1); err != nil {

@@ -159,6 +159,25 @@ func TestStreamWasCreatedAgain(t *testing.T) {
 	}
 }
 
+// The files of an owner before the last one do not replace what the last one accepted.
+func TestOlderFilesAreNotAdopted(t *testing.T) {
+	s, older, newer := newSnapshotSlot(), vfs.NewMem(), vfs.NewMem()
+	owner := s.open(t, older)
+	owner.accept(t, 100)
+	owner.close(t, false)
+	owner = s.open(t, newer)
+	owner.accept(t, 200)
+	for range 3 { // The stream begins behind the files of the first owner.
+		owner.take(t)
+		owner.accept(t, 1)
+	}
+	owner.close(t, false)
+	_, err := s.slot(older).Adopt(t.Context(), s.stream.Rename, true, unprepared)
+	wantRefused(t, "the files of the first owner", err, slots.ErrOlderFiles, "epoch 1", "highest epoch")
+	s.adopt(t, newer, true, slots.ContentFiles)
+	s.open(t, vfs.NewMem()).wantAccepted(t, 303)
+}
+
 // Files without messages are not adopted.
 func TestAdoptIsRefused(t *testing.T) {
 	s := newSnapshotSlot()

@@ -23,6 +23,8 @@ type local struct {
 	// Session is the last session that a process had with the folder, in hexadecimal digits. The lock
 	// of the folder proves that this process has ended.
 	Session string `json:"session"`
+	// Epoch is the number of the claim of Session; 0 if it is unknown.
+	Epoch uint64 `json:"epoch,omitempty"`
 	// Durable is the last batch of Session that is known to be in the stream; 0 for none.
 	Durable uint64 `json:"durable,omitempty"`
 }

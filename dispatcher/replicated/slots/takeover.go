@@ -135,7 +135,7 @@ func (s Slot) claimWith(ctx context.Context, r *pebblestore.Replica, force bool)
 		return nil, err
 	}
 	session := w.Session()
-	stored.Session, stored.Durable = hex.EncodeToString(session[:]), 0
+	stored.Session, stored.Epoch, stored.Durable = hex.EncodeToString(session[:]), w.Epoch(), 0
 	err = stored.write(s.Store.FS, s.Dir)
 	w.onDurable(func(batch uint64) error {
 		stored.Durable = batch
