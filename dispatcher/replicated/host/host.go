@@ -81,6 +81,9 @@ const (
 	directoryRetry = 2 * time.Second
 	// deafAfter is the time without a heartbeat of its own after which a process does not know the others.
 	deafAfter = 3 * slots.HeartbeatInterval
+	// cutOffAfter is the time without a heartbeat of its own after which a process is not ready. To connect to another
+	// server takes about 3 s, and an election of a leader a few.
+	cutOffAfter = 10 * slots.HeartbeatInterval
 )
 
 // Run runs one Dispatcher for each slot of a replicated log that this process owns, and keeps copies of slots of other

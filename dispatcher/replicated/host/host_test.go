@@ -557,6 +557,30 @@ func TestHeartbeatsAreRequired(t *testing.T) {
 	waitSlots(t, l, 2)
 }
 
+// A process that is cut off from the servers is not ready after a time, and is ready again with them.
+func TestCutOffProcessIsNotReady(t *testing.T) {
+	in := newInstallation(t, 2, "a")
+	l, _ := in.start(t, "only")
+	waitSlots(t, l, 2)
+	for _, c := range []struct {
+		denied bool
+		status int
+		text   string
+	}{{false, http.StatusOK, ""}, {true, http.StatusServiceUnavailable, "cannot reach the servers"}, {false, http.StatusOK, ""}} {
+		in.bus.mu.Lock()
+		in.bus.denied = c.denied
+		in.bus.mu.Unlock()
+		if err := wait.Until(func() error {
+			if status, text := fetchText(t, "http://"+l.AdminAddr().String()+"/readyz"); status != c.status || !strings.Contains(text, c.text) {
+				return fmt.Errorf("readyz: got status %d and %q, want %d with %q", status, text, c.status, c.text)
+			}
+			return nil
+		}); err != nil {
+			t.Fatalf("heartbeats denied %v: %v", c.denied, err)
+		}
+	}
+}
+
 // A process whose heartbeats were lost has the age of a new one when they arrive again, and the slots that it owned.
 func TestProcessThatWasCutOff(t *testing.T) {
 	in := newInstallation(t, 4, "a")

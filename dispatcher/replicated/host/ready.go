@@ -72,6 +72,9 @@ func (h *host) canServe() error {
 	if h.isRecent(&h.namesakeAt) {
 		return errors.New(h.namesake())
 	}
+	if at := h.heardAt.Load(); at != 0 && time.Since(h.started)-time.Duration(at) > cutOffAfter {
+		return errCutOff
+	}
 	if !h.o.clock.isRight() && len(h.owned()) == 0 {
 		return errors.New(h.o.clock.problem())
 	}
@@ -108,6 +111,9 @@ func (h *host) newerFormat() error {
 
 // errNotHeard is the reason of a process that would take all slots, because it hears no other one.
 var errNotHeard = errors.New("no heartbeat of this process was received; permit the NATS user to publish and to subscribe to ph.NAME.members, with the NAME of --replication-name")
+
+// errCutOff is the reason of a process that has lost the servers of the log.
+var errCutOff = fmt.Errorf("no heartbeat of this process was received for %v: it cannot reach the servers of the log, or they do not run", cutOffAfter)
 
 // canRoute returns why requests cannot be routed.
 func (h *host) canRoute() error {
