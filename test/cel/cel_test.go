@@ -413,7 +413,7 @@ deletions: Deliver
 sourceRefs: [{name: web}]
 endpoints: [{name: primary, url: "https://hooks.example/in"}]
 signing: {schemes: [{name: sha1, type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
-delivery: {timeout: 5s, retry: {window: 4h, initialBackoff: 1s, maxBackoff: 5m}, maxInFlight: 1000}
+delivery: {timeout: 5s, retry: {window: 4h, initialBackoff: 1s, maxBackoff: 5m}, maxInFlight: 1000, compression: None}
 deadLetters: {retention: 168h, maxBytes: 1Gi}`,
 	}
 	checked := 0
