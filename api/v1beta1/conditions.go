@@ -136,6 +136,9 @@ const (
 	// ReasonConfigRefused: a dispatcher rejected the config and keeps the previous one.
 	// Action: update operator and dispatchers to one version; the message contains the cause.
 	ReasonConfigRefused = "ConfigRefused"
+	// ReasonDispatcherTooOld: a dispatcher of an older release does not know a field of the destination, so it
+	// sends nothing to it, and the messages wait there. Action: update the dispatchers.
+	ReasonDispatcherTooOld = "DispatcherTooOld"
 	// ReasonNotAccepted: Accepted is False, so the object has no effect. Action: see the
 	// reason of Accepted.
 	ReasonNotAccepted = "NotAccepted"
@@ -233,6 +236,14 @@ const (
 	// the response; the message of the attempt says why. Action: see the response in posthorn attempts; correct the
 	// receiver, or the expression. With onFalse: DeadLetter, redeliver the dead letters.
 	ReasonRejectedByExpression = "RejectedByExpression"
+	// ReasonTransformFailed: an expression of spec.request failed for the message, so nothing was sent; the
+	// failure has the field, the position and the path. Action: correct the expression, then redeliver the dead
+	// letters, for which the present expression is evaluated.
+	ReasonTransformFailed = "TransformFailed"
+	// ReasonTransformFailing: an expression of spec.request failed for so many messages in a row that one
+	// message a minute is tried; the others are kept. Action: correct the expression; the next message that it
+	// does not fail for ends this.
+	ReasonTransformFailing = "TransformFailing"
 	// ReasonExpired: the message was not delivered within the retry window. Action: repair
 	// the receiver, then redeliver the dead letters.
 	ReasonExpired = "Expired"
@@ -256,7 +267,7 @@ const (
 // DeadLetterReasons are the reasons that a dead letter can have.
 var DeadLetterReasons = []string{
 	ReasonExpired, ReasonRejected, ReasonRedirected, ReasonEndpointRemoved, ReasonDeadlineExceeded, ReasonDamaged, ReasonFilterFailed,
-	ReasonRejectedByExpression, ReasonTimedOut, ReasonConnectionRefused,
+	ReasonTransformFailed, ReasonRejectedByExpression, ReasonTimedOut, ReasonConnectionRefused,
 	ReasonConnectionFailed, ReasonDNSFailed, ReasonCertificateRejected, ReasonTLSFailed, ReasonAddressDenied, ReasonTokenFailed,
 	ReasonProxyFailed, ReasonServerError, ReasonThrottled, ReasonInvalidResponse,
 }

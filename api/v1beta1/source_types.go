@@ -132,7 +132,7 @@ type SourceStatus struct {
 	Messages *MessageCounts `json:"messages,omitempty"`
 }
 
-// MessageCounts is a Source's ledger: accepted = delivered + filtered +
+// MessageCounts is a Source's ledger: accepted = delivered + filtered + omitted +
 // deadLettered + discarded + pending. A call counts once for each of its destinations.
 type MessageCounts struct {
 	// Messages that were stored for destinations.
@@ -144,6 +144,10 @@ type MessageCounts struct {
 	// Messages that a filter or the call's integrations excluded.
 	// +required
 	Filtered int64 `json:"filtered"`
+	// Experimental: can change or be removed in a minor release.
+	// Messages that a destination omitted, because its spec.request.body is null for them.
+	// +optional
+	Omitted int64 `json:"omitted,omitempty"`
 	// Messages that became dead letters.
 	// +required
 	DeadLettered int64 `json:"deadLettered"`

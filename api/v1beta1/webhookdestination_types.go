@@ -11,6 +11,8 @@ import (
 // +kubebuilder:validation:XValidation:rule="self.deletions != 'Only' || !has(self.filter)",message="with deletions: Only no calls are delivered; remove filter, or deletions"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || s.hmac.header.lowerAscii() != 'authorization' || self.endpoints.all(e, !has(e.authentication)))",message="authentication of an endpoint and signing.schemes[].hmac.header set the header Authorization; remove one or choose another header"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous']))))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
+// +kubebuilder:validation:XValidation:rule="!has(self.request) || !has(self.request.headers) || self.request.headers.all(h, self.endpoints.all(e, h.name.lowerAscii() == 'authorization' && has(e.authentication) ? false : (!has(e.headers) || e.headers.all(g, g.name.lowerAscii() != h.name.lowerAscii()))))",message="a header of request is also set by endpoints[].headers or authentication; remove one"
+// +kubebuilder:validation:XValidation:rule="!has(self.request) || !has(self.request.headers) || !has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.request.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous'])))",message="a header of request has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
 type WebhookDestinationSpec struct {
 	// If true, messages wait, and are delivered when it is false again. The time does not
 	// count towards their retry windows. Accepted and Delivering have the reason Suspended.
@@ -96,10 +98,109 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Redact *Redact `json:"redact,omitempty"`
 
+	// Experimental: can change or be removed in a minor release.
+	// What requests have instead of a POST of the message: a body, method, path, query and headers made from
+	// it by CEL expressions. They are evaluated when a message is sent: the message is stored as
+	// it was accepted, so a changed expression applies to pending messages and to redelivered
+	// ones. They read call (the message), source and destination (name, namespace). If one
+	// fails for a message, it becomes a dead letter (TransformFailed). After 100 failures in a
+	// row Delivering is False (TransformFailing), messages are kept, and one a minute is tried.
+	// +optional
+	Request *RequestShape `json:"request,omitempty"`
+
 	// Retention, size limit and forwarding of dead letters.
 	// +kubebuilder:default={}
 	// +optional
 	DeadLetters DeadLetters `json:"deadLetters,omitempty"`
+}
+
+// RequestShape describes the requests of a destination. Each expression has at most 8,192 bytes, all of
+// them together cost at most 100,000 units for a message, and a result has at most 256 KiB.
+// +kubebuilder:validation:XValidation:rule="has(self.body) || has(self.method) || has(self.path) || has(self.query) || has(self.headers)",message="set at least one of body, method, path, query and headers, or leave request out"
+// +kubebuilder:validation:XValidation:rule="!has(self.contentType) || self.contentType == 'JSON' || has(self.body)",message="Form and Text need a body: an object, or a text"
+type RequestShape struct {
+	// The body: any value for JSON, an object of texts, numbers, booleans and lists of them for
+	// Form, a text for Text. If it is null, the message is omitted: it is not sent, and
+	// counts as omitted; for the notification of a DeletionRequest null is a failure. Default: the message.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=8192
+	// +optional
+	Body string `json:"body,omitempty"`
+
+	// The format of the body, and the header Content-Type. JSON: application/json; the text is
+	// canonical, so that signatures survive JSON.parse and JSON.stringify. Form:
+	// application/x-www-form-urlencoded. Text: text/plain. Default JSON.
+	// +kubebuilder:validation:Enum=JSON;Form;Text
+	// +optional
+	ContentType ContentType `json:"contentType,omitempty"`
+
+	// The method. Default POST.
+	// +kubebuilder:validation:Enum=POST;PUT;PATCH;DELETE
+	// +optional
+	Method RequestMethod `json:"method,omitempty"`
+
+	// A list of segments, such as ['users', call.userId], which are percent-encoded and appended
+	// to the path of the URL. A segment that is empty, . or .., or contains a slash, is a failure.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=8192
+	// +optional
+	Path string `json:"path,omitempty"`
+
+	// An object such as {'event': call.event}, which is percent-encoded and appended to the query
+	// of the URL. A list repeats its key, null leaves it out.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=8192
+	// +optional
+	Query string `json:"query,omitempty"`
+
+	// Headers whose values are made from the message. At most 16.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=16
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique, regardless of case; remove one"
+	// +optional
+	Headers []RequestHeader `json:"headers,omitempty"`
+}
+
+// ContentType is the format of a body.
+type ContentType string
+
+// The content types.
+const (
+	ContentJSON ContentType = "JSON"
+	ContentForm ContentType = "Form"
+	ContentText ContentType = "Text"
+)
+
+// RequestMethod is a method of requests.
+type RequestMethod string
+
+// The methods.
+const (
+	MethodPost   RequestMethod = "POST"
+	MethodPut    RequestMethod = "PUT"
+	MethodPatch  RequestMethod = "PATCH"
+	MethodDelete RequestMethod = "DELETE"
+)
+
+// RequestHeader is a header whose value is made from the message.
+type RequestHeader struct {
+	// Name of the header. Rejected: headers that Posthorn or HTTP sets, such as Content-Type,
+	// Host and X-Signature, the headers of signing, authentication and endpoints[].headers.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'proxy-authorization', 'expect', 'user-agent', 'idempotency-key', 'traceparent', 'tracestate', 'baggage']) && !self.matches('(?i)^(webhook-|posthorn-|x-posthorn-|x-signature)')",message="this name is reserved for headers that Posthorn or HTTP sets; choose another name"
+	// +required
+	Name string `json:"name"`
+
+	// The value: a text, number or boolean, as printable ASCII of at most 4,096 characters.
+	// null leaves the header out.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=8192
+	// +required
+	Expression string `json:"expression"`
 }
 
 // SuccessPolicy defines when a message counts as delivered.
@@ -778,7 +879,7 @@ type DeliveryFailure struct {
 }
 
 // DeliveryStatus counts messages, over all Sources and dispatcher pods.
-// Accepted = delivered + filtered + deadLettered + discarded + pending.
+// Accepted = delivered + filtered + omitted + deadLettered + discarded + pending.
 type DeliveryStatus struct {
 	// Messages that the destination got, counted by the logs of its Sources, not by their outcomes.
 	// +required
@@ -789,6 +890,10 @@ type DeliveryStatus struct {
 	// Messages that the filter or the call's integrations excluded.
 	// +required
 	Filtered int64 `json:"filtered"`
+	// Experimental: can change or be removed in a minor release.
+	// Messages for which spec.request.body is null.
+	// +optional
+	Omitted int64 `json:"omitted,omitempty"`
 	// Messages that became dead letters, including those that were redelivered, removed
 	// or expired since.
 	// +required

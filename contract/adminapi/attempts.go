@@ -22,6 +22,8 @@ type Attempt struct {
 	// Seq and MessageID name the message.
 	Seq       uint64   `json:"seq"`
 	MessageID event.ID `json:"messageId"`
+	// Generation is that of the destination from which the request was made.
+	Generation int64 `json:"generation,omitempty"`
 	// Number is 1 for a message's first attempt.
 	Number int `json:"number"`
 	// StatusCode is 0 if there was no response. Reason is empty for a success, or one of
@@ -50,6 +52,7 @@ const TestEvent = "Posthorn Test"
 // AttemptWithBody is an attempt with the body of its request.
 type AttemptWithBody struct {
 	Attempt
+	// Body is that of the request; one that is not JSON is a JSON string.
 	Body json.RawMessage `json:"body,omitempty"`
 	// Missed is the number of attempts before this one that were not sent, because the reader was
 	// slower than the deliveries.

@@ -302,11 +302,13 @@ func (d *CallDefects) ByName() [len(event.DefectNames)]*int64 {
 }
 
 // Ledger counts the outcomes of messages. It is durable and balances: accepted = delivered +
-// filtered + deadLettered + discarded + pending.
+// filtered + omitted + deadLettered + discarded + pending.
 type Ledger struct {
-	Accepted     int64 `json:"accepted"`
-	Delivered    int64 `json:"delivered"`
-	Filtered     int64 `json:"filtered"`
+	Accepted  int64 `json:"accepted"`
+	Delivered int64 `json:"delivered"`
+	Filtered  int64 `json:"filtered"`
+	// Omitted messages have the body null in spec.request.
+	Omitted      int64 `json:"omitted,omitempty"`
 	DeadLettered int64 `json:"deadLettered"`
 	// Discarded messages were pending when their owner deleted their destination, endpoint or
 	// Source.

@@ -118,7 +118,8 @@ func decompress(data []byte, size int) ([]byte, error) {
 var gzipReaders = sync.Pool{New: func() any { return new(gzip.Reader) }}
 
 // Decode reads the output of Encode. It is strict: an unknown field, an unknown version, trailing
-// data or an invalid value is an error, so a config is accepted as a whole or not at all.
+// data or an invalid value is an error, so a config is accepted as a whole or not at all. Only a destination can have
+// unknown fields: see UnknownField.
 func Decode(data []byte) (c Config, revision string, err error) {
 	plain, err := decompress(data, 0)
 	if err != nil {
@@ -151,6 +152,31 @@ func decodeText(plain []byte) (c Config, revision string, err error) {
 		return Config{}, revision, err
 	}
 	return c, revision, nil
+}
+
+// UnknownField is the beginning of the revision of a destination that has a field of a newer release. It is paused, so that its
+// messages wait for a dispatcher that knows the field, and the other objects of the namespace stay in effect.
+const UnknownField = "unknown-field-"
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (d *Destination) UnmarshalJSON(text []byte) error {
+	type plain Destination
+	var strict plain
+	err := unmarshal(text, &strict)
+	if err == nil || !strings.HasPrefix(err.Error(), "json: unknown field ") {
+		*d = Destination(strict)
+		return err
+	}
+	var known plain
+	if err := json.Unmarshal(text, &known); err != nil {
+		return err
+	}
+	*d = Destination(known)
+	d.Revision = UnknownField + d.Revision
+	if d.State == Active {
+		d.State, d.PausedReason = Paused, "DispatcherTooOld"
+	}
+	return nil
 }
 
 var errTrailing = errors.New("live config has trailing data")
@@ -328,6 +354,9 @@ func (d Destination) validate() error {
 	if slices.ContainsFunc(p.RetryStatusCodes, func(code int) bool { return code < 300 || code > 499 }) {
 		return errors.New("delivery.retryStatusCodes must be from 300 to 499")
 	}
+	if err := d.Request.validate(); err != nil {
+		return fmt.Errorf("request: %w", err)
+	}
 	if p.MaxInFlight < 1 || p.MaxInFlight > MaxInFlight {
 		return fmt.Errorf("delivery.maxInFlight must be between 1 and %d", MaxInFlight)
 	}
@@ -361,6 +390,24 @@ func (o *OAuth2) validate() error {
 		return errors.New("clientID is empty")
 	case o.ClientSecret.IsZero():
 		return errors.New("clientSecret is empty")
+	}
+	return nil
+}
+
+func (r *Request) validate() error {
+	if r == nil {
+		return nil
+	}
+	if !slices.Contains([]string{"", ContentForm, ContentText}, r.ContentType) {
+		return fmt.Errorf("contentType %q is unknown", r.ContentType)
+	}
+	if !slices.Contains([]string{"", "PUT", "PATCH", "DELETE"}, r.Method) {
+		return fmt.Errorf("method %q is unknown", r.Method)
+	}
+	for _, h := range r.Headers {
+		if h.Name == "" || IsReservedHeader(h.Name) {
+			return fmt.Errorf("header %q is set by Posthorn or by HTTP itself", h.Name)
+		}
 	}
 	return nil
 }

@@ -209,10 +209,12 @@ type Destination struct {
 	// as strings.
 	ExactNumbers bool `json:"exactNumbers,omitempty"`
 	// IgnoreDeletions is true if the destination gets no notifications of deletions.
-	IgnoreDeletions bool        `json:"ignoreDeletions,omitempty"`
-	Delivery        Delivery    `json:"delivery"`
-	Filter          *Filter     `json:"filter,omitempty"`
-	DeadLetters     DeadLetters `json:"deadLetters"`
+	IgnoreDeletions bool     `json:"ignoreDeletions,omitempty"`
+	Delivery        Delivery `json:"delivery"`
+	Filter          *Filter  `json:"filter,omitempty"`
+	// Request is nil if a request is a POST of the message.
+	Request     *Request    `json:"request,omitempty"`
+	DeadLetters DeadLetters `json:"deadLetters"`
 	// Redact removes values before messages are sent or shown; nil sends them as they are.
 	Redact *Redact `json:"redact,omitempty"`
 }
@@ -345,6 +347,31 @@ type SuccessRule struct {
 	Expression string `json:"expression"`
 	// DeadLetter is true if a message for which it is not met becomes a dead letter without a retry.
 	DeadLetter bool `json:"deadLetter,omitempty"`
+}
+
+// Request is what requests have instead of a POST of the message to the endpoint's URL. Each expression is one of
+// expression.CompileTransform; an empty one changes nothing.
+type Request struct {
+	Body string `json:"body,omitempty"`
+	// ContentType is Form, Text, or empty for JSON.
+	ContentType string `json:"contentType,omitempty"`
+	// Method is empty for POST.
+	Method  string          `json:"method,omitempty"`
+	Path    string          `json:"path,omitempty"`
+	Query   string          `json:"query,omitempty"`
+	Headers []RequestHeader `json:"headers,omitempty"`
+}
+
+// The content types of a Request.
+const (
+	ContentForm = "Form"
+	ContentText = "Text"
+)
+
+// RequestHeader is a header whose value is made from each message.
+type RequestHeader struct {
+	Name       string `json:"name"`
+	Expression string `json:"expression"`
 }
 
 // DeadLetters bounds the dead letters of a destination: MaxBytes those of all dispatchers.

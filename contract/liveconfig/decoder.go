@@ -98,7 +98,7 @@ func (n *decoded) decodeChanged(plain []byte, known map[hashSum]*Destination) (c
 		sum, d := hashSum(sha256.Sum256(text)), &c.Destinations[i]
 		if old := known[sum]; old != nil {
 			*d, valid[i] = *old, true
-		} else if unmarshal(text, d) != nil {
+		} else if d.UnmarshalJSON(text) != nil {
 			return Config{}, false
 		}
 		n.destinations[sum] = d

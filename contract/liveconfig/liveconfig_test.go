@@ -48,6 +48,8 @@ func full() Config {
 			ExactNumbers: true, IgnoreDeletions: true,
 			SuccessRule: &SuccessRule{Expression: "true", DeadLetter: true},
 			Filter:      &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true", Invalid: true},
+			Request: &Request{Body: "call", ContentType: ContentForm, Method: "PUT", Path: "['a']", Query: "{}",
+				Headers: []RequestHeader{{Name: "X-B", Expression: "'b'"}}},
 			DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 			Redact: &Redact{Allow: []string{"userId"}, Drop: []string{"a"}, Mask: []string{"b"},
 				Hash: &RedactHash{Key: NewSecret(canary), Paths: []HashedPath{{Path: "userId", Email: true}}}},

@@ -115,12 +115,14 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		IgnoreDeletions: o.Spec.Deletions == v1beta1.IgnoreDeletions,
 		Delivery:        b.delivery(o.Spec.Delivery),
 		Filter:          b.messages(o.Spec.Filter, o.Spec.Deletions),
+		Request:         b.request(o.Spec.Request),
 		DeadLetters:     b.deadLetters(o.Spec.DeadLetters),
 		Redact:          b.redact(o.Spec.Redact, o.Spec.Deletions),
 	}
 	c.SourcesUnknown = b.sourcesUnknown
 	b.compress(c.Endpoints, o.Spec.Delivery.Compression)
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
+	b.checkRequestHeaders(c.Request, o.Spec.Endpoints, c.Signing)
 	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
 	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted,
 		Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
@@ -654,6 +656,93 @@ func (b *builder) successRule(s *v1beta1.Success) *liveconfig.SuccessRule {
 	}
 	b.expression = b.expression.Plus(p.Size())
 	return c
+}
+
+// request returns what requests have instead of a POST of the message.
+func (b *builder) request(r *v1beta1.RequestShape) *liveconfig.Request {
+	if r == nil {
+		return nil
+	}
+	const field = "spec.request"
+	if r.Body == "" && r.Method == "" && r.Path == "" && r.Query == "" && len(r.Headers) == 0 {
+		b.add(v1beta1.ReasonInvalidSpec, field, "set at least one of body, method, path, query and headers, or leave request out")
+	}
+	c := &liveconfig.Request{
+		Body: b.transform(field+".body", r.Body), Path: b.transform(field+".path", r.Path), Query: b.transform(field+".query", r.Query),
+	}
+	switch r.ContentType {
+	case "", v1beta1.ContentJSON:
+	case v1beta1.ContentForm, v1beta1.ContentText:
+		if c.ContentType = string(r.ContentType); r.Body == "" {
+			b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "Form and Text need a body: an object, or a text")
+		}
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "%q is unknown; use JSON, Form or Text", r.ContentType)
+	}
+	switch r.Method {
+	case "", v1beta1.MethodPost:
+	case v1beta1.MethodPut, v1beta1.MethodPatch, v1beta1.MethodDelete:
+		c.Method = string(r.Method)
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, field+".method", "%q is unknown; use POST, PUT, PATCH or DELETE", r.Method)
+	}
+	if n := len(r.Headers); n > maxRequestHeaders {
+		b.add(v1beta1.ReasonInvalidSpec, field+".headers", "%d headers; at most %d are allowed", n, maxRequestHeaders)
+		return c
+	}
+	for _, h := range r.Headers {
+		field := fmt.Sprintf("%s.headers[%s]", field, h.Name)
+		if broken := checkHeaderName(h.Name); broken != "" {
+			b.add(v1beta1.ReasonInvalidSpec, field+".name", "%s", broken)
+		} else if slices.ContainsFunc(c.Headers, func(o liveconfig.RequestHeader) bool { return strings.EqualFold(o.Name, h.Name) }) {
+			b.add(v1beta1.ReasonInvalidSpec, field+".name", "header names must be unique, regardless of case; remove one")
+		} else if h.Expression == "" {
+			b.add(v1beta1.ReasonInvalidSpec, field+".expression", "must be set")
+		} else {
+			c.Headers = append(c.Headers, liveconfig.RequestHeader{Name: h.Name, Expression: b.transform(field+".expression", h.Expression)})
+		}
+	}
+	return c
+}
+
+const maxRequestHeaders = 16
+
+// transform checks an expression of spec.request.
+func (b *builder) transform(field, text string) string {
+	if text == "" {
+		return ""
+	}
+	t, err := expression.CompileTransform(text)
+	if err != nil {
+		b.add(v1beta1.ReasonInvalidSpec, field, "%v", err)
+		return ""
+	}
+	b.expression = b.expression.Plus(t.Size())
+	return text
+}
+
+// checkRequestHeaders reports the headers of spec.request that another field sets.
+func (b *builder) checkRequestHeaders(r *liveconfig.Request, endpoints []v1beta1.Endpoint, schemes liveconfig.SigningSchemes) {
+	if r == nil {
+		return
+	}
+	for _, h := range r.Headers {
+		by := ""
+		for _, s := range schemes {
+			if s.Format != nil && (strings.EqualFold(h.Name, s.Format.Header) || strings.EqualFold(h.Name, s.Format.Header+"-Previous")) {
+				by = fmt.Sprintf("the signing scheme %q", s.Name)
+			}
+		}
+		for _, e := range endpoints {
+			if e.Authentication != nil && strings.EqualFold(h.Name, headerAuthorization) ||
+				slices.ContainsFunc(e.Headers, func(o v1beta1.Header) bool { return strings.EqualFold(o.Name, h.Name) }) {
+				by = fmt.Sprintf("the endpoint %q", e.Name)
+			}
+		}
+		if by != "" {
+			b.add(v1beta1.ReasonInvalidSpec, fmt.Sprintf("spec.request.headers[%s]", h.Name), "%s sets this header; remove one or choose another name", by)
+		}
+	}
 }
 
 func (b *builder) deadLetters(d v1beta1.DeadLetters) liveconfig.DeadLetters {

@@ -17,8 +17,8 @@ import (
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 )
 
-// NamespaceExpressions and AllExpressions bound the expressions of filters and responses of a namespace, and of all namespaces: every
-// dispatcher has all of them in memory. An instruction needs about 70 bytes, a node 150.
+// NamespaceExpressions and AllExpressions bound the expressions of filters, requests and responses of a namespace, and of
+// all namespaces: every dispatcher has all of them in memory. An instruction needs about 70 bytes, a node 150.
 var (
 	NamespaceExpressions = expression.Size{Instructions: 100_000, Nodes: 20_000}
 	AllExpressions       = expression.Size{Instructions: 1_000_000, Nodes: 200_000}
@@ -45,7 +45,7 @@ type expressions struct {
 	uid             types.UID
 	generation      int64
 	created         time.Time
-	texts           [2]string
+	texts           [3]string
 	size            expression.Size
 	accepted        bool
 }
@@ -65,7 +65,7 @@ func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 		delete(e.byNamespace, namespace)
 		for _, o := range objectsOf[*v1beta1.WebhookDestination](Snapshot{Objects: objects}) {
 			texts := textsOf(o)
-			if texts == [2]string{} {
+			if texts == [3]string{} {
 				continue
 			}
 			x := &expressions{namespace: namespace, name: o.Name, uid: o.UID, generation: o.Generation, created: o.CreationTimestamp.Time,
@@ -95,24 +95,39 @@ func (e *Expressions) Set(namespaces map[string][]Object) (again []string) {
 	return again
 }
 
-// textsOf returns the expressions of the filter and of the responses of a destination; empty if it has none.
-func textsOf(o *v1beta1.WebhookDestination) (texts [2]string) {
+// textsOf returns the expressions of the filter, of the responses, and of the requests of a destination; empty if it has none.
+func textsOf(o *v1beta1.WebhookDestination) (texts [3]string) {
 	if o.Spec.Filter != nil {
 		texts[0] = o.Spec.Filter.Expression
 	}
 	if o.Spec.Success != nil {
 		texts[1] = o.Spec.Success.Expression
 	}
+	if r := o.Spec.Request; r != nil {
+		all := []string{r.Body, r.Path, r.Query}
+		for _, h := range r.Headers {
+			all = append(all, h.Expression)
+		}
+		texts[2] = strings.TrimRight(strings.Join(all, betweenTexts), betweenTexts)
+	}
 	return texts
 }
 
+// betweenTexts is not part of an expression.
+const betweenTexts = "\x00"
+
 // sizeOf returns the size of the expressions that are valid.
-func sizeOf(texts [2]string) (size expression.Size) {
+func sizeOf(texts [3]string) (size expression.Size) {
 	if p, err := expression.Compile(texts[0]); err == nil {
 		size = p.Size()
 	}
 	if p, err := expression.CompileSuccess(texts[1]); err == nil {
 		size = size.Plus(p.Size())
+	}
+	for text := range strings.SplitSeq(texts[2], betweenTexts) {
+		if t, err := expression.CompileTransform(text); err == nil {
+			size = size.Plus(t.Size())
+		}
 	}
 	return size
 }
@@ -170,13 +185,17 @@ func (r *destinationMemo) refuseExpression(whose string) {
 	if whose == ofAll {
 		limit = AllExpressions
 	}
-	fields := "spec.filter.expression"
-	switch success := r.entry.SuccessRule != nil; {
-	case success && (r.entry.Filter == nil || r.entry.Filter.Expression == ""):
-		fields = "spec.success.expression"
-	case success:
-		fields += " and spec.success.expression"
+	var with []string
+	if r.entry.Filter != nil && r.entry.Filter.Expression != "" {
+		with = append(with, "spec.filter.expression")
 	}
+	if r.entry.SuccessRule != nil {
+		with = append(with, "spec.success.expression")
+	}
+	if r.entry.Request != nil {
+		with = append(with, "spec.request")
+	}
+	fields := strings.Join(with, " and ")
 	message := fmt.Sprintf("%s: %d nodes, and patterns with %d instructions; with them, the expressions %s would be above %d nodes or %d instructions; remove or shorten expressions, or filter by types and events",
 		fields, r.size.Nodes, r.size.Instructions, whose, limit.Nodes, limit.Instructions)
 	r.verdict = r.verdict.refuseFor(v1beta1.ReasonExpressionBudget, message)
@@ -185,7 +204,7 @@ func (r *destinationMemo) refuseExpression(whose string) {
 		filter.Expression, filter.Invalid = "", true
 		r.entry.Filter = &filter
 	}
-	r.entry.SuccessRule = nil
+	r.entry.SuccessRule, r.entry.Request = nil, nil
 	if r.entry.State == liveconfig.Active {
 		r.entry.State, r.entry.PausedReason = liveconfig.Paused, v1beta1.ReasonExpressionBudget
 	}

@@ -20,8 +20,8 @@ func TestReservedHeadersOfTheCRD(t *testing.T) {
 	}
 	lists := regexp.MustCompile(`self\.lowerAscii\(\)\s+in\s+\[([^\]]*)\]`).FindAllStringSubmatch(string(text), -1)
 	prefixes := regexp.MustCompile(`self\.matches\(''\(\?i\)\^\(([^)]*)\)''\)`).FindAllStringSubmatch(string(text), -1)
-	if len(lists) != 2 || len(prefixes) != 2 {
-		t.Fatalf("lists of reserved headers and of prefixes: got %d and %d, want 2 and 2, for static headers and for signatures", len(lists), len(prefixes))
+	if len(lists) != 3 || len(prefixes) != 3 {
+		t.Fatalf("lists of reserved headers and of prefixes: got %d and %d, want 3 and 3, for static headers, signatures and headers of spec.request", len(lists), len(prefixes))
 	}
 	want := slices.Sorted(slices.Values(liveconfig.ReservedHeaders))
 	for _, list := range lists {

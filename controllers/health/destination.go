@@ -38,7 +38,7 @@ var Destinations = NewKind(Definition[v1beta1.WebhookDestination, v1beta1.Webhoo
 	WithoutIdle: func(s v1beta1.WebhookDestinationStatus) v1beta1.WebhookDestinationStatus {
 		if s.Delivery != nil {
 			delivery := *s.Delivery
-			delivery.Accepted, delivery.Filtered = 0, 0
+			delivery.Accepted, delivery.Filtered, delivery.Omitted = 0, 0, 0
 			// Messages that the filter excludes are pending for a moment.
 			if oldest := delivery.OldestPendingTime; oldest == nil || s.ObservedTime != nil && s.ObservedTime.Sub(oldest.Time) < recoveryDelay {
 				delivery.Pending, delivery.OldestPendingTime = 0, nil
@@ -149,6 +149,7 @@ func counters(before *v1beta1.DeliveryStatus, now v1beta1.DeliveryStatus) [][2]i
 	}
 	return [][2]int64{
 		{before.Accepted, now.Accepted}, {before.Delivered, now.Delivered}, {before.Filtered, now.Filtered},
+		{before.Omitted, now.Omitted},
 		{before.DeadLettered, now.DeadLettered}, {before.Discarded, now.Discarded},
 	}
 }
@@ -215,6 +216,8 @@ func reasonOf(e observed.Endpoint) string {
 		return v1beta1.ReasonEndpointGone
 	case behindFailedProxy(e):
 		return v1beta1.ReasonProxyFailed
+	case transformFailing(e):
+		return v1beta1.ReasonTransformFailing
 	case e.Open > 0:
 		return v1beta1.ReasonCircuitOpen
 	case e.LastFailure == nil || e.LastFailure.Reason == "":
@@ -229,18 +232,27 @@ func behindFailedProxy(e observed.Endpoint) bool {
 	return e.State != adminapi.EndpointGone && e.LastFailure != nil && e.LastFailure.Reason == v1beta1.ReasonProxyFailed
 }
 
+// transformFailing reports whether an expression of spec.request fails for every message.
+func transformFailing(e observed.Endpoint) bool {
+	return e.Open > 0 && e.LastFailure != nil && e.LastFailure.Reason == v1beta1.ReasonTransformFailed
+}
+
 // describe returns a description of a failing endpoint: its name, the failure, and the
 // start of the failure. The text is constant while the failure is the same.
 func describe(e observed.Endpoint) string {
 	var b strings.Builder
 	if behindFailedProxy(e) {
 		fmt.Fprintf(&b, "the egress proxy has no connection to endpoint %s", e.Name)
+	} else if transformFailing(e) {
+		fmt.Fprintf(&b, "no requests can be made for endpoint %s", e.Name)
 	} else {
 		fmt.Fprintf(&b, "endpoint %s fails", e.Name)
 	}
 	switch {
 	case e.State == adminapi.EndpointGone:
 		fmt.Fprintf(&b, ", it answered 410 Gone and gets hourly probes")
+	case transformFailing(e):
+		fmt.Fprintf(&b, ", so one message a minute is tried")
 	case e.Open > 0:
 		fmt.Fprintf(&b, ", its circuit is open")
 	}

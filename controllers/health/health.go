@@ -19,6 +19,7 @@ package health
 import (
 	"cmp"
 	"slices"
+	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -141,6 +142,8 @@ type facts struct {
 	// silent is true if a ready pod does not answer, unowned if no pod has the store, down if no pod has been
 	// ready for a while.
 	silent, unowned, down bool
+	// tooOld is true if a ready pod does not know a field of the object.
+	tooOld bool
 	// refused is the message about the first of these pods that rejects the config.
 	refused string
 	// recompiled is true if the status describes another revision of the object.
@@ -168,6 +171,8 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 			if revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue
+			} else if strings.HasPrefix(revision, liveconfig.UnknownField) {
+				f.tooOld = true
 			}
 		}
 		if pod.Report == nil {
@@ -291,6 +296,8 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 		c.Reason, c.Message = v1beta1.ReasonNoDispatcher, noneReady
 	case f.unowned:
 		c.Reason, c.Message = v1beta1.ReasonUnowned, "no dispatcher owns this namespace's part of the replicated log: calls are answered 503, and nothing is sent; ask an administrator to run kubectl posthorn slots"
+	case f.tooOld:
+		c.Reason, c.Message = v1beta1.ReasonDispatcherTooOld, "a dispatcher of an older release does not know a field of the spec: its messages wait; update the dispatchers"
 	case f.keepsProgrammed():
 		before := f.before(v1beta1.ConditionProgrammed)
 		c.Status, c.Reason, c.Message = before.Status, before.Reason, before.Message

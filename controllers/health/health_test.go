@@ -89,6 +89,12 @@ func filterFails(p Pod) Pod {
 	return p
 }
 
+// tooOld makes the pod one that does not know a field of the destination.
+func tooOld(p Pod) Pod {
+	p.change(func(d *adminapi.DestinationReport) { d.Revision = liveconfig.UnknownField + d.Revision })
+	return p
+}
+
 func idle(name string) adminapi.EndpointReport {
 	return adminapi.EndpointReport{Name: name, State: adminapi.EndpointIdle}
 }
@@ -219,6 +225,9 @@ func TestDestinationConditions(t *testing.T) {
 		{"the filter fails", any1, accepted(), []Pod{runs("p1", healthy("a")), filterFails(runs("p2", healthy("a")))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/FilterFailed", "spec.filter.expression fails for some calls, which become dead letters: character 1 (call.a): division by zero"},
 		{"the filter and an endpoint fail", any1, accepted(), []Pod{filterFails(runs("p1", open("a", "ConnectionRefused")))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails"},
 		{"circuit open because of the proxy", any1, accepted(), []Pod{runs("p1", open("a", "ProxyFailed"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ProxyFailed", "the egress proxy has no connection to endpoint a, its circuit is open since 2026-03-01T11:59:00Z: ProxyFailed: the words"},
+		{"an expression fails for some", any1, accepted(), []Pod{runs("p1", failing("a", "TransformFailed", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TransformFailed", "endpoint a fails since 2026-03-01T11:59:00Z: TransformFailed: the words"},
+		{"an expression fails for all", any1, accepted(), []Pod{runs("p1", open("a", "TransformFailed"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TransformFailing", "no requests can be made for endpoint a, so one message a minute is tried since 2026-03-01T11:59:00Z: TransformFailed: the words"},
+		{"an unknown field at one pod of two", any1, accepted(), []Pod{runs("p1", healthy("a")), tooOld(runs("p2", healthy("a")))}, "True/Accepted True/ResolvedRefs False/DispatcherTooOld False/DispatcherTooOld True/Delivering", ""},
 		{"gone", any1, accepted(), []Pod{runs("p1", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it answered 410 Gone and gets hourly probes since 2026-03-01T11:59:00Z: Rejected, status 410: the words"},
 		{"gone at one pod of two", any1, accepted(), []Pod{runs("p1", open("a", "TimedOut")), runs("p2", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it answered 410 Gone"},
 		{"any: one of two answered 410", any2, accepted(), []Pod{runs("p1", healthy("a"), gone("b"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, it answered 410 Gone"},

@@ -66,7 +66,8 @@ func Source(old v1beta1.Source, v compile.Verdict, namespace string, pods []Pod,
 	if c, m := old.Status.Calls, old.Status.Messages; c != nil && m != nil {
 		counters = [][2]int64{
 			{c.Accepted, t.calls.Accepted}, {m.Accepted, t.messages.Accepted}, {m.Delivered, t.messages.Delivered},
-			{m.Filtered, t.messages.Filtered}, {m.DeadLettered, t.messages.DeadLettered}, {m.Discarded, t.messages.Discarded},
+			{m.Filtered, t.messages.Filtered}, {m.Omitted, t.messages.Omitted},
+			{m.DeadLettered, t.messages.DeadLettered}, {m.Discarded, t.messages.Discarded},
 		}
 	}
 	counted := coverage.counts(counters...)
@@ -105,6 +106,7 @@ func (t *traffic) add(r adminapi.SourceReport, pod Pod) {
 	t.messages.Accepted += r.Messages.Accepted
 	t.messages.Delivered += r.Messages.Delivered
 	t.messages.Filtered += r.Messages.Filtered
+	t.messages.Omitted += r.Messages.Omitted
 	t.messages.DeadLettered += r.Messages.DeadLettered
 	t.messages.Discarded += r.Messages.Discarded
 	t.messages.Pending += r.Messages.Pending

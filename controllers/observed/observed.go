@@ -45,6 +45,7 @@ func (d *Destination) Add(r *adminapi.DestinationReport, outdated bool) {
 	s.Accepted += r.Accepted
 	s.Delivered += r.Delivered
 	s.Filtered += r.Filtered
+	s.Omitted += r.Omitted
 	s.DeadLettered += r.DeadLettered
 	s.DeadLettersStored += r.DeadLettersStored
 	*s.DeadLettersForwarded += r.DeadLettersForwarded

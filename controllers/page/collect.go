@@ -259,6 +259,7 @@ func (sum *numbers) add(d *adminapi.DestinationReport) {
 func plus(a, b adminapi.Ledger) adminapi.Ledger {
 	return adminapi.Ledger{
 		Accepted: a.Accepted + b.Accepted, Delivered: a.Delivered + b.Delivered, Filtered: a.Filtered + b.Filtered,
+		Omitted:      a.Omitted + b.Omitted,
 		DeadLettered: a.DeadLettered + b.DeadLettered, Discarded: a.Discarded + b.Discarded, Pending: a.Pending + b.Pending,
 	}
 }

@@ -779,6 +779,9 @@ func (e *explainer) filter() {
 	default:
 		e.add(Notice, "Filter", "", "%s so far did not pass the filter or the calls' integrations", plural.Count(c.Filtered, "message"))
 	}
+	if known && c.Omitted > 0 {
+		e.add(Notice, "Request", "", "%s so far omitted, because spec.request.body is null for them", plural.Count(c.Omitted, "message")+map[bool]string{true: " was", false: " were"}[c.Omitted == 1])
+	}
 }
 
 func (e *explainer) redact() {
@@ -860,6 +863,7 @@ var hints = map[string]string{
 	v1beta1.ReasonThrottled:            "the receiver limits the rate: set spec.delivery.rateLimit",
 	v1beta1.ReasonRejected:             "the receiver rejects the message: check the URL, its credentials and headers",
 	v1beta1.ReasonRedirected:           "redirects are not followed: set the final URL in the spec",
+	v1beta1.ReasonTransformFailed:      "correct the expression of spec.request, for example for missing fields; then redeliver the dead letters",
 	v1beta1.ReasonRejectedByExpression: "see the response: correct the receiver, or spec.success.expression",
 	v1beta1.ReasonInvalidResponse:      "the response is not HTTP; check the port",
 }
@@ -885,6 +889,8 @@ func (e *explainer) endpoints() {
 		switch {
 		case p.State == v1beta1.EndpointGone:
 			e.add(level, "Endpoint", "correct the URL, or remove the endpoint; a change of the destination triggers a probe", "%q answered 410 (Gone), one probe an hour is sent; %s%s%s", p.Name, success, failure, elsewhere)
+		case p.State == v1beta1.EndpointCircuitOpen && p.LastFailure != nil && p.LastFailure.Reason == v1beta1.ReasonTransformFailed:
+			e.add(level, "Endpoint", fix, "no requests can be made for %q, so one message a minute is tried; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1beta1.EndpointCircuitOpen:
 			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, %s; %s%s%s", p.Name, e.probes(), success, failure, elsewhere)
 		case p.State == v1beta1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil &&

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/delivery/shape"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -72,6 +73,9 @@ type destinationConfig struct {
 	deadLetters  liveconfig.DeadLetters
 	exactNumbers bool
 	redaction    redaction
+	// shape makes the requests from its config; nil for a POST of the message.
+	shape       *shape.Shape
+	shapeConfig *liveconfig.Request
 	// suspensions extend the windows.
 	suspensions suspensions
 }
@@ -85,12 +89,18 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 		policy: retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(),
 			Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
-		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
+		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers, shapeConfig: c.Request,
 	}
 	var errs []error
 	var err error
 	s.redaction, err = newRedaction(c.Redact)
 	errs = append(errs, err)
+	if old != nil && reflect.DeepEqual(old.shapeConfig, c.Request) {
+		s.shape = old.shape
+	} else {
+		s.shape, err = shape.New(c.Request)
+		errs = append(errs, err)
+	}
 	if s.active {
 		s.signer, err = sign.New(c.Signing)
 		errs = append(errs, err)
@@ -165,4 +175,16 @@ func (d *destination) failFilter(m *queue.Delivery, now time.Time) {
 		d.changed.Transition()
 	}
 	d.filterFailure = &adminapi.Failure{Time: now, Reason: queue.ReasonFilterFailed, Message: m.FilterError}
+}
+
+// request makes the request for a message: the bytes to sign and to send, and what differs from a POST of them.
+// matched are the paths of redaction that match the message.
+func (s *destinationConfig) request(d *queue.Delivery) (r shape.Request, matched uint64, err error) {
+	body, matched, err := s.body(d)
+	if err != nil {
+		return r, matched, err
+	}
+	r, err = s.shape.Request(shape.Message{Source: d.Lane.Source, Destination: d.Lane.Destination, Type: d.Type, Body: body,
+		LongNumbers: d.LongNumbers && s.exactNumbers})
+	return r, matched, err
 }

@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"bytes"
+	"encoding/json"
 	"strings"
 	"time"
 
@@ -37,7 +38,7 @@ func attemptOf(p *post, r *ended) adminapi.Attempt {
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
-		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Number: p.message.Attempt + 1,
+		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Generation: p.set.generation, Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr,
 		CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}
@@ -77,6 +78,8 @@ func (c *recorder) countOutcome(d *destination, o outcome, age time.Duration) {
 		d.countDead(string(egress.Redirected), 1)
 	case unaccepted:
 		d.countDead(string(retry.RejectedByExpression), 1)
+	case transformFailed:
+		d.countDead(string(egress.TransformFailed), 1)
 	case timedOut:
 		d.countDead(string(retry.Expired), 1)
 	}
@@ -95,7 +98,9 @@ func (c *recorder) publish(a *adminapi.Attempt, p *post) {
 				t.dropped.Add(1)
 				continue
 			}
-			sent.Body = bytes.Clone(p.body)
+			if sent.Body = bytes.Clone(p.body); p.set.shape != nil && !json.Valid(p.body) {
+				sent.Body, _ = json.Marshal(string(p.body)) // A text cannot fail to marshal.
+			}
 		}
 		select {
 		case t.out <- sent:

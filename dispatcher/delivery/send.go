@@ -2,15 +2,18 @@ package delivery
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/delivery/shape"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -46,6 +49,8 @@ type ended struct {
 	duration time.Duration
 	// cut is true if the engine cancelled the request, in order to stop or to pause.
 	cut bool
+	// omitted is true if the destination's expression omitted the message.
+	omitted bool
 }
 
 func (r *ended) outcome() retry.Outcome {
@@ -61,6 +66,10 @@ func (r *ended) result(policy *retry.Policy) endpoint.Result {
 	switch o := r.outcome(); {
 	case r.cut:
 		return endpoint.Canceled
+	case r.omitted:
+		return endpoint.Omitted
+	case r.Reason == egress.TransformFailed:
+		return endpoint.Unmade
 	case !o.Failed():
 		return endpoint.Succeeded
 	case policy.Permanent(o) != "":
@@ -81,34 +90,34 @@ func (e *Engine) start(l *lane, d queue.Delivery, to target, p *post, now time.T
 // send sends the worker's request and settles its message. The lock is not held.
 func (e *Engine) send(w *worker) {
 	p := &w.post
+	request, failed := p.makeRequest()
 	started := time.Now()
-	key := event.ID(p.message.ID).Key()
-	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: key})
-	var err error
-	p.body, p.matched, err = p.set.body(&p.message)
 	if len(p.body) > 0 && &p.body[0] != &p.message.Body[0] {
 		p.copied = len(p.body)
 		e.mu.Lock()
 		e.scheduler.addLeased(p.lane, 0, p.copied)
 		e.mu.Unlock()
 	}
-	w.headers = p.set.signer.Headers(w.headers, key, started, p.body)
+	w.headers = p.headers(w.headers[:0], &request, started)
 	var span trace.Span
 	if e.o.Tracer != nil {
 		span = startTrace(e.lifetime.hard, e.o.Tracer, w, started)
 	}
 	r := ended{Result: egress.Result{Reason: egress.ConnectionFailed}}
-	if err != nil {
-		r.Message = err.Error() // Cannot happen: accepted messages are JSON.
-	} else if e.maySend() {
+	switch {
+	case failed != nil:
+		r.Result = unmade(failed)
+	case request.Omitted:
+		r.Result, r.omitted = egress.Result{}, true
+	case e.maySend():
 		// The context is only cancelled when the engine stops or pauses: a timer per request would
 		// cost more than the rest of send.
 		ctx := egress.WithDeadline(p.flight, started.Add(p.set.policy.Timeout))
-		r.Result = e.o.Client.Post(ctx, p.target.to, w.headers, p.body)
+		r.Result = e.o.Client.Post(ctx, p.target.to.With(request.Line), w.headers, p.body)
 	}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
-	r.cut = r.outcome().Failed() && p.flight.Err() != nil
+	r.cut = !r.omitted && r.outcome().Failed() && p.flight.Err() != nil
 	p.set.judge(p.target, &r.Result, r.at)
 	r.Response = p.set.signer.Redact(r.Response, w.headers)
 
@@ -139,6 +148,33 @@ func (e *Engine) send(w *worker) {
 	if changed.Record || changed.State {
 		e.storeHealth(ep)
 	}
+}
+
+// unmade is the result of an attempt whose request cannot be made.
+func unmade(err error) egress.Result {
+	r := egress.Result{Reason: egress.TransformFailed, Message: err.Error()}
+	if _, ok := errors.AsType[*expression.Failure](err); !ok {
+		r.Reason = egress.ConnectionFailed // Cannot happen: accepted messages are JSON.
+	}
+	return r
+}
+
+// makeRequest makes the request for the message.
+func (p *post) makeRequest() (request shape.Request, err error) {
+	if p.set.shape != nil {
+		p.lane.owner.evaluating.Lock()
+		defer p.lane.owner.evaluating.Unlock()
+	}
+	request, p.matched, err = p.set.request(&p.message)
+	p.body = request.Body
+	return request, err
+}
+
+// headers appends the headers of the attempt.
+func (p *post) headers(dst []egress.Header, request *shape.Request, now time.Time) []egress.Header {
+	key := event.ID(p.message.ID).Key()
+	dst = append(append(dst, egress.Header{Name: headerIdempotencyKey, Value: key}), request.Headers...)
+	return p.set.signer.Headers(dst, key, now, p.body)
 }
 
 // waitsOver returns the lanes with waits to end, and the time of the last response whose wait has ended: a success ends
@@ -173,7 +209,12 @@ func (p *post) waitsOver(r *ended, s outcome, started time.Time) (lanes []*lane,
 // endpoints may get waits only as long as all of them require. The lock is held.
 func (p *post) messageOutcome(r *ended) retry.Outcome {
 	o := r.outcome()
-	if p.set.policy.Permanent(o) != "" && (p.others || p.target.machine.Holds(o.StatusCode)) {
+	switch {
+	case o.Reason == egress.TransformFailed: // The requests of the other endpoints cannot be made, either.
+		if p.target.machine.HoldsUnmade() {
+			o.Reason = egress.ConnectionFailed
+		}
+	case p.set.policy.Permanent(o) != "" && (p.others || p.target.machine.Holds(o.StatusCode)):
 		o.StatusCode = 0
 	}
 	for _, t := range p.lane.targets {
@@ -208,7 +249,7 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 			}
 		}
 	}
-	if !r.cut {
+	if !r.cut && !r.omitted {
 		e.recorder.record(p, r)
 	}
 	if changed.State {

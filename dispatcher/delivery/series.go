@@ -143,6 +143,9 @@ func eachEndpoint(write func(*promtext.Writer, *endpointSeries)) func(*promtext.
 func WriteOutcomes(w *promtext.Writer, labels promtext.Labels, l queue.Ledger) {
 	w.Sample(float64(l.Delivered), labels, "outcome", "delivered")
 	w.Sample(float64(l.Filtered), labels, "outcome", "filtered")
+	if l.Omitted > 0 {
+		w.Sample(float64(l.Omitted), labels, "outcome", "omitted")
+	}
 	w.Sample(float64(l.DeadLettered), labels, "outcome", "dead_lettered")
 	w.Sample(float64(l.Discarded), labels, "outcome", "discarded")
 }

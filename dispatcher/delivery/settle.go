@@ -55,23 +55,32 @@ const (
 	rejected
 	redirected
 	unaccepted // its 2xx response is no success
+	transformFailed
+	omitted
 	timedOut   // its retry window ended
 	handedOver // another endpoint accepted it or still has it
 )
 
 func (s outcome) String() string {
-	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "expired", "failed"}[s]
+	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "transform failed", "omitted", "expired",
+		"failed"}[s]
 }
 
 // settle stores the outcome o of the message, and logs a failed attempt.
 func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
-	if !r.cut && r.outcome().Failed() {
+	if !r.cut && !r.omitted && r.outcome().Failed() {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
 		s.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
 	}
 	if r.cut {
 		s.store.Release(p.message)
 		return released
+	}
+	if r.omitted {
+		d := p.message
+		d.Omitted = true
+		s.store.Ack(d)
+		return omitted
 	}
 	start := p.suspensions.windowStart(later(p.message.AcceptedAt, s.windowsSince), r.at)
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, start, r.at, rand.Float64)
@@ -98,6 +107,8 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		end = redirected
 	case retry.RejectedByExpression:
 		end = unaccepted
+	case egress.TransformFailed:
+		end = transformFailed
 	}
 	if !s.bury(p.message, f, r.at) {
 		end = handedOver

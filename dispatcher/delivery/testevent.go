@@ -85,14 +85,20 @@ func (e *Engine) testTargets(destination, endpoint string) (set *destinationConf
 func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target) (adminapi.Attempt, error) {
 	started := time.Now()
 	id := "posthorn-test-" + uuid.NewString()
-	p := &post{set: set, target: to, message: queue.Delivery{ID: id, Body: testEvent(id, to, started)}}
-	var err error
-	if p.body, _, err = set.body(&p.message); err != nil {
-		return adminapi.Attempt{}, err
+	p := &post{set: set, target: to, message: queue.Delivery{ID: id, Type: string(event.Track), Body: testEvent(id, to, started)}}
+	p.message.Lane.Destination = to.destination.key
+	var r ended
+	var headers []egress.Header
+	switch request, _, err := p.set.request(&p.message); {
+	case err != nil:
+		r.Result = unmade(err)
+	case request.Omitted:
+		r.Result = egress.Result{Reason: egress.TransformFailed, Message: "spec.request.body is null for the test event, so that nothing is sent"}
+	default:
+		p.body = request.Body
+		headers = p.headers(nil, &request, started)
+		r.Result = e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to.With(request.Line), headers, p.body)
 	}
-	key := event.ID(id).Key()
-	headers := set.signer.Headers([]egress.Header{{Name: headerIdempotencyKey, Value: key}}, key, started, p.body)
-	r := ended{Result: e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to, headers, p.body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
 	set.judge(to, &r.Result, r.at)

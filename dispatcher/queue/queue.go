@@ -108,6 +108,8 @@ type Delivery struct {
 	FilterError string
 	// Attempt is the number of failed attempts before this lease; 0 for the first attempt.
 	Attempt int
+	// Omitted is set for Ack if the destination omitted the message: the ledger counts it so, and not as delivered.
+	Omitted bool
 }
 
 // Failure describes a failed attempt, for retries and dead letters. It must not contain
@@ -158,16 +160,16 @@ type DeadLetter struct {
 	Failure  Failure
 }
 
-// Ledger counts messages by their outcome. Accepted = Delivered + Filtered + DeadLettered +
+// Ledger counts messages by their outcome. Accepted = Delivered + Filtered + Omitted + DeadLettered +
 // Discarded + Pending, exactly, also after a crash.
 type Ledger struct {
-	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
+	Accepted, Delivered, Filtered, Omitted, DeadLettered, Discarded, Pending int64
 }
 
 // Plus returns the sum of two ledgers.
 func (l Ledger) Plus(o Ledger) Ledger {
 	return Ledger{
-		l.Accepted + o.Accepted, l.Delivered + o.Delivered, l.Filtered + o.Filtered,
+		l.Accepted + o.Accepted, l.Delivered + o.Delivered, l.Filtered + o.Filtered, l.Omitted + o.Omitted,
 		l.DeadLettered + o.DeadLettered, l.Discarded + o.Discarded, l.Pending + o.Pending,
 	}
 }
@@ -175,15 +177,15 @@ func (l Ledger) Plus(o Ledger) Ledger {
 // Minus returns the difference of two ledgers.
 func (l Ledger) Minus(o Ledger) Ledger {
 	return Ledger{
-		l.Accepted - o.Accepted, l.Delivered - o.Delivered, l.Filtered - o.Filtered,
+		l.Accepted - o.Accepted, l.Delivered - o.Delivered, l.Filtered - o.Filtered, l.Omitted - o.Omitted,
 		l.DeadLettered - o.DeadLettered, l.Discarded - o.Discarded, l.Pending - o.Pending,
 	}
 }
 
 // Balance returns an error when the counters of a ledger do not add up.
 func (l Ledger) Balance() error {
-	if sum := l.Delivered + l.Filtered + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted ||
-		min(l.Delivered, l.Filtered, l.DeadLettered, l.Discarded, l.Pending) < 0 {
+	if sum := l.Delivered + l.Filtered + l.Omitted + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted ||
+		min(l.Delivered, l.Filtered, l.Omitted, l.DeadLettered, l.Discarded, l.Pending) < 0 {
 		return fmt.Errorf("the ledger does not add up: %+v", l)
 	}
 	return nil
@@ -392,7 +394,7 @@ type Lanes interface {
 	// be called once, before the first OpenLane.
 	SetNotify(func(LaneID))
 
-	// Ack settles a message as delivered. A crash may lose it; the message is then delivered
+	// Ack settles a message as delivered, or as omitted. A crash may lose it; the message is then delivered
 	// again. first is false when another lane of the group delivered the message before, or
 	// when the message was not leased.
 	Ack(d Delivery) (first bool)

@@ -183,8 +183,9 @@ func (j *journals) writeLedgers(t *testing.T, owner *pod, final bool, names ...s
 			pending += int(l.Pending)
 			j.Ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: name, Process: owner.name, Final: final,
-				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), DeadLettered: int(l.DeadLettered),
-				Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent,
+				Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered), Omitted: int(l.Omitted),
+				DeadLettered: int(l.DeadLettered),
+				Discarded:    int(l.Discarded), Pending: int(l.Pending), Unsent: unsent,
 			}})
 		}
 	}

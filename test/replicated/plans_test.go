@@ -922,8 +922,9 @@ func (w *world) final() {
 			s := o.Status.Delivery
 			w.Ledgers.Write(witness.Line{Ledger: &witness.Ledger{
 				Name: d.id(), Status: true,
-				Accepted:  int(s.Delivered + s.Filtered + s.DeadLettered + s.Discarded + s.Pending),
-				Delivered: int(s.Delivered), Filtered: int(s.Filtered), DeadLettered: int(s.DeadLettered), Discarded: int(s.Discarded),
+				Accepted:  int(s.Delivered + s.Filtered + s.Omitted + s.DeadLettered + s.Discarded + s.Pending),
+				Delivered: int(s.Delivered), Filtered: int(s.Filtered), Omitted: int(s.Omitted),
+				DeadLettered: int(s.DeadLettered), Discarded: int(s.Discarded),
 				Pending: int(s.Pending),
 			}})
 		}

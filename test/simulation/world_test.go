@@ -240,7 +240,7 @@ func (w *world) writeLedger(name string, d adminapi.DestinationReport, final boo
 		unsent += int(e.FirstAttemptsPending + e.FirstAttemptsSkipped)
 	}
 	numbers := witness.Ledger{Name: name, Final: final, Accepted: int(l.Accepted), Delivered: int(l.Delivered), Filtered: int(l.Filtered),
-		DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent}
+		Omitted: int(l.Omitted), DeadLettered: int(l.DeadLettered), Discarded: int(l.Discarded), Pending: int(l.Pending), Unsent: unsent}
 	status := numbers // A status repeats the numbers of a report.
 	status.Status, status.Final = true, false
 	w.Ledgers.Write(witness.Line{Ledger: &numbers})

@@ -176,6 +176,7 @@ type Ledger struct {
 	Accepted     int    `json:"accepted"`
 	Delivered    int    `json:"delivered"`
 	Filtered     int    `json:"filtered"`
+	Omitted      int    `json:"omitted,omitempty"`
 	DeadLettered int    `json:"deadLettered"`
 	Discarded    int    `json:"discarded"`
 	Pending      int    `json:"pending"`

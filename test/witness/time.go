@@ -105,7 +105,7 @@ func judgeLedger(h *History, f *finding) {
 	for _, l := range h.ledgers {
 		g := l.Ledger
 		f.judged++
-		if g.Accepted != g.Delivered+g.Filtered+g.DeadLettered+g.Discarded+g.Pending {
+		if g.Accepted != g.Delivered+g.Filtered+g.Omitted+g.DeadLettered+g.Discarded+g.Pending {
 			f.violated([]*Line{l}, "%s: accepted is not the sum of the outcomes", g.Name)
 		}
 	}
@@ -147,7 +147,7 @@ func judgeFall(h *History, f *finding) {
 		f.judged++
 		was := last.Ledger
 		d := h.destination(g.Name)
-		fell := max(was.Delivered-g.Delivered, was.Filtered-g.Filtered, was.DeadLettered-g.DeadLettered,
+		fell := max(was.Delivered-g.Delivered, was.Filtered-g.Filtered, was.Omitted-g.Omitted, was.DeadLettered-g.DeadLettered,
 			was.Accepted-g.Accepted-h.redeliveredElsewhere(d, last.At))
 		if fell <= 0 {
 			continue

@@ -223,6 +223,9 @@ func (d *dialect) plain(e *common.Error) string {
 	}
 	if name, ok := between(text, "found no matching overload for '", "'"); ok {
 		types, _ := between(text, "applied to '", "'")
+		if name == operators.Conditional {
+			return fmt.Sprintf("? : cannot be applied to %s; its two values must have the same type: write dyn() around one, for example dyn(null)", types)
+		}
 		if symbol, ok := operators.FindReverse(name); ok && symbol != "" {
 			name = symbol
 		}

@@ -299,7 +299,7 @@ func (v Value) Text() (string, error) {
 // Form returns an object of texts, numbers, booleans and lists of them in the format of HTML forms.
 func (v Value) Form() ([]byte, error) {
 	if v.text != nil {
-		return nil, notObject
+		return nil, notForm
 	}
 	return appendForm(v.val)
 }

@@ -102,6 +102,7 @@ func TestTransformCompileErrors(t *testing.T) {
 		"call.a.matches(call.b)":      "the pattern of matches must be a fixed text",
 		"call.a.map(x, call.a.map(y, call.a.map(z, 1)))": "too expensive",
 		strings.Repeat(" ", MaxTransformLength) + "1":    "8193 bytes; at most 8192",
+		"call.n == 0 ? null : {'n': 1}":                  "line 1, column 13: ? : cannot be applied to (bool, null, map(string, int)); its two values must have the same type: write dyn() around one",
 		"source.name.map(x, x)":                          "cannot be range of a comprehension",
 	} {
 		if _, err := CompileTransform(expr); err == nil || !strings.Contains(err.Error(), want) {

@@ -22,6 +22,7 @@ var (
 	notScalar = &Failure{Kind: WrongType, Text: "the value must be a text, a number or a boolean"}
 	notList   = &Failure{Kind: WrongType, Text: "the value must be a list of texts, for example ['users', call.userId]"}
 	notObject = &Failure{Kind: WrongType, Text: "the value must be an object, for example {'id': call.userId}"}
+	notForm   = &Failure{Kind: WrongType, Text: "a value of a form or query must be a text, a number, a boolean, null or a list of them; use json.encode for others"}
 	tooLarge  = &Failure{Kind: TooLarge, Text: fmt.Sprintf("the result is larger than %d bytes; leave fields out", MaxResult)}
 )
 
@@ -319,7 +320,7 @@ func appendForm(v ref.Val) ([]byte, error) {
 			values = append(values, text)
 		}
 		if err != nil {
-			return nil, &Failure{Kind: WrongType, Text: "a value of a form or query must be a text, a number, a boolean, null or a list of them; use json.encode for others"}
+			return nil, notForm
 		}
 		for _, text := range values {
 			if size += len(key) + len(text) + 2; size > MaxResult {

@@ -63,6 +63,9 @@ const (
 	Rejected Reason = "Rejected"
 	// Redirected: 3xx.
 	Redirected Reason = "Redirected"
+	// TransformFailed: no request could be made of the message, because an expression of spec.request failed. Nothing was
+	// sent.
+	TransformFailed Reason = "TransformFailed"
 	// InvalidResponse: the answer is not valid HTTP.
 	InvalidResponse Reason = "InvalidResponse"
 )

@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"cmp"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -32,6 +33,7 @@ type Endpoint struct {
 	host     string       // the form that is resolved, checked and shown
 	address  string       // host and port to dial
 	head     []byte       // the constant part of the request, before the headers of an attempt
+	marks    marks        // parts of head
 	tls      *tls.Config  // nil for http
 	redactor *Redactor    // removes the endpoint's secrets from a shown response
 	pool     *pool        // nil before Client.Prepare
@@ -43,6 +45,43 @@ type Endpoint struct {
 
 	keepsAccepted bool
 }
+
+// marks are positions in a head: the end of the URL's path and of its query, and both ends of the value of Content-Type.
+type marks struct{ path, query, contentType, rest int }
+
+// Line is what a request has instead of what all requests of an endpoint have; the zero Line is that of a POST of JSON.
+type Line struct {
+	// Method and ContentType; empty for POST and application/json.
+	Method, ContentType string
+	// Path is appended to the path of the URL, and Query to its query; both are percent-encoded. Path has a leading slash.
+	Path, Query string
+}
+
+// With returns the endpoint for a request with another line. It is used for Post only.
+func (e *Endpoint) With(l Line) *Endpoint {
+	if l == (Line{}) {
+		return e
+	}
+	head := func(from, to int) string { return string(e.head[from:to]) }
+	path, query := head(len(methodPost), e.marks.path), head(e.marks.path, e.marks.query)
+	if l.Path != "" {
+		path = strings.TrimSuffix(path, "/") + l.Path
+	}
+	switch {
+	case l.Query == "":
+	case query == "" || query == "?":
+		query = "?" + l.Query
+	default:
+		query += "&" + l.Query
+	}
+	of := *e
+	of.head = []byte(cmp.Or(l.Method, methodPost) + path + query + head(e.marks.query, e.marks.contentType) +
+		cmp.Or(l.ContentType, head(e.marks.contentType, e.marks.rest)) + string(e.head[e.marks.rest:]))
+	of.marks = marks{} // They are those of the other head.
+	return &of
+}
+
+const methodPost = "POST"
 
 // String returns the endpoint's name, scheme and host.
 func (e Endpoint) String() string {
@@ -158,7 +197,19 @@ func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 	if e.proxy != nil && u.Scheme == "http" {
 		absolute = "http://" + host + target
 	}
-	head := "POST " + absolute + " HTTP/1.1\r\nHost: " + host + "\r\nUser-Agent: " + userAgent + "\r\nContent-Type: application/json\r\n"
+	head := methodPost + " " + absolute
+	e.marks.query = len(head)
+	e.marks.path = len(head) - len(target)
+	if i := strings.IndexByte(target, '?'); i >= 0 {
+		e.marks.path += i
+	} else {
+		e.marks.path = e.marks.query
+	}
+	head += " HTTP/1.1\r\nHost: " + host + "\r\nUser-Agent: " + userAgent + "\r\nContent-Type: "
+	e.marks.contentType = len(head)
+	head += "application/json"
+	e.marks.rest = len(head)
+	head += "\r\n"
 	for _, h := range c.Headers {
 		switch value := h.Value.Reveal(); {
 		case !httpguts.ValidHeaderFieldName(h.Name):

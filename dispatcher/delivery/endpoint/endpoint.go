@@ -37,6 +37,8 @@ const (
 
 	minProbeInterval = time.Second
 	maxProbeInterval = time.Minute
+	// unmadeInterval is the probe interval while no requests can be made.
+	unmadeInterval = time.Minute
 	// goneInterval is the probe interval of an endpoint that answers 410.
 	goneInterval = time.Hour
 	// maxProbeDelay bounds how far a receiver can postpone the next probe with Retry-After. The requests
@@ -61,6 +63,10 @@ const (
 	// Rejected: the endpoint gave a permanent answer. It rejected the message, or every message: that
 	// depends on the status code.
 	Rejected
+	// Unmade: no request could be made of the message, so nothing was sent.
+	Unmade
+	// Omitted: the message needs no request.
+	Omitted
 	// Canceled: the request was canceled, so it has no result.
 	Canceled
 )
@@ -115,17 +121,19 @@ type Machine struct {
 	attempts, sinceClosed int
 	// failures counts since the last success, successes since the last failure.
 	failures, successes int
-	// strain is the sum of the strains of the failures since the last success.
-	strain      int
-	lastSuccess time.Time
-	lastFailure Failure
+	// strain is the sum of the strains of the failures since the last success, and unmade the part of it by requests that
+	// could not be made.
+	strain, unmade int
+	lastSuccess    time.Time
+	lastFailure    Failure
 	// waitUntil is the end of the latest wait that the endpoint requested.
 	waitUntil time.Time
 	// latency is a moving average of the duration of attempts.
 	latency time.Duration
 
-	// gone is true while the circuit is open because the endpoint answered 410.
-	open, gone bool
+	// gone is true while the circuit is open because the endpoint answered 410, and transforming because the last probe could not
+	// be made.
+	open, gone, transforming bool
 	// probing is true while the probe is in flight.
 	probing  bool
 	probeAt  time.Time
@@ -150,7 +158,7 @@ func (m *Machine) Reconfigure(limit int, now time.Time) {
 	m.window.reconfigure(limit)
 	m.interval, m.probeAt = 0, now
 	if m.failures > 0 && !m.open {
-		m.failures, m.failed, m.strain = 0, 0, 0
+		m.failures, m.failed, m.strain, m.unmade = 0, 0, 0, 0
 		m.Refresh(now)
 	}
 }
@@ -217,13 +225,24 @@ func (m *Machine) Wait(now time.Time) time.Duration { return max(0, m.waitUntil.
 // the answer may be the same for every message.
 func (m *Machine) Holds(statusCode int) bool { return m.open && rejectionStrain(statusCode) > 0 }
 
+// HoldsUnmade reports whether a message of which no request could be made must be kept: the same may hold for every message.
+func (m *Machine) HoldsUnmade() bool { return m.open }
+
 // Observe records a finished attempt and reports what it changed.
 func (m *Machine) Observe(a Attempt) Change {
-	if a.Result == Canceled {
+	wasOpen, wasProbeAt := m.open, m.probeAt
+	switch {
+	case a.Result == Omitted && m.transforming && a.Probe: // Requests can be made again.
+		m.close(a.Ended)
+		m.failures, m.failed = 0, 0
+		return Change{Closed: true, State: m.Refresh(a.Ended), Record: true}
+	case a.Result == Omitted:
+		m.strain, m.unmade = m.strain-m.unmade, 0
+		fallthrough
+	case a.Result == Canceled:
 		m.probing = m.probing && !a.Probe
 		return Change{}
 	}
-	wasOpen, wasProbeAt := m.open, m.probeAt
 	m.remember(&a)
 	switch {
 	case m.open && a.strain() > 0:
@@ -250,6 +269,8 @@ func (a *Attempt) strain() int {
 	switch {
 	case a.Result == Succeeded:
 		return 0
+	case a.Result == Unmade:
+		return openStrain / 100
 	case a.down():
 		return openStrain / max(10, min(a.InFlight/2, recentAttempts))
 	}
@@ -288,8 +309,11 @@ func (m *Machine) remember(a *Attempt) {
 		m.down |= 1
 	}
 	m.strain += a.strain()
+	if a.Result == Unmade {
+		m.unmade += a.strain()
+	}
 	if a.Result == Succeeded {
-		m.failures, m.strain = 0, 0
+		m.failures, m.strain, m.unmade = 0, 0, 0
 		m.successes++
 		m.lastSuccess = a.Ended
 		return
@@ -345,6 +369,9 @@ func (m *Machine) scheduleProbe(a *Attempt) {
 			interval = goneInterval
 		}
 	}
+	if m.transforming = a.Result == Unmade; m.transforming {
+		m.interval, interval = 0, unmadeInterval
+	}
 	wait := time.Duration(float64(interval) * (0.8 + 0.4*a.Jitter))
 	m.probeAt = a.Ended.Add(max(wait, a.probeDelay()))
 }
@@ -359,7 +386,8 @@ func (a *Attempt) probeDelay() time.Duration {
 
 // close closes the circuit, with the smallest window.
 func (m *Machine) close(now time.Time) {
-	m.open, m.gone, m.probing, m.probeAt = false, false, false, time.Time{}
+	m.open, m.gone, m.transforming, m.probing, m.probeAt = false, false, false, false, time.Time{}
 	m.window.restart()
+	m.unmade = 0
 	m.strain, m.sinceClosed, m.halfOpen, m.closedAt = 0, 0, halfOpenFor, now
 }

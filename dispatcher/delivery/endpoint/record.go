@@ -17,13 +17,15 @@ type Record struct {
 	ConsecutiveFailures int       `json:"consecutiveFailures"`
 	// Gone: the endpoint answered 410.
 	Gone bool `json:"gone,omitempty"`
+	// Unmade: the last request could not be made.
+	Unmade bool `json:"unmade,omitempty"`
 }
 
 // Record returns the stored form of the endpoint's health.
 func (m *Machine) Record(revision string) Record {
 	r := Record{
 		State: m.state, Revision: revision, Since: m.since, ProbeAt: m.probeAt, IntervalMS: m.interval.Milliseconds(),
-		LastSuccess: m.lastSuccess, ConsecutiveFailures: m.failures, Gone: m.gone,
+		LastSuccess: m.lastSuccess, ConsecutiveFailures: m.failures, Gone: m.gone, Unmade: m.transforming,
 	}
 	if !m.lastFailure.Time.IsZero() {
 		failure := m.lastFailure
@@ -55,7 +57,7 @@ func (m *Machine) Restore(r Record, revision string, now time.Time) {
 }
 
 func (m *Machine) restoreOpen(r Record, revision string, now time.Time) {
-	m.open, m.gone = true, r.Gone
+	m.open, m.gone, m.transforming = true, r.Gone, r.Unmade
 	m.interval = time.Duration(r.IntervalMS) * time.Millisecond
 	m.probeAt = r.ProbeAt
 	// The clock was set back, or the clock of another process was ahead: the probe waits as long as planned.

@@ -59,7 +59,8 @@ type Decision struct {
 	// At is the time of the next attempt; set for Retry. Wait is its part that the receiver requested.
 	At   time.Time
 	Wait time.Duration
-	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected, RejectedByExpression or Expired.
+	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected, RejectedByExpression,
+	// TransformFailed or Expired.
 	Reason egress.Reason
 }
 
@@ -73,8 +74,11 @@ func (o Outcome) Failed() bool {
 // request. It is "" for a success and for all temporary failures: 5xx, 429, 408, timeouts, broken
 // connections, DNS and TLS errors, responses that are not HTTP, and addresses that the egress guard
 // denies (its list may change), for the policy's StatusCodes, and for RejectedByExpression unless the policy has BuryRejected.
+// A request that could not be made is permanent as well.
 func (p *Policy) Permanent(o Outcome) egress.Reason {
 	switch s := o.StatusCode; {
+	case o.Reason == egress.TransformFailed:
+		return egress.TransformFailed
 	case s == 408 || s == 429 || slices.Contains(p.StatusCodes, s):
 	case s >= 300 && s <= 399:
 		return egress.Redirected

@@ -145,7 +145,7 @@ func facts(config liveconfig.Config, n *podreport.NamespaceIndex, c adminapi.Con
 			add(key, none, "", 0, Properties{})
 		}
 		key = "messages/" + d.Name
-		addFact(traffic(key, r.Accepted-r.Filtered, r.Filtered, before[key], now, Properties{Destination: d.Name}))
+		addFact(traffic(key, r.Accepted-r.Filtered-r.Omitted, r.Filtered+r.Omitted, before[key], now, Properties{Destination: d.Name}))
 	}
 	for _, d := range c.Discards {
 		if d.Messages > 0 && !gets[d.Destination] && d.Source != liveconfig.SourceNotices {

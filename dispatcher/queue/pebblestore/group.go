@@ -193,8 +193,8 @@ func (g *group) limit() uint64 {
 func (g *group) ledger() queue.Ledger {
 	accepted := g.Accepted(g.limit())
 	return queue.Ledger{
-		Accepted: int64(accepted), Delivered: int64(g.Delivered), Filtered: int64(g.Filtered), DeadLettered: int64(g.Buried),
-		Discarded: int64(g.Discarded), Pending: int64(accepted - g.Settled()),
+		Accepted: int64(accepted), Delivered: int64(g.Delivered), Filtered: int64(g.Filtered), Omitted: int64(g.Omitted),
+		DeadLettered: int64(g.Buried), Discarded: int64(g.Discarded), Pending: int64(accepted - g.Settled()),
 	}
 }
 
@@ -289,24 +289,24 @@ func (s *Store) isUnneeded(l *lane, seq uint64) (bool, error) {
 // exempt reports whether each lane of a group delivers messages of a type by itself.
 func exempt(typ string) bool { return typ == codec.Types[codec.CodeDelete] }
 
-// countDelivered counts a message that a lane's endpoint accepted. The first delivery in the
+// countDelivered counts a message that a lane's endpoint accepted, or that the destination omitted. The first delivery in the
 // group removes the message from the retry indexes of the other lanes. The changes are added to
 // b; when b is nil and a batch is needed, countDelivered creates and returns one.
 func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Batch, first bool, err error) {
-	l.Delivered++
+	*l.outcome(d)++
 	g := l.group
 	if g == nil {
 		return b, true, nil
 	}
 	if exempt(d.Type) {
-		g.Delivered++
+		*g.outcome(d)++
 		l.aheadOfDisk = true
 		return b, true, nil
 	}
 	if first, err = s.markFinal(g, d.Seq); !first || err != nil {
 		return b, first, err
 	}
-	g.Delivered++
+	*g.outcome(d)++
 	if len(g.lanes) == 1 {
 		return b, true, nil
 	}
@@ -353,6 +353,14 @@ func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *
 		g.deleteHandover(b, d.Seq)
 	}
 	return b, true, nil
+}
+
+// outcome returns the counter of a message that is settled by Ack.
+func (g *group) outcome(d *queue.Delivery) *uint64 {
+	if d.Omitted {
+		return &g.Omitted
+	}
+	return &g.Delivered
 }
 
 // handover is the record of a message that a lane handed over to the other lanes of its group
@@ -636,6 +644,7 @@ func (s *Store) alignGroups() error {
 		} else if !g.Shared {
 			l := g.lanes[0]
 			g.Start, g.Delivered, g.Filtered, g.Buried, g.Passed = l.Start, l.Delivered, l.Filtered, l.Buried, l.Passed
+			g.Omitted = l.Omitted
 		}
 	}
 	if b.Count() == 0 {

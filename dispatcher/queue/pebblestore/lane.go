@@ -478,7 +478,7 @@ func (l *lane) limit() uint64 {
 func (l *lane) ledger() queue.Ledger {
 	accepted := l.limit() - l.Start - l.Passed
 	return queue.Ledger{
-		Accepted: int64(accepted), Delivered: int64(l.Delivered), Filtered: int64(l.Filtered),
+		Accepted: int64(accepted), Delivered: int64(l.Delivered), Filtered: int64(l.Filtered), Omitted: int64(l.Omitted),
 		DeadLettered: int64(l.Buried), Discarded: int64(l.HandedOver), Pending: int64(accepted - l.Settled()),
 	}
 }
@@ -691,7 +691,8 @@ func (s *Store) Ack(d queue.Delivery) (first bool) {
 	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		var b *pebble.Batch
 		if t.revoked {
-			l.Skipped, l.HandedOver, l.Delivered = l.Skipped-1, l.HandedOver-1, l.Delivered+1
+			l.Skipped, l.HandedOver = l.Skipped-1, l.HandedOver-1
+			*l.outcome(&d)++
 			s.changed(l)
 			return nil
 		}
@@ -709,6 +710,14 @@ func (s *Store) Ack(d queue.Delivery) (first bool) {
 		return errors.Join(err, s.applyFor(b, l.group))
 	}))
 	return first
+}
+
+// outcome returns the counter of a message that is settled by Ack.
+func (l *lane) outcome(d *queue.Delivery) *uint64 {
+	if d.Omitted {
+		return &l.Omitted
+	}
+	return &l.Delivered
 }
 
 // logWriteError logs a write error of a method that does not return it. The change is in memory

@@ -50,6 +50,32 @@ func (x *suite) groupCountsOnce() {
 	x.equal("messages of b after a restart", seqs(x.lease(memberB, 10)), []uint64{3})
 }
 
+// A message that a lane omits has its outcome in the group; the ledger keeps it after the lane is dropped.
+func (x *suite) groupOmits() {
+	x.open(memberA, memberB)
+	x.add(2)
+	a := x.lease(memberA, 2)
+	x.store.Retry(a[0], x.Clock.Now(), x.failure("TimedOut"))
+	b := x.lease(memberB, 2)
+	for i := range b {
+		b[i].Omitted = true
+		x.equal("first", x.store.Ack(b[i]), true)
+	}
+	x.equal("first", x.store.Ack(a[1]), false)
+	x.ledger(memberA, counts{Accepted: 2, Delivered: 1, Discarded: 1})
+	x.ledger(memberB, counts{Accepted: 2, Omitted: 2})
+	x.ledger(groupID, counts{Accepted: 2, Omitted: 2})
+	x.reopenStore()
+	x.open(memberA, memberB)
+	x.ledger(groupID, counts{Accepted: 2, Omitted: 2})
+	x.must(x.store.DropLane(context.Background(), memberA))
+	x.must(x.store.DropLane(context.Background(), memberB))
+	x.reopenStore()
+	want := queue.Ledger{Accepted: 2, Omitted: 2}
+	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, want)
+	x.equal("ledger of the source", x.store.SourceStats(source).Ledger, want)
+}
+
 // A delivery ends the retries of the other lanes, waiting or leased, but not their first
 // attempts.
 func (x *suite) groupSuccessEndsRetries() {

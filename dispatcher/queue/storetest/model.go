@@ -111,6 +111,7 @@ const (
 	leasedNow
 	retrying
 	delivered
+	omitted
 	buried
 	filtered
 	passed
@@ -418,6 +419,11 @@ func (m *model) settleOne(l *modelLane, seq uint64) {
 		defer m.store.Ack(d)
 	}
 	switch n := m.rng.IntN(10); {
+	case n < 1:
+		m.note("omit %d of %v", seq, l.id)
+		d.Omitted = true
+		m.store.Ack(d)
+		l.become(seq, fate{status: omitted})
 	case n < 5:
 		m.note("ack %d of %v", seq, l.id)
 		m.store.Ack(d)
@@ -725,10 +731,10 @@ func (m *model) compareLane(l *modelLane) {
 	}
 	// A lane counts excluded messages when it reads them.
 	ahead := total - s.Accepted
-	if s.Delivered != n[delivered] || s.DeadLettered != n[buried] || s.InFlight != n[leasedNow] || s.Retrying != retries ||
-		s.Filtered > n[filtered] || ahead < 0 || ahead > n[passed] ||
+	if s.Delivered != n[delivered] || s.Omitted != n[omitted] || s.DeadLettered != n[buried] || s.InFlight != n[leasedNow] ||
+		s.Retrying != retries || s.Filtered > n[filtered] || ahead < 0 || ahead > n[passed] ||
 		s.Pending < n[unread]+n[released]+n[retrying]+n[leasedNow] {
-		m.Fatalf("lane %v: ledger %+v, want delivered %d, buried %d, in flight %d, retrying %d, filtered up to %d, %d messages in all with up to %d passed over", l.id, s, n[delivered], n[buried], n[leasedNow], retries, n[filtered], total, n[passed])
+		m.Fatalf("lane %v: ledger %+v, want delivered %d, omitted %d, buried %d, in flight %d, retrying %d, filtered up to %d, %d messages in all with up to %d passed over", l.id, s, n[delivered], n[omitted], n[buried], n[leasedNow], retries, n[filtered], total, n[passed])
 	}
 	// A filtered, unread message may be the oldest.
 	if firstWaits != 0 && (s.First == 0 || s.First > firstWaits || s.OldestPending.IsZero() || s.OldestPending.UnixMilli() > oldestWaits) {
@@ -848,8 +854,9 @@ func (m *model) recoverCrash() {
 }
 
 func minus(a, b queue.Ledger) queue.Ledger {
-	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, DeadLettered: -b.DeadLettered,
-		Discarded: -b.Discarded, Pending: -b.Pending})
+	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, Omitted: -b.Omitted,
+		DeadLettered: -b.DeadLettered,
+		Discarded:    -b.Discarded, Pending: -b.Pending})
 }
 
 // lanesOf returns the sum of the ledgers of a destination's lanes in the store.
@@ -918,7 +925,7 @@ func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
 
 // matches reports whether an earlier state of a lane is the present state in the store.
 func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]int, s queue.LaneStats, stored map[letterID]string) bool {
-	var deliveredCount, buriedCount, waits, retries int64
+	var deliveredCount, omittedCount, buriedCount, waits, retries int64
 	same := true
 	for seq := l.start + 1; seq <= m.limit(l); seq++ {
 		f, ok := fates[seq]
@@ -929,6 +936,9 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 		switch f.status {
 		case delivered:
 			deliveredCount++
+			same = same && !isWaiting
+		case omitted:
+			omittedCount++
 			same = same && !isWaiting
 		case buried:
 			buriedCount++
@@ -944,7 +954,8 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 			same = same && isWaiting && attempt == f.attempt && stored[letterID{l.id, seq}] == ""
 		}
 	}
-	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries &&
+	return same && s.Delivered == deliveredCount && s.Omitted == omittedCount && s.DeadLettered == buriedCount &&
+		int64(len(waiting)) == waits && s.Retrying == retries &&
 		s.Balance() == nil
 }
 
@@ -969,7 +980,7 @@ func (m *model) drainAll() {
 		total := int64(0)
 		m.each(l, func(_ uint64, f fate) { n[f.status]++; total++ })
 		want := queue.LaneStats{Ended: l.end != 0, Ledger: queue.Ledger{Accepted: total - n[passed], Delivered: n[delivered],
-			Filtered: n[filtered], DeadLettered: n[buried]}}
+			Filtered: n[filtered], Omitted: n[omitted], DeadLettered: n[buried]}}
 		if got := m.store.LaneStats(l.id); got != want {
 			m.Fatalf("lane %v ends with ledger %+v, want %+v", l.id, got, want)
 		}

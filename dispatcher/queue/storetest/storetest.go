@@ -100,6 +100,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"DropLane", (*suite).dropLane},
 		{"EndLane", (*suite).endLane},
 		{"GroupCountsOnce", (*suite).groupCountsOnce},
+		{"GroupOmits", (*suite).groupOmits},
 		{"GroupSuccessEndsRetries", (*suite).groupSuccessEndsRetries},
 		{"GroupBury", (*suite).groupBury},
 		{"GroupExpires", (*suite).groupExpires},
@@ -234,13 +235,13 @@ func seqs(ds []queue.Delivery) []uint64 {
 
 // counts are the compared numbers of LaneStats.
 type counts struct {
-	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending, Retrying, InFlight int64
+	Accepted, Delivered, Filtered, Omitted, DeadLettered, Discarded, Pending, Retrying, InFlight int64
 }
 
 func (x *suite) ledger(l queue.LaneID, want counts) {
 	x.Helper()
 	s := x.store.LaneStats(l)
-	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
+	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.Omitted, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
 }
 
 // stored returns the number of a destination's dead letters and their bytes.

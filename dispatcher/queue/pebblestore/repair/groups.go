@@ -175,7 +175,7 @@ func (w *rebuilder) balance(g *group, limit, pending uint64) {
 		return
 	}
 	again := g.Settled() - settled
-	for _, count := range []*uint64{&g.Delivered, &g.Buried, &g.Filtered, &g.Discarded} {
+	for _, count := range []*uint64{&g.Delivered, &g.Buried, &g.Filtered, &g.Omitted, &g.Discarded} {
 		part := min(*count, again)
 		*count -= part
 		again -= part

@@ -579,7 +579,7 @@ func (w *rebuilder) repairLane(l *lane, first, head uint64) (need uint64, err er
 		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(lost), w.dropped[l.id.Destination].Plus(lost)
 	case missing < 0:
 		again := -missing
-		for _, count := range []*uint64{&l.Delivered, &l.Buried, &l.HandedOver, &l.Filtered, &l.Passed} {
+		for _, count := range []*uint64{&l.Delivered, &l.Buried, &l.HandedOver, &l.Filtered, &l.Omitted, &l.Passed} {
 			part := min(int64(*count), again)
 			*count -= uint64(part)
 			again -= part

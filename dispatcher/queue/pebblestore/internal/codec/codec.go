@@ -303,6 +303,7 @@ type LaneState struct {
 	Next      uint64 // The first message that was not read.
 	Delivered uint64
 	Filtered  uint64
+	Omitted   uint64
 	Buried    uint64
 	Passed    uint64 // Messages for other destinations only.
 	Retries   uint64 // Number of entries of the retry index.
@@ -329,7 +330,7 @@ func (s *LaneState) Encode(dst []byte, open []uint64) []byte {
 		dst = binary.AppendUvarint(dst, seq-last)
 		last = seq
 	}
-	inGroup := s.HandedOver != 0 || s.Skipped != 0 || s.EndpointRemoved
+	inGroup := s.HandedOver != 0 || s.Skipped != 0 || s.EndpointRemoved || s.Omitted != 0
 	if s.End != 0 || inGroup {
 		dst = binary.AppendUvarint(dst, s.End)
 	}
@@ -340,6 +341,9 @@ func (s *LaneState) Encode(dst []byte, open []uint64) []byte {
 			removed = 1
 		}
 		dst = append(dst, removed)
+	}
+	if s.Omitted != 0 {
+		dst = binary.AppendUvarint(dst, s.Omitted)
 	}
 	return dst
 }
@@ -362,6 +366,9 @@ func (s *LaneState) Decode(v []byte) (open []uint64, err error) {
 	if s.HandedOver, s.Skipped, s.EndpointRemoved = 0, 0, false; len(d.Rest) > 0 {
 		s.HandedOver, s.Skipped, s.EndpointRemoved = d.Uvarint(), d.Uvarint(), d.byte() != 0
 	}
+	if s.Omitted = 0; len(d.Rest) > 0 {
+		s.Omitted = d.Uvarint()
+	}
 	return open, d.Err()
 }
 
@@ -369,7 +376,9 @@ func (s *LaneState) Decode(v []byte) (open []uint64, err error) {
 func (s *LaneState) ReadAll() bool { return s.End != 0 && s.Next >= s.End }
 
 // Settled is the number of messages that the lane has ended.
-func (s *LaneState) Settled() uint64 { return s.Delivered + s.Filtered + s.Buried + s.HandedOver }
+func (s *LaneState) Settled() uint64 {
+	return s.Delivered + s.Filtered + s.Omitted + s.Buried + s.HandedOver
+}
 
 // AppendLogPosition encodes the last batch of the replicated log: its number and its session.
 func AppendLogPosition(dst []byte, batch uint64, session [16]byte) []byte {
@@ -388,6 +397,9 @@ func DecodeLogPosition(v []byte) (batch uint64, session [16]byte, err error) {
 func AppendDropped(dst []byte, l queue.Ledger) []byte {
 	for _, n := range [...]int64{l.Delivered, l.Filtered, l.DeadLettered, l.Discarded} {
 		dst = binary.AppendUvarint(dst, uint64(n))
+	}
+	if l.Omitted != 0 {
+		dst = binary.AppendUvarint(dst, uint64(l.Omitted))
 	}
 	return dst
 }
@@ -413,6 +425,10 @@ func (d *Decoder) Dropped() (l queue.Ledger) {
 	for _, n := range [...]*int64{&l.Delivered, &l.Filtered, &l.DeadLettered, &l.Discarded} {
 		*n = int64(d.Uvarint())
 		l.Accepted += *n
+	}
+	if len(d.Rest) > 0 {
+		l.Omitted = int64(d.Uvarint())
+		l.Accepted += l.Omitted
 	}
 	return l
 }

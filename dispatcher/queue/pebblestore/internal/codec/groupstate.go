@@ -10,6 +10,7 @@ type GroupState struct {
 	Start     uint64 // The group has the messages after this one.
 	Delivered uint64
 	Filtered  uint64
+	Omitted   uint64
 	Buried    uint64
 	Discarded uint64
 	Passed    uint64 // Messages in the group's part of the log that are for other destinations.
@@ -28,9 +29,9 @@ type Gap struct{ From, To uint64 }
 // Encode returns the state and its gaps.
 func (g *GroupState) Encode() []byte {
 	var v []byte
-	shared := uint64(0)
+	shared := g.Omitted << 1
 	if g.Shared {
-		shared = 1
+		shared |= 1
 	}
 	for _, n := range [...]uint64{g.Start, g.Delivered, g.Filtered, g.Buried, g.Discarded, g.Passed, g.Extra, g.Handovers, shared} {
 		v = binary.AppendUvarint(v, n)
@@ -47,7 +48,8 @@ func (g *GroupState) Decode(v []byte) error {
 	for _, n := range [...]*uint64{&g.Start, &g.Delivered, &g.Filtered, &g.Buried, &g.Discarded, &g.Passed, &g.Extra, &g.Handovers} {
 		*n = d.Uvarint()
 	}
-	g.Shared = d.Uvarint() != 0
+	shared := d.Uvarint()
+	g.Shared, g.Omitted = shared&1 != 0, shared>>1
 	for len(d.Rest) > 0 {
 		g.Gaps = append(g.Gaps, Gap{d.Uvarint(), d.Uvarint()})
 	}
@@ -113,4 +115,6 @@ func (g GapList) After(seq uint64) uint64 {
 func (g *GroupState) Accepted(limit uint64) uint64 { return limit - g.Start - g.Passed + g.Extra }
 
 // Settled is the number of messages that the group has ended.
-func (g *GroupState) Settled() uint64 { return g.Delivered + g.Filtered + g.Buried + g.Discarded }
+func (g *GroupState) Settled() uint64 {
+	return g.Delivered + g.Filtered + g.Omitted + g.Buried + g.Discarded
+}
