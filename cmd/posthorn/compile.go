@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
@@ -23,8 +24,8 @@ func newCompile() *cobra.Command {
 		Use:   "compile -f DIR",
 		Short: "Check manifests offline, and print their compiled config",
 		Long: `Validates and compiles a folder (or file) of manifests exactly as the API server and
-the operator would, and prints each problem with file and line, and a summary, to
-stderr. With -o it prints to stdout, per namespace, the live config (secrets
+the operator would, and prints the cost of each expression, each problem with file and line,
+and a summary, to stderr. With -o it prints to stdout, per namespace, the live config (secrets
 redacted) and the conditions of each object. It starts nothing and sends nothing.
 
 Exits 0 if every object is accepted and its references resolve, 1 otherwise or if a file
@@ -56,6 +57,7 @@ has errors.`,
 			if err := printCompiled(cmd.OutOrStdout(), output, compiled); err != nil {
 				return err
 			}
+			printCosts(cmd.ErrOrStderr(), compiled)
 			printVerdict(cmd.ErrOrStderr(), compiled)
 			if !compiled.OK() {
 				return command.ErrFailed
@@ -89,6 +91,35 @@ func printCompiled(w io.Writer, format string, compiled standalone.Compiled) err
 	}
 	_, err = w.Write(text)
 	return err
+}
+
+// printCosts prints the cost of each expression over calls.
+func printCosts(w io.Writer, compiled standalone.Compiled) {
+	for _, n := range compiled.Namespaces {
+		for _, d := range n.Config.Destinations {
+			line := func(field string, size expression.Size, most, limit uint64) {
+				fmt.Fprintf(w, "%s/%s: spec.%s: %d nodes, patterns with %d instructions, %d units for long lists; an evaluation ends at %d\n",
+					n.Namespace, d.Name, field, size.Nodes, size.Instructions, most, limit)
+			}
+			if f := d.Filter; f != nil && f.Expression != "" {
+				if p, err := expression.Compile(f.Expression); err == nil {
+					line("filter.expression", p.Size(), p.MostCost(), expression.MaxCost)
+				}
+			}
+			if d.Request == nil {
+				continue
+			}
+			texts := [][2]string{{"body", d.Request.Body}, {"path", d.Request.Path}, {"query", d.Request.Query}}
+			for _, h := range d.Request.Headers {
+				texts = append(texts, [2]string{"headers[" + h.Name + "]", h.Expression})
+			}
+			for _, x := range texts {
+				if t, err := expression.CompileTransform(x[1]); err == nil {
+					line("request."+x[0], t.Size(), t.MostCost(), expression.MaxTransformCost)
+				}
+			}
+		}
+	}
 }
 
 // printVerdict prints the problems of the manifests and a summary.

@@ -139,6 +139,7 @@ var measurements = []struct {
 	{"singles", measureSingles},
 	{"numbers", measureNumbers},
 	{"redact", measureRedact},
+	{"request", measureRequest},
 	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
@@ -285,6 +286,32 @@ func measureRedact(ctx context.Context, b *bench) ([]row, error) {
 	plain := before.mean(after)
 	return []row{below("CPU per message with three redacted paths, of one without", got.cpu/plain.cpu, 1.3,
 		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.3")}, nil
+}
+
+// measureRequest compares single calls whose destination makes requests by an expression with those of one that does not.
+func measureRequest(ctx context.Context, b *bench) (rows []row, err error) {
+	const twelve = "{'id': call.messageId, 'user': call.userId, 'name': call.event, 'type': call.type, 'at': call.timestamp," +
+		"?'total': call.?properties.?total, ?'items': call.?properties.?products, ?'coupon': call.?properties.?coupon, ?'ip': call.?context.?ip," +
+		"?'agent': call.?context.?userAgent, 'source': source.name, 'to': destination.name}"
+	l := load{batch: 1, clients: 64}
+	plain, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range []struct {
+		name, body string
+		most       float64
+	}{{"the whole call as its body", "call", 1.1}, {"a body of 12 fields", twelve, 1.5}} {
+		list := destinations(1, b.sink.Addr)
+		list[0].change = func(d *liveconfig.Destination) { d.Request = &liveconfig.Request{Body: c.body} }
+		got, err := b.throughput(ctx, l, list)
+		if err != nil {
+			return nil, err
+		}
+		rows = append(rows, below("CPU per message with "+c.name+", of one without spec.request", got.cpu/plain.cpu, c.most,
+			fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), fmt.Sprintf("<= %.1f", c.most)))
+	}
+	return rows, nil
 }
 
 // measureQueue runs only the queue: durable appends of 20 messages, lease, ack.

@@ -48,6 +48,7 @@ type Program struct {
 	// places describe the calls of functions and operators, by node, for Result.Failure.
 	places map[int64]string
 	size   Size
+	most   uint64
 }
 
 // Size is what a compiled expression needs of the memory of the dispatchers, in units that do not depend on the
@@ -67,6 +68,10 @@ func (s Size) Within(limit Size) bool {
 
 // Size returns the size of the program.
 func (p *Program) Size() Size { return p.size }
+
+// MostCost returns the estimate of the highest cost of an evaluation, in the units of MaxCost, for a call with lists, objects and
+// texts of 1,000 elements. An evaluation ends at MaxCost in any case.
+func (p *Program) MostCost() uint64 { return p.most }
 
 // dialect is what the expressions of a field can name.
 type dialect struct {
@@ -131,7 +136,7 @@ func (d *dialect) compile(expr string) (*Program, *ast.AST, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
-	return &Program{program, places(checked.NativeRep(), ast.CallKind), size}, checked.NativeRep(), nil
+	return &Program{program, places(checked.NativeRep(), ast.CallKind), size, estimate.Max}, checked.NativeRep(), nil
 }
 
 // bindings returns the overloads of functions by ID.

@@ -45,8 +45,7 @@ type Transform struct {
 // Size returns the size of the program.
 func (t *Transform) Size() Size { return t.size }
 
-// MostCost returns the estimate of the highest cost of an evaluation, in the units of MaxTransformCost, for a call
-// with lists, objects and texts of 1,000 elements. An evaluation ends at MaxTransformCost in any case.
+// MostCost is as that of Program; an evaluation ends at MaxTransformCost in any case.
 func (t *Transform) MostCost() uint64 { return t.most }
 
 // CompileTransform checks and prepares an expression. The error is written for its author, as that of Compile.

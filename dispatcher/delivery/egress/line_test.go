@@ -28,7 +28,7 @@ func TestWith(t *testing.T) {
 		}
 		line, contentType, _ := strings.Cut(c.want, "|")
 		want := line + "\r\nHost: a.test\r\nUser-Agent: " + userAgent + "\r\nContent-Type: " + contentType + "\r\nX-K: v\r\nContent-Length: 1\r\n\r\nb"
-		if got := string(e.With(c.line).appendRequest(nil, "", "", nil, []byte("b"))); got != want {
+		if got := string(e.With(c.line).appendRequest(nil, "", "", nil, "", []byte("b"))); got != want {
 			t.Errorf("%s with %+v: got\n%s\nwant\n%s", c.url, c.line, got, want)
 		}
 		if e.With(Line{}) != e {
