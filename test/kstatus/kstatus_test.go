@@ -93,16 +93,16 @@ func TestVerdicts(t *testing.T) {
 			}
 		}
 	}
-	audience := func(name, source, display string) *v1beta1.Audience {
+	audience := func(name, source, key string) *v1beta1.Audience {
 		a := &v1beta1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name}}
-		a.Spec.SourceRef.Name, a.Spec.DisplayName = source, display
+		a.Spec.SourceRef.Name, a.Spec.Key = source, key
 		return a
 	}
 	redelivery := &v1beta1.Redelivery{ObjectMeta: metav1.ObjectMeta{Name: "r"}}
 	redelivery.Spec.DestinationRef.Name = "none"
 	_, verdicts := kinds.All.Compilers().Compile(compile.Snapshot{Namespace: namespace, Objects: []compile.Object{
 		&v1beta1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, redelivery,
-		audience("a", "web", "VIP"), audience("b", "web", "VIP"), audience("c", "none", "Others"), audience("d", "web", "!"),
+		audience("a", "web", "vip"), audience("b", "web", "vip"), audience("c", "none", "others"), audience("d", "web", ""),
 	}})
 	check("Redelivery", "Redelivery", verdicts["redeliveries"]["r"])
 	for name, v := range verdicts["audiences"] {
