@@ -199,7 +199,10 @@ func (r *Redactor) Apply(message []byte) (out []byte, matched uint64, err error)
 		return message, 0, nil
 	}
 	s, _ := scans.Get().(*scan)
-	defer scans.Put(s)
+	defer func() {
+		*s = scan{active: s.active, text: s.text, sum: s.sum} // The pool keeps no message.
+		scans.Put(s)
+	}()
 	*s = scan{Redactor: r, in: message, active: append(s.active[:0], 0), text: s.text[:0], sum: s.sum[:0]}
 	s.space()
 	ok := s.peek() == '{' && s.container(0, ^r.strict, true)
@@ -209,14 +212,10 @@ func (r *Redactor) Apply(message []byte) (out []byte, matched uint64, err error)
 	if s.mac != nil {
 		r.macs.Put(s.mac)
 	}
-	matched = s.matched
-	if s.copied > 0 {
-		out = append(s.out, message[s.copied:]...)
-	} else {
-		out = message
+	if s.copied == 0 {
+		return message, s.matched, nil
 	}
-	*s = scan{active: s.active, text: s.text, sum: s.sum}
-	return out, matched, nil
+	return append(s.out, message[s.copied:]...), s.matched, nil
 }
 
 // Text returns rules as they are stored with a dead letter: without the key, and nil without rules.
