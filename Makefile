@@ -6,7 +6,7 @@ SHELL := bash
 # go.work joins the product and the Go client. The other modules, whose dependencies the
 # product must not get, are used alone.
 ALONE := GOWORK=off
-MODULES := analytics hack/licenses hack/release test/compat/goclient test/e2e/adapter test/kstatus test/monitoring
+MODULES := analytics hack/licenses hack/release test/compat/testdata/cloudevents test/compat/goclient test/e2e/adapter test/kstatus test/monitoring
 # Tools are pinned in a module of their own and built into bin/ once per version.
 TOOLS := hack/tools
 BIN := $(CURDIR)/bin

@@ -117,7 +117,7 @@ type WebhookDestinationSpec struct {
 // RequestShape describes the requests of a destination. Each expression has at most 8,192 bytes, all of
 // them together cost at most 100,000 units for a message, and a result has at most 256 KiB.
 // +kubebuilder:validation:XValidation:rule="has(self.body) || has(self.method) || has(self.path) || has(self.query) || has(self.headers)",message="set at least one of body, method, path, query and headers, or leave request out"
-// +kubebuilder:validation:XValidation:rule="!has(self.contentType) || self.contentType == 'JSON' || has(self.body)",message="Form and Text need a body: an object, or a text"
+// +kubebuilder:validation:XValidation:rule="!has(self.contentType) || self.contentType == 'JSON' || has(self.body)",message="Form, Text and CloudEvents need a body"
 type RequestShape struct {
 	// The body: any value for JSON, an object of texts, numbers, booleans and lists of them for
 	// Form, a text for Text. If it is null, the message is omitted: it is not sent, and
@@ -129,8 +129,9 @@ type RequestShape struct {
 
 	// The format of the body, and the header Content-Type. JSON: application/json; the text is
 	// canonical, so that signatures survive JSON.parse and JSON.stringify. Form:
-	// application/x-www-form-urlencoded. Text: text/plain. Default JSON.
-	// +kubebuilder:validation:Enum=JSON;Form;Text
+	// application/x-www-form-urlencoded. Text: text/plain. CloudEvents: as JSON, with
+	// application/cloudevents+json, for events in the structured mode. Default JSON.
+	// +kubebuilder:validation:Enum=JSON;Form;Text;CloudEvents
 	// +optional
 	ContentType ContentType `json:"contentType,omitempty"`
 
@@ -171,6 +172,8 @@ const (
 	ContentJSON ContentType = "JSON"
 	ContentForm ContentType = "Form"
 	ContentText ContentType = "Text"
+	// ContentCloudEvents is JSON with the media type of CloudEvents.
+	ContentCloudEvents ContentType = "CloudEvents"
 )
 
 // RequestMethod is a method of requests.

@@ -131,6 +131,7 @@ type expectedRequest struct {
 // The outcomes without a request.
 const (
 	outcomeFiltered = "Filtered"
+	outcomeOmitted  = "Omitted"
 	outcomeFailed   = "Failed"
 )
 
@@ -249,8 +250,12 @@ func renderDestination(namespace string, d *liveconfig.Destination, router *rout
 	}
 	requests, err := delivery.Render(namespace, d, &queue.Message{Source: namespace + "/" + source, ID: call.MessageID, Type: string(call.Type),
 		AcceptedAt: now, LongNumbers: call.LongNumbers, Body: call.Body}, now)
-	if err != nil {
+	switch {
+	case err != nil:
 		of.Outcome, of.Error = outcomeFailed, err.Error()
+		return append(list, of), nil
+	case len(requests) == 0:
+		of.Outcome = outcomeOmitted
 		return append(list, of), nil
 	}
 	for _, q := range requests {
@@ -343,8 +348,8 @@ func (r *renderer) differences(c renderCase) (list []string, err error) {
 		return nil, fmt.Errorf("call is missing")
 	case (c.Request == nil) == (c.Outcome == ""):
 		return nil, fmt.Errorf("set exactly one of request and outcome")
-	case c.Outcome != "" && !slices.Contains([]string{outcomeFiltered, outcomeFailed}, c.Outcome):
-		return nil, fmt.Errorf("outcome %q is unknown; use Filtered or Failed", c.Outcome)
+	case c.Outcome != "" && !slices.Contains([]string{outcomeFiltered, outcomeOmitted, outcomeFailed}, c.Outcome):
+		return nil, fmt.Errorf("outcome %q is unknown; use Filtered, Omitted or Failed", c.Outcome)
 	}
 	results, err := r.render(c)
 	if err != nil {

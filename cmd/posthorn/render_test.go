@@ -122,7 +122,7 @@ func TestRenderCases(t *testing.T) {
 		"unknown name": {"- {call: {type: track}, requests: []}", 1, []string{`unknown field "requests"`}},
 		"neither":      {"- {call: {type: track, event: E, userId: u}}", 1, []string{"case 1: set exactly one of request and outcome"}},
 		"no endpoint":  {"- {call: {type: track, event: E, userId: u}, endpoint: x, request: {}}", 1, []string{`the destination has no endpoint "x"`}},
-		"outcome":      {"- {call: {type: track, event: E, userId: u}, outcome: Lost}", 1, []string{`outcome "Lost" is unknown; use Filtered or Failed`}},
+		"outcome":      {"- {call: {type: track, event: E, userId: u}, outcome: Lost}", 1, []string{`outcome "Lost" is unknown; use Filtered, Omitted or Failed`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, code := rendering(t, map[string]string{"d.yaml": renderManifest, "cases.yaml": test.cases}, "-f", "d.yaml", "--cases", "cases.yaml")

@@ -398,7 +398,7 @@ func (r *Request) validate() error {
 	if r == nil {
 		return nil
 	}
-	if !slices.Contains([]string{"", ContentForm, ContentText}, r.ContentType) {
+	if !slices.Contains([]string{"", ContentForm, ContentText, ContentCloudEvents}, r.ContentType) {
 		return fmt.Errorf("contentType %q is unknown", r.ContentType)
 	}
 	if !slices.Contains([]string{"", "PUT", "PATCH", "DELETE"}, r.Method) {

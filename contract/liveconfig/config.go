@@ -353,7 +353,7 @@ type SuccessRule struct {
 // expression.CompileTransform; an empty one changes nothing.
 type Request struct {
 	Body string `json:"body,omitempty"`
-	// ContentType is Form, Text, or empty for JSON.
+	// ContentType is Form, Text, CloudEvents, or empty for JSON.
 	ContentType string `json:"contentType,omitempty"`
 	// Method is empty for POST.
 	Method  string          `json:"method,omitempty"`
@@ -366,6 +366,8 @@ type Request struct {
 const (
 	ContentForm = "Form"
 	ContentText = "Text"
+	// ContentCloudEvents is JSON with the media type of CloudEvents.
+	ContentCloudEvents = "CloudEvents"
 )
 
 // RequestHeader is a header whose value is made from each message.

@@ -672,12 +672,12 @@ func (b *builder) request(r *v1beta1.RequestShape) *liveconfig.Request {
 	}
 	switch r.ContentType {
 	case "", v1beta1.ContentJSON:
-	case v1beta1.ContentForm, v1beta1.ContentText:
+	case v1beta1.ContentForm, v1beta1.ContentText, v1beta1.ContentCloudEvents:
 		if c.ContentType = string(r.ContentType); r.Body == "" {
-			b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "Form and Text need a body: an object, or a text")
+			b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "Form, Text and CloudEvents need a body")
 		}
 	default:
-		b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "%q is unknown; use JSON, Form or Text", r.ContentType)
+		b.add(v1beta1.ReasonInvalidSpec, field+".contentType", "%q is unknown; use JSON, Form, Text or CloudEvents", r.ContentType)
 	}
 	switch r.Method {
 	case "", v1beta1.MethodPost:

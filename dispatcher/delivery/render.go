@@ -5,7 +5,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -20,7 +19,8 @@ type Rendered struct {
 }
 
 // Render returns the requests for a message of a Source ("namespace/name") to the endpoints of an active destination of the same
-// namespace, as they would be sent at a time. It sends nothing. The error is why no request can be made.
+// namespace, as they would be sent at a time; none if spec.request omits the message. It sends nothing. The error is why no
+// request can be made.
 func Render(namespace string, c *liveconfig.Destination, m *queue.Message, now time.Time) ([]Rendered, error) {
 	client := egress.New(egress.Options{})
 	defer client.Close()
@@ -30,15 +30,15 @@ func Render(namespace string, c *liveconfig.Destination, m *queue.Message, now t
 	}
 	p := post{set: set, message: queue.Delivery{ID: m.ID, Type: m.Type, AcceptedAt: m.AcceptedAt, LongNumbers: m.LongNumbers, Body: m.Body}}
 	p.message.Lane.Source, p.message.Lane.Destination = m.Source, namespace+"/"+c.Name
-	body, _, err := set.body(&p.message)
-	if err != nil {
+	request, _, err := set.request(&p.message)
+	if err != nil || request.Omitted {
 		return nil, err
 	}
-	key := event.ID(m.ID).Key()
-	headers := set.signer.Headers([]egress.Header{{Name: headerIdempotencyKey, Value: key}}, key, now, body)
+	p.body = request.Body
+	headers := p.headers(nil, &request, now)
 	var all []Rendered
 	for i, t := range set.targets {
-		all = append(all, rendered(c.Endpoints[i], t.to.Wire(headers, body)))
+		all = append(all, rendered(c.Endpoints[i], t.to.With(request.Line).Wire(headers, p.body)))
 	}
 	return all, nil
 }

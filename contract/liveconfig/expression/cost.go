@@ -222,8 +222,11 @@ func (sizes) EstimateSize(element cost.AstNode) *cost.SizeEstimate {
 	return &cost.SizeEstimate{Max: assumedSize}
 }
 
-// EstimateCallCost implements cost.Estimator.
-func (sizes) EstimateCallCost(string, string, *cost.AstNode, []cost.AstNode) *cost.CallEstimate {
+// EstimateCallCost implements cost.Estimator. The value of an optional field has the size of a field.
+func (sizes) EstimateCallCost(function, _ string, _ *cost.AstNode, _ []cost.AstNode) *cost.CallEstimate {
+	if function == "orValue" || function == "value" {
+		return &cost.CallEstimate{CostEstimate: cost.CostEstimate{Min: 1, Max: 1}, ResultSize: &cost.SizeEstimate{Max: assumedSize}}
+	}
 	return nil
 }
 

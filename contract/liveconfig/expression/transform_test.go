@@ -284,3 +284,12 @@ func BenchmarkTransform(b *testing.B) {
 		})
 	}
 }
+
+// The estimate gives the value of an optional field the size of a field.
+func TestAnOptionalFieldIsNotExpensive(t *testing.T) {
+	for _, expr := range []string{"string(call.?properties.?total.orValue('unknown'))", "'a' + call.?a.orValue('').trim()", "call.?a.value().split(',')"} {
+		if _, err := CompileTransform(expr); err != nil {
+			t.Errorf("CompileTransform(%s): got error %v, want none", expr, err)
+		}
+	}
+}

@@ -47,6 +47,8 @@ func New(r *liveconfig.Request) (*Shape, error) {
 		s.line.ContentType = "application/x-www-form-urlencoded"
 	case liveconfig.ContentText:
 		s.line.ContentType = "text/plain; charset=utf-8"
+	case liveconfig.ContentCloudEvents:
+		s.line.ContentType = "application/cloudevents+json; charset=utf-8"
 	default:
 		return nil, fmt.Errorf("request.contentType: %q is unknown", r.ContentType)
 	}
