@@ -52,7 +52,7 @@ type DeadLetterMatch struct {
 	// Dead letters with one of these reasons, for example Expired or Rejected. At most 32.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=32
-	// +kubebuilder:validation:items:Enum=Expired;Rejected;Redirected;EndpointRemoved;DeadlineExceeded;Damaged;FilterFailed;RejectedByExpression;TimedOut;ConnectionRefused;ConnectionFailed;DNSFailed;CertificateRejected;TLSFailed;AddressDenied;TokenFailed;ProxyFailed;ServerError;Throttled;InvalidResponse
+	// +kubebuilder:validation:items:Enum=Expired;Rejected;Redirected;EndpointRemoved;DeadlineExceeded;Damaged;FilterFailed;TransformFailed;RejectedByExpression;TimedOut;ConnectionRefused;ConnectionFailed;DNSFailed;CertificateRejected;TLSFailed;AddressDenied;TokenFailed;ProxyFailed;ServerError;Throttled;InvalidResponse
 	// +listType=set
 	// +optional
 	Reasons []string `json:"reasons,omitempty"`
