@@ -84,7 +84,8 @@ func TestDeletionRequest(t *testing.T) {
 			if s := d.Status; c.total < 0 != (s.Total == nil) || s.Total != nil && *s.Total != c.total || len(s.Notifications) > 200 {
 				t.Errorf("total %v, %d notifications", s.Total, len(s.Notifications))
 			} else if s.Total != nil && *s.Total != *s.Delivered+*s.Pending+*s.DeadLettered+*s.Discarded {
-				t.Errorf("total %d, but %d delivered, %d pending, %d dead-lettered, %d discarded", *s.Total, *s.Delivered, *s.Pending, *s.DeadLettered, *s.Discarded)
+				t.Errorf("total: got %d, want %d delivered, %d pending, %d dead-lettered and %d discarded", *s.Total, *s.Delivered,
+					*s.Pending, *s.DeadLettered, *s.Discarded)
 			}
 			complete := meta.IsStatusConditionTrue(d.Status.Conditions, v1beta1.ConditionComplete)
 			if s := d.Status; complete != (s.CompletionTime != nil) || v1beta1.JobEnded(s.JobStatus) && s.StartTime == nil {
