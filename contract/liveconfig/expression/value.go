@@ -31,6 +31,7 @@ func appendJSON(v ref.Val, source string) ([]byte, error) {
 	w := writer{source: source}
 	if err := w.value(v); err != nil {
 		if f := err.(*Failure); len(w.path) > 0 {
+			slices.Reverse(w.path)
 			return nil, &Failure{f.Kind, "result" + strings.Join(w.path, ""), f.Text}
 		}
 		return nil, err
@@ -48,20 +49,9 @@ func appendJSON(v ref.Val, source string) ([]byte, error) {
 // writer writes a value as JSON, in a fixed order of the keys. event.FixedPoint makes it canonical.
 type writer struct {
 	out []byte
-	// path is the part that is written; after a failure, the part that failed.
+	// path is the part that failed, the innermost first.
 	path   []string
 	source string
-	depth  int
-}
-
-// part writes a part of a list or an object.
-func (w *writer) part(name string, write func() error) error {
-	w.path = append(w.path, name)
-	if err := write(); err != nil {
-		return err
-	}
-	w.path = w.path[:len(w.path)-1]
-	return nil
 }
 
 // member is the name of an object's member in a place. A key that the expression does not contain may be data of the call.
@@ -129,7 +119,8 @@ func (w *writer) lister(l traits.Lister) error {
 		if i > 0 {
 			w.out = append(w.out, ',')
 		}
-		if err := w.part(fmt.Sprintf("[%d]", i), func() error { return w.value(element) }); err != nil {
+		if err := w.value(element); err != nil {
+			w.path = append(w.path, fmt.Sprintf("[%d]", i))
 			return err
 		}
 	}
@@ -165,7 +156,8 @@ func (w *writer) mapper(m traits.Mapper) error {
 			return err
 		}
 		w.out = append(w.out, ':')
-		if err := w.part(w.member(e.key), func() error { return w.value(e.value) }); err != nil {
+		if err := w.value(e.value); err != nil {
+			w.path = append(w.path, w.member(e.key))
 			return err
 		}
 	}
