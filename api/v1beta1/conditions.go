@@ -233,7 +233,7 @@ const (
 	// and the scheme of the URL.
 	ReasonInvalidResponse = "InvalidResponse"
 	// ReasonRejectedByExpression: the endpoint returned a 2xx status, but spec.success.expression is not true for
-	// the response; the message of the attempt says why. Action: see the response in posthorn attempts; correct the
+	// the response; the message of the attempt gives the cause. Action: see the response in posthorn attempts; correct the
 	// receiver, or the expression. With onFalse: DeadLetter, redeliver the dead letters.
 	ReasonRejectedByExpression = "RejectedByExpression"
 	// ReasonTransformFailed: an expression of spec.request failed for the message, so nothing was sent; the

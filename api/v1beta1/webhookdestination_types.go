@@ -99,7 +99,7 @@ type WebhookDestinationSpec struct {
 	Redact *Redact `json:"redact,omitempty"`
 
 	// Experimental: can change or be removed in a minor release.
-	// What requests have instead of a POST of the message: a body, method, path, query and headers made from
+	// The requests in place of a POST of the message: a body, method, path, query and headers made from
 	// it by CEL expressions. They are evaluated when a message is sent: the message is stored as
 	// it was accepted, so a changed expression applies to pending messages and to redelivered
 	// ones. They read call (the message), source and destination (name, namespace). If one
@@ -228,7 +228,7 @@ type Success struct {
 	// +required
 	Expression string `json:"expression"`
 
-	// What happens to a message when the expression is false (RejectedByExpression). Retry: it is retried, as
+	// The outcome of a message when the expression is false (RejectedByExpression). Retry: it is retried, as
 	// after a 5xx response. DeadLetter: it becomes a dead letter, as after a 422 response. Default Retry.
 	// +kubebuilder:validation:Enum=Retry;DeadLetter
 	// +kubebuilder:default=Retry

@@ -155,7 +155,7 @@ func decodeText(plain []byte) (c Config, revision string, err error) {
 }
 
 // UnknownField is the beginning of the revision of a destination that has a field of a newer release. It is paused, so that its
-// messages wait for a dispatcher that knows the field, and the other objects of the namespace stay in effect.
+// messages wait for a dispatcher that knows the field, and the other objects of the namespace remain in effect.
 const UnknownField = "unknown-field-"
 
 // UnmarshalJSON implements json.Unmarshaler.

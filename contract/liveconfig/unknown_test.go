@@ -8,7 +8,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 )
 
-// A destination with a field of a newer release is paused, and the other objects stay in effect.
+// A destination with a field of a newer release is paused, and the other objects remain in effect.
 func TestUnknownFieldOfADestination(t *testing.T) {
 	c := full()
 	other := c.Destinations[0]

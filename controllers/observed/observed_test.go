@@ -7,7 +7,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 )
 
-// A path is unmatched if it is so in the reports of all dispatchers that name some.
+// A path is unmatched if all reports with unmatched paths contain it.
 func TestUnmatchedPaths(t *testing.T) {
 	unmatched := func(messages int64, paths ...string) *adminapi.UnmatchedPaths {
 		return &adminapi.UnmatchedPaths{Messages: messages, Paths: paths}

@@ -476,7 +476,7 @@ func TestPlacesOfNamespaces(t *testing.T) {
 	}
 }
 
-// A slow receiver of one object delays the shares of no other one, and the sum of its own stays below the total.
+// A slow receiver of one object delays the shares of no other one, and the sum of its own is always below the total.
 func TestRequestsAboveTheShareOfOneObject(t *testing.T) {
 	w := newWorld(t, 3)
 	w.seconds(5)

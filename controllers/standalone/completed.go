@@ -28,9 +28,9 @@ type Completed struct {
 	Placeholders []string
 }
 
-// CompileDestinations compiles the destinations of a folder of manifests, or one file, as Compile does. What their requests
-// need and the manifests lack is added: Sources, and placeholders for Secrets. What requests do not depend on is left out: TLS
-// settings and suspensions.
+// CompileDestinations compiles the destinations of a folder of manifests, or one file, as Compile does. Objects that
+// the manifests lack are added: Sources, and placeholders for Secrets. TLS settings and suspensions, on which requests do not
+// depend, are left out.
 func CompileDestinations(path string, values []SecretValue, policy compile.Policy) (out Completed, err error) {
 	s, err := loadOnce(path, values)
 	if err != nil {

@@ -30,7 +30,7 @@ func newRedaction(rules *liveconfig.Redact) (r redaction, err error) {
 // same reports whether a response to a request of one destination config may be shown with the other.
 func (r *redaction) same(o *redaction) bool { return bytes.Equal(r.text, o.text) }
 
-// body returns the bytes to sign and to send, and the paths of redaction that matched. What changes is a copy. Only messages
+// body returns the bytes to sign and to send, and the paths of redaction that matched. A body that changes is a copy. Only messages
 // that are marked for long numbers need a conversion.
 func (s *destinationConfig) body(d *queue.Delivery) (body []byte, matched uint64, err error) {
 	body, matched, err = s.redaction.redactor.Apply(d.Body)

@@ -26,7 +26,7 @@ type post struct {
 	set     *destinationConfig
 	target  target
 	message queue.Delivery
-	// body is what is sent, copied the bytes of it that are not in message, and matched the paths of redaction that match it.
+	// body has the bytes to send, copied the bytes of it that are not in message, and matched the paths of redaction that match it.
 	body    []byte
 	copied  int
 	matched uint64

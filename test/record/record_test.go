@@ -7,7 +7,7 @@ import (
 	"github.com/posthorn/posthorn/test/witness"
 )
 
-// Journals that are written by the package have no flaw: what they hold is judged, and nothing else.
+// Journals that are written by the package have no flaw, and only their content is judged.
 func TestWrittenJournals(t *testing.T) {
 	t.Parallel()
 	j := Begin(t)

@@ -54,7 +54,7 @@ func TestAccepts(t *testing.T) {
 	}
 }
 
-// A body that is missing, too long or not JSON is null, and the reason says so if the expression reads it.
+// A body that is missing, too long or not JSON is null, and the reason names it if the expression reads it.
 func TestJSONOfAResponse(t *testing.T) {
 	long := `{"ok":true,"pad":"` + strings.Repeat("x", MaxResponseBytes-20) + `"}`
 	for name, c := range map[string]struct {

@@ -20,8 +20,8 @@ import (
 const (
 	// MaxTransformLength of the text of a transform, in bytes.
 	MaxTransformLength = 8 << 10
-	// MaxTransformCost bounds the evaluations of all transforms for one request, in the units of MaxCost. What an
-	// evaluation has in memory is bounded by it as well: about ten bytes of text a unit.
+	// MaxTransformCost bounds the evaluations of all transforms for one request, in the units of MaxCost. It also
+	// bounds the memory of an evaluation: about ten bytes of text a unit.
 	MaxTransformCost = 100_000
 	// MaxResult bounds the JSON text of a result, in bytes.
 	MaxResult = 256 << 10

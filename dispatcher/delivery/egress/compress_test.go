@@ -14,8 +14,8 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 )
 
-// compressing returns an endpoint of a receiver that answers 415 to compressed bodies if it refuses them, and what it got: the
-// encoding of each request with the decoded body.
+// compressing returns an endpoint of a receiver that answers 415 to compressed bodies if it refuses them, and the encoding
+// of each request with the decoded body.
 func compressing(t *testing.T, refuses bool) (*Client, *Endpoint, chan [2]string) {
 	t.Helper()
 	got := make(chan [2]string, 8)

@@ -104,7 +104,7 @@ type Result struct {
 	Timing Timing
 }
 
-// Accepted is what is kept of a 2xx response.
+// Accepted is the part of a 2xx response that is kept.
 type Accepted struct {
 	// Headers are the first values by lower-case names, without those that are longer than 4 KiB.
 	Headers map[string]string

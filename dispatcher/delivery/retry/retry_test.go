@@ -157,7 +157,7 @@ func TestWindow(t *testing.T) {
 	}
 }
 
-// A 2xx that the destination's expression rejects is retried, or permanent if the policy says so.
+// A 2xx that the destination's expression rejects is retried, or permanent by the policy.
 func TestRejectedByExpression(t *testing.T) {
 	bury := policy
 	bury.BuryRejected = true
