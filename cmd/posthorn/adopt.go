@@ -59,8 +59,9 @@ directories.
 With --data of a process with the log: with the files in its data directory. The process
 that owned the slot last has everything that was accepted: use the files with the highest
 epoch in slots/N/queue.slot. They replace the records of
-the stream. Files with an epoch below the newest one in the streams are rejected. The process may still run while it is not ready, for example in the pod in
-which you run this command. With several slots, repeat the command with --slot and
+the stream. Files with an epoch below the newest one in the streams are rejected. The
+process may still run while it is not ready, for example in the pod in which you run
+this command. With several slots, repeat the command with --slot and
 --data for slots whose newest files are in different processes.
 
 With --data of a stopped dispatcher without a log: with its store. Waiting messages,

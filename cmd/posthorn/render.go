@@ -248,8 +248,8 @@ func renderDestination(namespace string, d *liveconfig.Destination, router *rout
 			return append(list, of), nil
 		}
 	}
-	requests, err := delivery.Render(namespace, d, &queue.Message{Source: namespace + "/" + source, ID: call.MessageID, Type: string(call.Type),
-		AcceptedAt: now, LongNumbers: call.LongNumbers, Body: call.Body}, now)
+	requests, err := delivery.Render(namespace, d, &queue.Message{Source: namespace + "/" + source, ID: call.MessageID,
+		Type: string(call.Type), AcceptedAt: now, LongNumbers: call.LongNumbers, Body: call.Body}, now)
 	switch {
 	case err != nil:
 		of.Outcome, of.Error = outcomeFailed, err.Error()

@@ -99,7 +99,8 @@ func TestRenderCases(t *testing.T) {
     method: POST
     url: https://hooks.example/in
     headers: {idempotency-key: m1, X-Token: posthorn-placeholder}
-    body: {type: track, event: E, userId: u, messageId: m1, context: {}, receivedAt: "2026-01-01T00:00:00.000Z", timestamp: "2026-01-01T00:00:00.000Z", version: 1}
+    body: {type: track, event: E, userId: u, messageId: m1, context: {}, receivedAt: "2026-01-01T00:00:00.000Z",
+      timestamp: "2026-01-01T00:00:00.000Z", version: 1}
 - {endpoint: second, call: {type: track, event: E, userId: u}, request: {url: "https://placeholder.invalid/"}}
 - {call: {type: track, event: none, userId: u}, outcome: Filtered}
 - {call: {type: track, event: E, userId: "", anonymousId: a}, outcome: Failed, error: division by zero}

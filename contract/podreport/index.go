@@ -136,9 +136,9 @@ func stateOf(r *adminapi.SourceReport) sourceState {
 // ahead changed, sorted. A delta changes x; a full report replaces it. The result shares its strings
 // with x and with like, the Index of another dispatcher, or nil.
 func (x *Index) Merge(r adminapi.Report, like *Index) (next *Index, changed []string) {
-	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Shares: r.Shares, AboveShares: r.AboveShares, Storage: r.Storage, Configs: r.Configs,
-		Replication: r.Replication,
-		namespaces:  map[string]*NamespaceIndex{}}
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Shares: r.Shares, AboveShares: r.AboveShares, Storage: r.Storage,
+		Configs: r.Configs, Replication: r.Replication,
+		namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
 		before = x.namespaces

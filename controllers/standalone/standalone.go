@@ -348,8 +348,6 @@ func (c *Control) apply() {
 		if isSent && !encoded.TooLarge { // Evictions depend on the last config.
 			c.compiled[namespace] = snapshot.inputs
 		}
-		c.mu.Lock()
-		c.mu.Unlock()
 	}
 	c.save()
 	c.dueNow()

@@ -43,7 +43,8 @@ func TestRenderedRequestsAreSent(t *testing.T) {
 	}()
 	d := dest("crm", "http://"+l.Addr().String()+"/in?x=1")
 	d.Endpoints[0].Headers = []liveconfig.Header{{Name: "X-Env", Value: liveconfig.NewSecret("prod")}}
-	d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t"), Previous: liveconfig.NewSecret("old")}}
+	d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t"),
+		Previous: liveconfig.NewSecret("old")}}
 	m := queue.Message{Source: "ns/web", ID: "ä 1", Type: "track", AcceptedAt: time.Now(), LongNumbers: true, Body: []byte(`{"n":12345678901234567890}`)}
 
 	requests, err := Render("ns", &d, &m, time.Now())

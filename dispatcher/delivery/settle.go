@@ -62,8 +62,8 @@ const (
 )
 
 func (s outcome) String() string {
-	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "transform failed", "omitted", "expired",
-		"failed"}[s]
+	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "transform failed",
+		"omitted", "expired", "failed"}[s]
 }
 
 // settle stores the outcome o of the message, and logs a failed attempt.

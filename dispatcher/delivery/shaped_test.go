@@ -73,7 +73,8 @@ func TestNullOmitsTheMessage(t *testing.T) {
 			w.sleep(time.Second)
 			each := map[string]int64{liveconfig.AnyEndpoint: 1, liveconfig.EveryEndpoint: 2}[success]
 			r := w.report("crm")
-			check.Same(t, "ledger under "+success, r.Ledger, adminapi.Ledger{Accepted: 3*each + 2, Delivered: each, Omitted: 2 * each, DeadLettered: 2})
+			check.Same(t, "ledger under "+success, r.Ledger,
+				adminapi.Ledger{Accepted: 3*each + 2, Delivered: each, Omitted: 2 * each, DeadLettered: 2})
 			check.Equal(t, "reason of the notification's dead letter", w.dead("crm")[0].Failure.Reason, string(egress.TransformFailed))
 			if text := w.dead("crm")[0].Failure.Message; !strings.Contains(text, "spec.request.body: InvalidValue: the result is null for a notification of a deletion") {
 				t.Errorf("message of the dead letter: got %s", text)

@@ -133,7 +133,8 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 	if found < 19 {
 		t.Errorf("reasons in contract and dispatcher: got %d, want at least 19", found)
 	}
-	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "FilterFailed", "RejectedByExpression"} {
+	for _, reason := range []string{"Rejected", "Redirected", "Expired", "EndpointRemoved", "DeadlineExceeded", "FilterFailed",
+		"RejectedByExpression"} {
 		if row := regexp.MustCompile("(?m)^.*`posthorn_messages_dead_lettered_total`.*$").FindString(read(t, "docs", "metrics.md")); !strings.Contains(row, "`"+reason+"`") {
 			t.Errorf("docs/metrics.md: the reason %s of dead letters is missing: %s", reason, row)
 		}

@@ -1,7 +1,8 @@
 // Package witness judges journals of a test against the promises of docs/reliability.md. Senders, receivers and
 // the driver of a test write what they saw, as lines of JSON; Check gives a verdict for each clause, with the lines that
 // prove a violation. The package must not know the product: the plan names the destinations that are due for each
-// message, and a receiver names the secrets whose signatures hold. Its main types are Line, History and Verdict; package record writes journals.
+// message, and a receiver names the secrets whose signatures hold. Its main types are Line,
+// History and Verdict; package record writes journals.
 package witness
 
 import (

@@ -143,7 +143,8 @@ func chargeFunctions(bindings map[string]*functions.Overload) interpreter.Interp
 
 // chargeLoops decorates what the loops of an expression read, and the rest as inner does: cel-go copies the keys of an object
 // before it begins a loop, and does not charge it.
-func chargeLoops(a *ast.AST, inner func(interpreter.InterpretableV2) (interpreter.InterpretableV2, error)) interpreter.InterpretableDecoratorV2 {
+func chargeLoops(a *ast.AST, inner func(interpreter.InterpretableV2) (interpreter.InterpretableV2, error),
+) interpreter.InterpretableDecoratorV2 {
 	ranges := map[int64]bool{}
 	for _, loop := range ast.MatchDescendants(ast.NavigateAST(a), ast.KindMatcher(ast.ComprehensionKind)) {
 		ranges[loop.AsComprehension().IterRange().ID()] = true
@@ -225,7 +226,7 @@ func (sizes) EstimateSize(element cost.AstNode) *cost.SizeEstimate {
 // EstimateCallCost implements cost.Estimator. The value of an optional field has the size of a field.
 func (sizes) EstimateCallCost(function, _ string, _ *cost.AstNode, _ []cost.AstNode) *cost.CallEstimate {
 	if function == "orValue" || function == "value" {
-		return &cost.CallEstimate{CostEstimate: cost.CostEstimate{Min: 1, Max: 1}, ResultSize: &cost.SizeEstimate{Max: assumedSize}}
+		return &cost.CallEstimate{CostEstimate: cost.Estimate{Min: 1, Max: 1}, ResultSize: &cost.SizeEstimate{Max: assumedSize}}
 	}
 	return nil
 }

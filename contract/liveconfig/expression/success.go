@@ -17,8 +17,8 @@ const (
 	varStatus, varHeaders, varJSON = "status", "headers", "response.json"
 )
 
-var successes = dialect{newEnvironment(cel.Variable(varStatus, cel.IntType), cel.Variable(varHeaders, cel.MapType(cel.StringType, cel.StringType)),
-	cel.Variable(varJSON, cel.DynType)), varJSON, "response.json.ok == true", "available are status, headers and response.json"}
+var successes = dialect{newEnvironment(cel.Variable(varStatus, cel.IntType),
+	cel.Variable(varHeaders, cel.MapType(cel.StringType, cel.StringType)), cel.Variable(varJSON, cel.DynType)), varJSON, "response.json.ok == true", "available are status, headers and response.json"}
 
 // Success is the compiled condition under which a 2xx response counts as a success. It is safe for concurrent use.
 type Success struct {

@@ -2,6 +2,7 @@ package expression
 
 import (
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"math"
 	"net/url"
@@ -30,7 +31,7 @@ var (
 func appendJSON(v ref.Val, source string) ([]byte, error) {
 	w := writer{source: source}
 	if err := w.value(v); err != nil {
-		if f := err.(*Failure); len(w.path) > 0 {
+		if f, ok := errors.AsType[*Failure](err); ok && len(w.path) > 0 {
 			slices.Reverse(w.path)
 			return nil, &Failure{f.Kind, "result" + strings.Join(w.path, ""), f.Text}
 		}

@@ -161,17 +161,19 @@ func TestWindow(t *testing.T) {
 func TestRejectedByExpression(t *testing.T) {
 	bury := policy
 	bury.BuryRejected = true
+	retried := Decision{Action: Retry, At: accepted.Add(500 * time.Millisecond)}
 	for name, test := range map[string]struct {
 		policy  Policy
 		outcome Outcome
 		want    Decision
 	}{
-		"retry":                     {policy, Outcome{StatusCode: 200, Reason: RejectedByExpression}, Decision{Action: Retry, At: accepted.Add(500 * time.Millisecond)}},
-		"dead letter":               {bury, Outcome{StatusCode: 204, Reason: RejectedByExpression}, Decision{Action: Bury, Reason: RejectedByExpression}},
-		"others may get it":         {bury, Outcome{Reason: RejectedByExpression}, Decision{Action: Retry, At: accepted.Add(500 * time.Millisecond)}},
-		"an incomplete 2xx":         {bury, Outcome{StatusCode: 200, Reason: egress.TimedOut}, Decision{Action: Retry, At: accepted.Add(500 * time.Millisecond)}},
+		"retry": {policy, Outcome{StatusCode: 200, Reason: RejectedByExpression}, retried},
+		"dead letter": {bury, Outcome{StatusCode: 204, Reason: RejectedByExpression},
+			Decision{Action: Bury, Reason: RejectedByExpression}},
+		"others may get it":         {bury, Outcome{Reason: RejectedByExpression}, retried},
+		"an incomplete 2xx":         {bury, Outcome{StatusCode: 200, Reason: egress.TimedOut}, retried},
 		"a success of this policy":  {bury, Outcome{StatusCode: 200}, Decision{Action: Ack}},
-		"a server error is no such": {bury, Outcome{StatusCode: 503, Reason: egress.ServerError}, Decision{Action: Retry, At: accepted.Add(500 * time.Millisecond)}},
+		"a server error is no such": {bury, Outcome{StatusCode: 503, Reason: egress.ServerError}, retried},
 	} {
 		if got := Decide(test.outcome, test.policy, 0, accepted, accepted, half); got != test.want {
 			t.Errorf("%s: got %+v, want %+v", name, got, test.want)

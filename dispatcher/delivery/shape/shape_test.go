@@ -64,14 +64,15 @@ func TestBadResults(t *testing.T) {
 		r    *liveconfig.Request
 		want string
 	}{
-		"..":              {&liveconfig.Request{Path: "['a', '..']"}, "spec.request.path: InvalidValue at result[1]: a segment of the path is . or .."},
-		"empty":           {&liveconfig.Request{Path: "['']"}, "InvalidValue at result[0]: a segment of the path is empty"},
-		"slash":           {&liveconfig.Request{Path: "['a/b']"}, "contains / or \\"},
-		"encoded slash":   {&liveconfig.Request{Path: "['a%2Fb']"}, "contains %2e, %2f or %5c"},
-		"encoded dots":    {&liveconfig.Request{Path: "['%2E%2e']"}, "contains %2e, %2f or %5c"},
-		"no list":         {&liveconfig.Request{Path: "'a'"}, "spec.request.path: WrongType: the value must be a list of texts"},
-		"long path":       {&liveconfig.Request{Path: "[1,2,3,4,5,6,7,8,9].map(i, '" + strings.Repeat("x", 1000) + "')"}, "TooLarge"},
-		"long query":      {&liveconfig.Request{Query: "{'a': [1,2,3,4,5,6,7,8,9].map(i, '" + strings.Repeat("x", 1000) + "')}"}, "spec.request.query: TooLarge"},
+		"..":            {&liveconfig.Request{Path: "['a', '..']"}, "spec.request.path: InvalidValue at result[1]: a segment of the path is . or .."},
+		"empty":         {&liveconfig.Request{Path: "['']"}, "InvalidValue at result[0]: a segment of the path is empty"},
+		"slash":         {&liveconfig.Request{Path: "['a/b']"}, "contains / or \\"},
+		"encoded slash": {&liveconfig.Request{Path: "['a%2Fb']"}, "contains %2e, %2f or %5c"},
+		"encoded dots":  {&liveconfig.Request{Path: "['%2E%2e']"}, "contains %2e, %2f or %5c"},
+		"no list":       {&liveconfig.Request{Path: "'a'"}, "spec.request.path: WrongType: the value must be a list of texts"},
+		"long path":     {&liveconfig.Request{Path: "[1,2,3,4,5,6,7,8,9].map(i, '" + strings.Repeat("x", 1000) + "')"}, "TooLarge"},
+		"long query": {&liveconfig.Request{Query: "{'a': [1,2,3,4,5,6,7,8,9].map(i, '" + strings.Repeat("x", 1000) + "')}"},
+			"spec.request.query: TooLarge"},
 		"whole call":      {&liveconfig.Request{Query: "call"}, "spec.request.query: WrongType"},
 		"header":          {header("call.evil"), "spec.request.headers[X-A]: InvalidValue: the value has a line break"},
 		"list in header":  {header("[1]"), "spec.request.headers[X-A]: WrongType"},

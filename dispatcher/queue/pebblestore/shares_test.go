@@ -83,7 +83,8 @@ func TestNothingIsLentToASuspendedNamespace(t *testing.T) {
 		}
 	}
 	d.SetSuspended(map[string]bool{"shop": true})
-	if _, err := d.Append(t.Context(), []queue.Message{{Source: "bank/app", ID: "a", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+	m := queue.Message{Source: "bank/app", ID: "a", AcceptedAt: time.Now(), Body: []byte("{}")}
+	if _, err := d.Append(t.Context(), []queue.Message{m}); err != nil {
 		t.Fatal(err)
 	}
 	_, err := d.fill("shop/web")

@@ -241,7 +241,8 @@ type counts struct {
 func (x *suite) ledger(l queue.LaneID, want counts) {
 	x.Helper()
 	s := x.store.LaneStats(l)
-	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.Omitted, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
+	got := counts{s.Accepted, s.Delivered, s.Filtered, s.Omitted, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}
+	x.equal("ledger", got, want)
 }
 
 // stored returns the number of a destination's dead letters and their bytes.
