@@ -156,7 +156,7 @@ func TestTransformsAreBounded(t *testing.T) {
 		if f, ok := errors.AsType[*Failure](err); !ok || f.Kind != TooExpensive && f.Kind != TooLarge {
 			t.Errorf("%.80s: got %v; want %s or %s", expr, err, TooExpensive, TooLarge)
 		}
-		if used := after.TotalAlloc - before.TotalAlloc; used > 64<<20 {
+		if used := after.TotalAlloc - before.TotalAlloc; used > 128<<20 { // 64 MiB, and more with the race detector.
 			t.Errorf("%.80s: allocated %d bytes", expr, used)
 		}
 	}
