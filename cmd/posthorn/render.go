@@ -74,7 +74,7 @@ Exits 1 if a manifest is not accepted, a request cannot be made, or a case diffe
 			if cases != "" {
 				return r.check(cmd.OutOrStdout(), cases)
 			}
-			text, err := textOf(call, cmd.InOrStdin())
+			text, err := command.ReadJSON("call", call, cmd.InOrStdin(), "render one call at a time")
 			if err != nil {
 				return err
 			}
@@ -114,7 +114,7 @@ type renderCase struct {
 	// Endpoint is the one of Request; the first one if it is empty.
 	Endpoint string           `json:"endpoint"`
 	Request  *expectedRequest `json:"request"`
-	// Outcome is expected in place of a request: Filtered or Failed. Error is a part of the text of a failure.
+	// Outcome is expected in place of a request: Filtered, Omitted or Failed. Error is a part of the text of a failure.
 	Outcome string `json:"outcome"`
 	Error   string `json:"error"`
 }
@@ -462,20 +462,4 @@ func merged(a, b map[string]any) map[string]any {
 	all := maps.Clone(a)
 	maps.Copy(all, b)
 	return all
-}
-
-// textOf returns the value of a flag that is JSON, @FILE or @- (standard input).
-func textOf(value string, stdin io.Reader) ([]byte, error) {
-	name, ok := strings.CutPrefix(value, "@")
-	switch {
-	case !ok:
-		return []byte(value), nil
-	case name == "-":
-		return io.ReadAll(io.LimitReader(stdin, event.MaxBodyBytes+1))
-	}
-	text, err := os.ReadFile(name)
-	if err != nil {
-		return nil, command.UsageError(err)
-	}
-	return text, nil
 }

@@ -16,7 +16,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -579,26 +578,4 @@ func (i *importer) finish(file string, err error) error {
 		return command.ErrFailed
 	}
 	return nil
-}
-
-// readJSON returns the value of a flag that is JSON, @FILE or @- (standard input).
-func readJSON(value string, stdin io.Reader) ([]byte, error) {
-	name, ok := strings.CutPrefix(value, "@")
-	if !ok {
-		return []byte(value), nil
-	}
-	in := stdin
-	if name != "-" {
-		f, err := os.Open(name)
-		if err != nil {
-			return nil, command.UsageError(err)
-		}
-		defer f.Close()
-		in = f
-	}
-	text, err := io.ReadAll(io.LimitReader(in, maxImportLine+1))
-	if err == nil && len(text) > maxImportLine {
-		err = command.Usagef("--json %s: larger than %d bytes; send several calls with 'posthorn import'", value, maxImportLine)
-	}
-	return text, err
 }

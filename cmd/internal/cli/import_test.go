@@ -263,24 +263,6 @@ func TestImportOfGzip(t *testing.T) {
 	}
 }
 
-func TestJSONOfFiles(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "call.json")
-	if err := os.WriteFile(file, []byte(`{"a":1}`), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	for value, want := range map[string]string{`{"b":2}`: `{"b":2}`, "@" + file: `{"a":1}`, "@-": `{"c":3}`} {
-		if got, err := readJSON(value, strings.NewReader(`{"c":3}`)); err != nil || string(got) != want {
-			t.Errorf("--json %s: got %s, %v, want %s", value, got, err, want)
-		}
-	}
-	if _, err := readJSON("@/does/not/exist", nil); err == nil {
-		t.Error("a missing file: got no error")
-	}
-	if _, err := readJSON("@-", strings.NewReader(strings.Repeat(" ", maxImportLine+1))); err == nil {
-		t.Error("a large file: got no error")
-	}
-}
-
 func TestImportReportsUnreadTimes(t *testing.T) {
 	text := `{"type":"page","userId":"u","messageId":"m1","timestamp":"Mon May 01 2023"}` + "\n" +
 		`{"type":"page","userId":"u","messageId":"m2","timestamp":"yesterday"}` + "\n" +

@@ -44,7 +44,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			if !ok {
 				return command.Usagef("type %q is not one of identify, track, page, screen, group, alias, batch", args[0])
 			}
-			body, err := readJSON(raw, cmd.InOrStdin())
+			body, err := command.ReadJSON("json", raw, cmd.InOrStdin(), "send several calls with 'posthorn import'")
 			if err != nil {
 				return err
 			}
