@@ -299,8 +299,11 @@ func (d *Dispatcher) apply(view *liveconfig.View) error {
 	suspended := map[string]bool{}
 	for _, namespace := range view.Namespaces() {
 		config, _ := view.Namespace(namespace)
-		if slices.ContainsFunc(config.Destinations, func(to liveconfig.Destination) bool { return to.State == liveconfig.Suspended }) {
-			suspended[namespace] = true
+		for i := range config.Destinations { // A copy of each would cost more than the rest of a change.
+			if config.Destinations[i].State == liveconfig.Suspended {
+				suspended[namespace] = true
+				break
+			}
 		}
 	}
 	d.store.SetSuspended(suspended)
