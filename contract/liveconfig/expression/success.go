@@ -18,7 +18,8 @@ const (
 )
 
 var successes = dialect{newEnvironment(cel.Variable(varStatus, cel.IntType),
-	cel.Variable(varHeaders, cel.MapType(cel.StringType, cel.StringType)), cel.Variable(varJSON, cel.DynType)), varJSON, "response.json.ok == true", "available are status, headers and response.json"}
+	cel.Variable(varHeaders, cel.MapType(cel.StringType, cel.StringType)), cel.Variable(varJSON, cel.DynType)),
+	varJSON, "response.json.ok == true", "available are status, headers and response.json"}
 
 // Success is the compiled condition under which a 2xx response counts as a success. It is safe for concurrent use.
 type Success struct {
