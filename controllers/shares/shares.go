@@ -32,7 +32,7 @@ const (
 	maxObjects = 1000
 	// headroom is what a dispatcher gets beyond its traffic while another one reaches its share, and hysteresis the
 	// gain of a dispatcher that is worth a change.
-	headroom, hysteresis = 1.2, 1.1
+	headroom, hysteresis = 1.2, 1.03
 )
 
 // Pod is a dispatcher that exists or is expected to.

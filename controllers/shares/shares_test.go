@@ -329,6 +329,16 @@ func TestTrafficBegins(t *testing.T) {
 	}
 }
 
+// Traffic that was a little higher at first does not leave a part of the total unused.
+func TestTrafficSettles(t *testing.T) {
+	w := newWorld(t, 3)
+	w.seconds(60)
+	w.traffic([]float64{1, 0.14, 0.12}, 30)
+	if passed := w.traffic([]float64{1, 0.105, 0.105}, 60); passed < 0.92 {
+		t.Errorf("part of the total that passed: got %.3f, want at least 0.92", passed)
+	}
+}
+
 // shares returns the effective shares in thousandths, by dispatcher.
 func (w *world) shares() (list []int64) {
 	for i := range len(w.pods) {
