@@ -357,6 +357,9 @@ func (d Destination) validate() error {
 	if err := d.Request.validate(); err != nil {
 		return fmt.Errorf("request: %w", err)
 	}
+	if err := d.Batch.validate(); err != nil {
+		return fmt.Errorf("batch: %w", err)
+	}
 	if p.MaxInFlight < 1 || p.MaxInFlight > MaxInFlight {
 		return fmt.Errorf("delivery.maxInFlight must be between 1 and %d", MaxInFlight)
 	}
@@ -408,6 +411,22 @@ func (r *Request) validate() error {
 		if h.Name == "" || IsReservedHeader(h.Name) {
 			return fmt.Errorf("header %q is set by Posthorn or by HTTP itself", h.Name)
 		}
+	}
+	return nil
+}
+
+func (b *Batch) validate() error {
+	switch {
+	case b == nil:
+		return nil
+	case b.MaxMessages < 2 || b.MaxMessages > MaxBatchMessages:
+		return fmt.Errorf("maxMessages must be between 2 and %d", MaxBatchMessages)
+	case b.MaxBytes < MinBatchBytes || b.MaxBytes > MaxBatchBytes:
+		return fmt.Errorf("maxBytes must be between %d and %d", MinBatchBytes, MaxBatchBytes)
+	case b.MaxDelayMS < 0 || b.MaxDelay() > MaxBatchDelay:
+		return fmt.Errorf("maxDelayMS must be between 0 and %v", MaxBatchDelay)
+	case b.Format != BatchJSONArray && b.Format != BatchNDJSON:
+		return fmt.Errorf("format %q is unknown", b.Format)
 	}
 	return nil
 }

@@ -213,7 +213,9 @@ type Destination struct {
 	Delivery        Delivery `json:"delivery"`
 	Filter          *Filter  `json:"filter,omitempty"`
 	// Request is nil if a request is a POST of the message.
-	Request     *Request    `json:"request,omitempty"`
+	Request *Request `json:"request,omitempty"`
+	// Batch is nil if a request has one message.
+	Batch       *Batch      `json:"batch,omitempty"`
 	DeadLetters DeadLetters `json:"deadLetters"`
 	// Redact removes values before messages are sent or shown; nil sends them as they are.
 	Redact *Redact `json:"redact,omitempty"`
@@ -375,6 +377,38 @@ type RequestHeader struct {
 	Name       string `json:"name"`
 	Expression string `json:"expression"`
 }
+
+// Batch has the limits and the form of requests with several messages of a lane. The Request of the destination then has
+// no Path, Query and Headers, and its body is JSON: only bodies differ by message.
+type Batch struct {
+	// MaxMessages, from 2 to MaxBatchMessages, MaxBytes, from MinBatchBytes to MaxBatchBytes, and MaxDelayMS, up to
+	// MaxBatchDelay, end a batch: it is sent when it has so many messages, when the next message would make its
+	// accepted messages longer, or so long after the acceptance of its oldest message.
+	MaxMessages int   `json:"maxMessages"`
+	MaxBytes    int64 `json:"maxBytes"`
+	MaxDelayMS  int64 `json:"maxDelayMS"`
+	// Format is BatchJSONArray or BatchNDJSON.
+	Format string `json:"format"`
+	// PerItem is true if the body of a 2xx response lists the messages that it rejects.
+	PerItem bool `json:"perItem,omitempty"`
+}
+
+// MaxDelay returns MaxDelayMS as a duration.
+func (b Batch) MaxDelay() time.Duration { return time.Duration(b.MaxDelayMS) * time.Millisecond }
+
+// The formats of a Batch: a JSON array, and lines of JSON that each end with a line feed.
+const (
+	BatchJSONArray = "JSONArray"
+	BatchNDJSON    = "NDJSON"
+)
+
+// The bounds of a Batch.
+const (
+	MaxBatchMessages = 4000
+	MinBatchBytes    = 1 << 10
+	MaxBatchBytes    = 4 << 20
+	MaxBatchDelay    = time.Minute
+)
 
 // DeadLetters bounds the dead letters of a destination: MaxBytes those of all dispatchers.
 type DeadLetters struct {

@@ -50,6 +50,7 @@ func full() Config {
 			Filter:      &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true", Invalid: true},
 			Request: &Request{Body: "call", ContentType: ContentForm, Method: "PUT", Path: "['a']", Query: "{}",
 				Headers: []RequestHeader{{Name: "X-B", Expression: "'b'"}}},
+			Batch:       &Batch{MaxMessages: 100, MaxBytes: 1 << 20, MaxDelayMS: 1000, Format: BatchNDJSON, PerItem: true},
 			DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 			Redact: &Redact{Allow: []string{"userId"}, Drop: []string{"a"}, Mask: []string{"b"},
 				Hash: &RedactHash{Key: NewSecret(canary), Paths: []HashedPath{{Path: "userId", Email: true}}}},
@@ -199,6 +200,11 @@ func TestDecodeIsStrict(t *testing.T) {
 		"in flight":     {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
 		"status code":   {func(c *Config) { c.Destinations[0].Delivery.RetryStatusCodes = []int{500} }, "retryStatusCodes"},
 		"backoff":       {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
+		"one message":   {func(c *Config) { c.Destinations[0].Batch.MaxMessages = 1 }, "batch: maxMessages must be between 2 and 4000"},
+		"messages":      {func(c *Config) { c.Destinations[0].Batch.MaxMessages = 4001 }, "batch: maxMessages must be between 2 and 4000"},
+		"bytes":         {func(c *Config) { c.Destinations[0].Batch.MaxBytes = 4<<20 + 1 }, "batch: maxBytes must be between 1024 and 4194304"},
+		"delay":         {func(c *Config) { c.Destinations[0].Batch.MaxDelayMS = 60_001 }, "batch: maxDelayMS must be between 0 and 1m0s"},
+		"batch format":  {func(c *Config) { c.Destinations[0].Batch.Format = "CSV" }, `batch: format "CSV" is unknown`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := full()
