@@ -181,6 +181,14 @@ func filesIn(dir, prefix string) (files []file, err error) {
 	return files, err
 }
 
+// below returns a file of the repository, or the files below a folder.
+func (r *release) below(name string) ([]file, error) {
+	if info, err := os.Stat(filepath.Join(r.root, name)); err != nil || !info.IsDir() {
+		return r.files("", name)
+	}
+	return filesIn(filepath.Join(r.root, name), name+"/")
+}
+
 // files reads files of the repository, with a prefix of their names.
 func (r *release) files(prefix string, names ...string) (files []file, err error) {
 	for _, name := range names {

@@ -2,9 +2,12 @@ package main
 
 import (
 	"bytes"
+	"fmt"
 	"os"
+	"path"
 	"path/filepath"
 	"regexp"
+	"strings"
 
 	"sigs.k8s.io/kustomize/api/krusty"
 	"sigs.k8s.io/kustomize/kyaml/filesys"
@@ -51,6 +54,26 @@ func (r *release) stamp(text []byte) []byte {
 	return versions.ReplaceAll(text, []byte("${1}"+r.version))
 }
 
+// besidePages are the files of the repository, besides the pages, that commands of the pages read and links open.
+var besidePages = []string{"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "THIRD_PARTY_LICENSES.md", "config/argocd", "config/samples",
+	"dispatcher/intake/ingest/openapi.yaml", "hack/demo/manifests"}
+
+// outside are links of a page to the repository.
+var outside = regexp.MustCompile(`\]\(([^():#]+)(#[^()]*)?\)`)
+
+// toRepository replaces the links of a page that lead out of the archive, and not to the chart, by links to the
+// repository at the tag of the version.
+func (r *release) toRepository(page file, inside map[string]bool) []byte {
+	return outside.ReplaceAllFunc(page.content, func(link []byte) []byte {
+		m := outside.FindSubmatch(link)
+		target := path.Join(path.Dir(page.name), string(m[1]))
+		if inside[target] || strings.HasPrefix(target, "charts/") {
+			return link
+		}
+		return fmt.Appendf(nil, "](https://github.com/posthorn/posthorn/tree/v%s/%s%s)", r.version, target, m[2])
+	})
+}
+
 // pages writes the instructions for these files, and an archive of the pages.
 func (r *release) pages() error {
 	install, err := os.ReadFile(filepath.Join(r.root, "hack", "release", "INSTALL.md"))
@@ -60,16 +83,24 @@ func (r *release) pages() error {
 	if err := os.WriteFile(filepath.Join(r.out, "INSTALL.md"), bytes.ReplaceAll(install, []byte("VERSION"), []byte(r.version)), 0o644); err != nil {
 		return err
 	}
-	pages, err := filesIn(filepath.Join(r.root, "docs"), "docs/")
-	if err != nil {
-		return err
+	pages, inside := []file{}, map[string]bool{}
+	for _, name := range append(besidePages, "docs") {
+		found, err := r.below(name)
+		if err != nil {
+			return err
+		}
+		pages = append(pages, found...)
+	}
+	for _, page := range pages {
+		for name := page.name; name != "."; name = path.Dir(name) {
+			inside[name] = true
+		}
 	}
 	for i, page := range pages {
-		pages[i].content = r.stamp(page.content)
+		if path.Ext(page.name) == ".md" {
+			pages[i].content = r.toRepository(page, inside)
+		}
+		pages[i].content = r.stamp(pages[i].content)
 	}
-	more, err := r.files("", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
-	if err != nil {
-		return err
-	}
-	return r.archive("posthorn_"+r.version+"_docs.tar.gz", append(more, pages...))
+	return r.archive("posthorn_"+r.version+"_docs.tar.gz", pages)
 }

@@ -7,7 +7,9 @@ import (
 	"errors"
 	"io"
 	"os"
+	"path"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 )
@@ -67,6 +69,42 @@ func TestRelease(t *testing.T) {
 	}
 	if text := read(t, dir, "INSTALL.md"); strings.Contains(text, "VERSION") {
 		t.Errorf("INSTALL.md: got VERSION, want %s everywhere", version)
+	}
+}
+
+// The links of the pages lead to files of the archive, of the chart, which INSTALL.md unpacks beside it, or to URLs.
+func TestLinksOfThePages(t *testing.T) {
+	dir := t.TempDir()
+	if err := (&release{root: "../..", out: dir, version: "1.2.3"}).pages(); err != nil {
+		t.Fatal(err)
+	}
+	files := entries(t, read(t, dir, "posthorn_1.2.3_docs.tar.gz"))
+	found := map[string]bool{}
+	for name := range files {
+		for ; name != "."; name = path.Dir(name) {
+			found[name] = true
+		}
+	}
+	links := 0
+	for name, text := range files {
+		if path.Ext(name) != ".md" {
+			continue
+		}
+		for _, link := range regexp.MustCompile(`(?:\]\(|src=")([^)"#]+)`).FindAllStringSubmatch(text, -1) {
+			target := path.Join(path.Dir(name), link[1])
+			if strings.Contains(link[1], "://") || strings.HasPrefix(target, "charts/posthorn/") {
+				continue
+			}
+			if links++; !found[target] {
+				t.Errorf("%s: the archive has no %s", name, target)
+			}
+		}
+	}
+	if links < 500 {
+		t.Errorf("links inside the archive: got %d, want more than 500", links)
+	}
+	if want := "https://github.com/posthorn/posthorn/tree/v1.2.3/test/README.md"; !strings.Contains(files["docs/reliability.md"]+files["docs/architecture.md"], want) {
+		t.Errorf("a link to the tests: got none to %s", want)
 	}
 }
 
