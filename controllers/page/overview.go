@@ -264,7 +264,7 @@ func (p *Page) newRow(v view, k key) row {
 	case r.Cause != nil && r.Cause.Idle:
 		r.State, r.Words = "notice", r.Cause.Text
 	case r.Cause != nil:
-		r.State, r.Words = "problem", r.Cause.Text
+		r.State, r.Words = "problem", shortly(*r.Cause, v.now)
 	case r.Retrying > 0:
 		r.State, r.Words = "notice", count(r.Retrying, "message")+" in retry"
 	case r.Stored > 0:
@@ -277,6 +277,21 @@ func (p *Page) newRow(v view, k key) row {
 		r.Words = "no backlog"
 	}
 	return r
+}
+
+// shortly begins the text of a finding with its reason, code and time, because a table shows only the first lines.
+func shortly(f why.Finding, now time.Time) string {
+	if f.Reason == "" {
+		return f.Text
+	}
+	text := f.Reason
+	if f.StatusCode != 0 {
+		text += fmt.Sprintf(" %d", f.StatusCode)
+	}
+	if !f.Since.IsZero() {
+		text += " for " + length(now.Sub(f.Since))
+	}
+	return text + ": " + f.Text
 }
 
 // severity is the order of the states.

@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1beta1"
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/podreport"
+	"github.com/posthorn/posthorn/controllers/why"
 )
 
 func TestDenied(t *testing.T) {
@@ -92,6 +93,24 @@ func TestIdleSourceIsANotice(t *testing.T) {
 	}
 	if o.Rows[0].State != "notice" {
 		t.Errorf("state of a row: got %q, want notice", o.Rows[0].State)
+	}
+}
+
+// A table shows the first lines of a state, so the cause is there.
+func TestStateBeginsWithTheReason(t *testing.T) {
+	now := time.Unix(1800000000, 0)
+	for _, c := range []struct {
+		finding why.Finding
+		want    string
+	}{
+		{why.Finding{Reason: v1beta1.ReasonRejected, StatusCode: 404, Since: now.Add(-11 * time.Minute), Text: "circuit breaker is open"},
+			"Rejected 404 for 11 min: circuit breaker is open"},
+		{why.Finding{Reason: v1beta1.ReasonConnectionRefused, Text: "deliveries fail"}, "ConnectionRefused: deliveries fail"},
+		{why.Finding{Text: "no Source"}, "no Source"},
+	} {
+		if got := shortly(c.finding, now); got != c.want {
+			t.Errorf("got %q, want %q", got, c.want)
+		}
 	}
 }
 

@@ -256,7 +256,10 @@ With --dry-run they are only counted.`
 	if !purge {
 		long += ` In a cluster, 'redeliver' is the
 command for the owners of a namespace: it creates a Redelivery, which continues
-after a restart. This one is for administrators, and ends with the command.`
+after a restart. This one is for administrators, and ends with the command.
+
+Redelivered means pending again. The other destinations of the Source do not get
+these messages, but count them as pending until their lanes have read them.`
 	} else {
 		example += " --yes"
 		long += ` On a terminal the command shows their number and
