@@ -264,7 +264,7 @@ func stateDetail(d adminapi.MessageAtEndpoint, id event.ID, t *adminapi.MessageT
 	case adminapi.MessageDead:
 		return "see below"
 	case adminapi.MessageEnded:
-		return "delivered or discarded; its attempts are no longer in memory"
+		return "delivered or discarded; its attempts are no longer in memory: look for its Idempotency-Key in the receiver's log"
 	}
 	return ""
 }
