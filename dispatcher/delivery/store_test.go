@@ -142,6 +142,16 @@ func (s *testStore) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err
 	return d, ok, err
 }
 
+func (s *testStore) LeaseDue(id queue.LaneID, due time.Time, n, maxBytes int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leases++
+	from := len(buf)
+	buf, err := s.Store.LeaseDue(id, due, n, maxBytes, buf)
+	s.lease(buf[from:]...)
+	return buf, err
+}
+
 func (s *testStore) lease(got ...queue.Delivery) {
 	for _, d := range got {
 		l := lease{d.Lane, d.Seq}
@@ -190,6 +200,13 @@ func (s *testStore) EndWaits(id queue.LaneID, until time.Time) (ended int, left 
 func (s *testStore) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
 	s.settle(d, "bury")
 	return s.Store.Bury(d, f)
+}
+
+func (s *testStore) SettleAll(lane queue.LaneID, all []queue.Settlement) error {
+	for _, m := range all {
+		s.settle(m.Delivery, [...]string{"release", "ack", "retry", "bury"}[m.Outcome])
+	}
+	return s.Store.SettleAll(lane, all)
 }
 
 // problems lists the recorded misuse and the messages that are still leased.

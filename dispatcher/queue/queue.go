@@ -93,7 +93,7 @@ type Message struct {
 }
 
 // Delivery is a message leased to a lane. The lease ends when exactly one of Ack, Release,
-// Retry and Bury is called for it.
+// Retry, Bury and SettleAll is called for it.
 type Delivery struct {
 	Lane LaneID
 	// Seq is the message's position in its Source's log, from 1.
@@ -108,9 +108,34 @@ type Delivery struct {
 	FilterError string
 	// Attempt is the number of failed attempts before this lease; 0 for the first attempt.
 	Attempt int
+	// Due is when the retry was due, with millisecond precision; zero for a first attempt.
+	Due time.Time
 	// Omitted is set for Ack if the destination omitted the message: the ledger counts it so, and not as delivered.
 	Omitted bool
 }
+
+// Settlement is the outcome of a leased message.
+type Settlement struct {
+	Delivery
+	Outcome Outcome
+	// At is the time of the next attempt, for Retried.
+	At time.Time
+	// Failure describes the failed attempt, for Retried and Buried.
+	Failure Failure
+	// Done is set by SettleAll: the first of Ack, or the buried of Bury.
+	Done bool
+}
+
+// Outcome is how the lease of a message ends.
+type Outcome int
+
+// Values of Outcome, each of which does what its method of Lanes does.
+const (
+	Released Outcome = iota
+	Acked
+	Retried
+	Buried
+)
 
 // Failure describes a failed attempt, for retries and dead letters. It must not contain
 // secrets.
@@ -388,6 +413,11 @@ type Lanes interface {
 	// LeaseOldest leases the oldest waiting message of the lane, which may be a retry that is
 	// not due. A circuit uses it for its probe. ok is false when no message waits.
 	LeaseOldest(lane LaneID) (d Delivery, ok bool, err error)
+	// LeaseDue leases up to max waiting retries of the lane whose due time is exactly due, in the order of the log, and
+	// appends them to buf, even before that time. Their bodies have at most maxBytes together: the first message that
+	// does not fit and those after it are not leased. SettleAll gives consecutive messages with the same Settlement.At
+	// the same due time, so that LeaseDue finds the rest of a batch.
+	LeaseDue(lane LaneID, due time.Time, max, maxBytes int, buf []Delivery) ([]Delivery, error)
 	// SetNotify sets a function that is called when a lane whose last Lease returned fewer
 	// messages than requested, of fewer bytes than MaxLeaseBytes, may have more: a message was appended or a retry became due. It
 	// is called without locks held, at most once per change, and must not block. SetNotify must
@@ -414,6 +444,11 @@ type Lanes interface {
 	// and buried is false; the last lane of the group makes the dead letter, with the attempts
 	// of all lanes.
 	Bury(d Delivery, f Failure) (buried bool, err error)
+	// SettleAll settles leased messages of one lane by one write, whatever their number and bytes: a crash keeps the
+	// outcomes of all of them or of none. It may lose them, as those of Ack. A message that is not leased is ignored, and
+	// so is its second outcome. After an error no message is leased, and the outcomes may be in memory only: after a
+	// restart the messages are delivered again.
+	SettleAll(lane LaneID, all []Settlement) error
 	// BuryExpired buries every message of the lane that is not leased and was accepted before
 	// cut. It returns the number of dead letters; its memory is bounded. It reads the log in
 	// order and stops at the first unread message that is not expired, so an expired message

@@ -93,11 +93,17 @@ func (s *OutcomeTracker) isCancelled(d queue.Delivery) bool {
 	return set != nil && d.Type == string(event.Delete) && (*set)[cancelledMessage{d.Lane.Source, d.Lane.Destination, d.ID}]
 }
 
+// cancellation is the failure of a cancelled message.
+func cancellation() queue.Failure {
+	return queue.Failure{
+		Time: time.Now(), Reason: adminapi.ReasonDeadlineExceeded,
+		Message: "the deadline of the DeletionRequest ended before the message was delivered",
+	}
+}
+
 // bury makes a dead letter of a cancelled message.
 func (s *OutcomeTracker) bury(d queue.Delivery) error {
-	buried, err := s.Bury(d, queue.Failure{
-		Time: time.Now(), Reason: adminapi.ReasonDeadlineExceeded, Message: "the deadline of the DeletionRequest ended before the message was delivered",
-	})
+	buried, err := s.Bury(d, cancellation())
 	if buried && s.Buried != nil {
 		s.Buried(d.Lane.Destination, adminapi.ReasonDeadlineExceeded)
 	}
@@ -113,20 +119,36 @@ func (s *OutcomeTracker) Lease(lane queue.LaneID, max int, buf []queue.Delivery)
 		if err != nil || s.cancelled.Load() == nil {
 			return got, err
 		}
-		kept := got[:from]
-		for i, d := range got[from:] {
-			if !s.isCancelled(d) {
-				kept = append(kept, d)
-			} else if err := s.bury(d); err != nil {
-				s.Store.Release(d)
-				return append(kept, got[from+i+1:]...), err
-			}
-		}
-		if len(kept) == len(got) {
-			return kept, nil
+		kept, err := s.buryCancelled(got, from)
+		if err != nil || len(kept) == len(got) {
+			return kept, err
 		}
 		max, buf = max-(len(kept)-from), kept
 	}
+}
+
+// LeaseDue implements queue.Store. It leases no further messages in place of cancelled ones.
+func (s *OutcomeTracker) LeaseDue(lane queue.LaneID, due time.Time, max, maxBytes int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	from := len(buf)
+	got, err := s.Store.LeaseDue(lane, due, max, maxBytes, buf)
+	if err != nil || s.cancelled.Load() == nil {
+		return got, err
+	}
+	return s.buryCancelled(got, from)
+}
+
+// buryCancelled makes dead letters of the cancelled messages from an index on, and removes them.
+func (s *OutcomeTracker) buryCancelled(got []queue.Delivery, from int) ([]queue.Delivery, error) {
+	kept := got[:from]
+	for i, d := range got[from:] {
+		if !s.isCancelled(d) {
+			kept = append(kept, d)
+		} else if err := s.bury(d); err != nil {
+			s.Store.Release(d)
+			return append(kept, got[from+i+1:]...), err
+		}
+	}
+	return kept, nil
 }
 
 // LeaseOldest implements queue.Store.
@@ -149,4 +171,26 @@ func (s *OutcomeTracker) Retry(d queue.Delivery, at time.Time, f queue.Failure) 
 		return
 	}
 	s.Store.Retry(d, at, f)
+}
+
+// SettleAll implements queue.Store. The outcome of a cancelled message that is to be retried becomes queue.Buried.
+func (s *OutcomeTracker) SettleAll(lane queue.LaneID, all []queue.Settlement) error {
+	for i := range all {
+		if m := &all[i]; m.Outcome == queue.Retried && s.isCancelled(m.Delivery) {
+			m.Outcome, m.Failure = queue.Buried, cancellation()
+		}
+	}
+	if err := s.Store.SettleAll(lane, all); err != nil {
+		return err
+	}
+	for i := range all {
+		m := &all[i]
+		if m.Outcome == queue.Acked || m.Outcome == queue.Buried {
+			s.record(m.Delivery)
+		}
+		if m.Done && m.Failure.Reason == adminapi.ReasonDeadlineExceeded && s.Buried != nil {
+			s.Buried(lane.Destination, m.Failure.Reason)
+		}
+	}
+	return nil
 }

@@ -78,28 +78,9 @@ func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 
 // Bury implements queue.Store. The dead letter and the lane's state are one write.
 func (s *Store) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
-	err = s.leased(&d, func(l *lane, t openMessage) error {
-		if t.revoked {
-			l.Skipped--
-			s.changed(l)
-			return nil
-		}
-		l.dest.mu.Lock()
-		defer l.dest.mu.Unlock()
-		b := s.db.NewBatchWithSize(len(d.Body) + 1024)
-		var err error
-		buried, err = s.buryOrHandOver(b, l, &queue.DeadLetter{
-			Lane: d.Lane, Seq: d.Seq, ID: d.ID, Type: d.Type, Event: d.Event, Body: d.Body,
-			AcceptedAt: d.AcceptedAt, Attempts: d.Attempt + 1, Failure: f,
-		})
-		if t.due != 0 {
-			l.forgetRetry(b, d.Seq, t.due)
-		}
-		l.dest.put(b)
-		l.put(b)
-		return errors.Join(err, s.applyFor(b, l.group))
-	})
-	return buried, err
+	all := []queue.Settlement{{Delivery: d, Outcome: queue.Buried, Failure: f}}
+	err = s.SettleAll(d.Lane, all)
+	return all[0].Done, err
 }
 
 // Bounds of one batch of BuryExpired.

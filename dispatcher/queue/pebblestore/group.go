@@ -291,7 +291,7 @@ func exempt(typ string) bool { return typ == codec.Types[codec.CodeDelete] }
 
 // countDelivered counts a message that a lane's endpoint accepted, or that the destination omitted. The first delivery in the
 // group removes the message from the retry indexes of the other lanes. The changes are added to
-// b; when b is nil and a batch is needed, countDelivered creates and returns one.
+// b; when b is nil and a batch is needed, countDelivered creates and returns one. The caller puts the lane into the batch.
 func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Batch, first bool, err error) {
 	*l.outcome(d)++
 	g := l.group
@@ -340,7 +340,7 @@ func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *
 			o.nextDue = codec.Never
 		}
 		o.HandedOver++
-		o.put(b)
+		o.aheadOfDisk = true
 	}
 	if g.Handovers > 0 {
 		var ok bool

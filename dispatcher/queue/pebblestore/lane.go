@@ -36,9 +36,9 @@ type lane struct {
 	opening chan struct{}
 	// dirty: the lane is in the flusher's list.
 	dirty bool
-	// aheadOfDisk: the group counted a "delete" message of the lane, and the lane was not
-	// written since. The next write of the group includes the lane; otherwise the group would
-	// count the message again after a crash.
+	// aheadOfDisk: the group counted a "delete" message of the lane, or ended one of its retries,
+	// and the lane was not written since. The next write of the group includes the lane;
+	// otherwise the group would count the message again after a crash.
 	aheadOfDisk bool
 	// open are the messages taken from the log or the retry index that are not settled.
 	open map[uint64]openMessage
@@ -640,6 +640,54 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 	return d, false, err
 }
 
+// maxDueBytes bounds the maxBytes of LeaseDue.
+const maxDueBytes = 1 << 30
+
+// LeaseDue implements queue.Store.
+func (s *Store) LeaseDue(id queue.LaneID, due time.Time, n, maxBytes int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	if err := s.enter(); err != nil {
+		return buf, err
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return buf, queue.ErrNoLane
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	if n <= 0 || maxBytes <= 0 {
+		return buf, nil
+	}
+	r := newReader(s, l)
+	defer r.close()
+	r.want, r.maxBytes = n, min(maxBytes, maxDueBytes)
+	l.mu.Lock()
+	if !l.opened {
+		l.mu.Unlock()
+		return buf, queue.ErrNoLane
+	}
+	released := slices.Clone(l.released)
+	err := r.takeDue(due.UnixMilli(), n)
+	l.mu.Unlock()
+	putBack := func(seq uint64, t openMessage) {
+		if _, was := slices.BinarySearch(released, seq); was {
+			l.release(seq, t)
+		} else {
+			l.returnDue(seq, t)
+		}
+	}
+	err = errors.Join(err, r.readTaken(n, putBack))
+	if len(r.got) > 0 {
+		err = nil // The next lease returns it.
+	}
+	if last := len(r.got) - 1; r.bodies > maxBytes {
+		r.taken = append(r.taken, r.got[last].seq)
+		r.settleTaken(0, putBack)
+		r.got = r.got[:last]
+	}
+	return r.deliveries(buf), err
+}
+
 // settle ends a lease; ok is false when there was none. The caller holds mu.
 func (l *lane) settle(seq uint64) (t openMessage, ok bool) {
 	t, ok = l.open[seq]
@@ -667,49 +715,151 @@ func (l *lane) forgetRetry(b *pebble.Batch, seq uint64, due int64) {
 	}
 }
 
-// leased calls fn for a leased message with its lane locked; it ignores a message that is not
-// leased.
-func (s *Store) leased(d *queue.Delivery, fn func(*lane, openMessage) error) error {
+// SettleAll implements queue.Store.
+func (s *Store) SettleAll(id queue.LaneID, all []queue.Settlement) error {
 	if err := s.enter(); err != nil {
 		return err
 	}
 	defer s.leave()
-	l := s.lane(d.Lane)
+	l := s.lane(id)
 	if l == nil {
 		return queue.ErrNoLane
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if t, ok := l.settle(d.Seq); ok && !l.dropped {
-		return fn(l, t)
+	if l.dropped {
+		return nil
+	}
+	w := settling{s: s, l: l}
+	nextDue := l.nextDue
+	var failed error
+	for i := range all {
+		if err := w.settle(&all[i]); err != nil {
+			failed = errors.Join(failed, err)
+		}
+	}
+	err := errors.Join(failed, w.write())
+	if l.nextDue < nextDue {
+		s.scheduleRetries(l)
+	}
+	return err
+}
+
+// settling is the one write of the outcomes of leased messages. Its owner holds the lane's mu.
+type settling struct {
+	s       *Store
+	l       *lane
+	b       *pebble.Batch // nil while no outcome needs it: the flusher writes the lane.
+	changed bool
+	buries  bool // The destination is locked.
+	// due is the due time of the retries at a time: the store's clock may have advanced since the first of them.
+	at  time.Time
+	due int64
+}
+
+// batch returns the batch, and creates it for a number of bytes.
+func (w *settling) batch(size int) *pebble.Batch {
+	if w.b == nil {
+		w.b = w.s.db.NewBatchWithSize(size)
+	}
+	return w.b
+}
+
+// settle adds the outcome of a message.
+func (w *settling) settle(m *queue.Settlement) (err error) {
+	s, l, d := w.s, w.l, &m.Delivery
+	m.Done = false
+	t, ok := l.settle(d.Seq)
+	switch {
+	case !ok:
+		return nil
+	case m.Outcome == queue.Released:
+		if !t.revoked {
+			l.release(d.Seq, t)
+		}
+		return nil
+	}
+	w.changed = true
+	if t.revoked {
+		if l.Skipped--; m.Outcome == queue.Acked {
+			l.HandedOver--
+			*l.outcome(d)++
+		}
+		return nil
+	}
+	if t.due != 0 {
+		l.forgetRetry(w.batch(0), d.Seq, t.due)
+	}
+	switch m.Outcome {
+	case queue.Acked:
+		w.b, m.Done, err = s.countDelivered(w.b, l, d)
+	case queue.Retried:
+		err = w.retry(m)
+	case queue.Buried:
+		if !w.buries {
+			w.buries = true
+			l.dest.mu.Lock()
+		}
+		m.Done, err = s.buryOrHandOver(w.batch(len(d.Body)+1024), l, &queue.DeadLetter{
+			Lane: l.id, Seq: d.Seq, ID: d.ID, Type: d.Type, Event: d.Event, Body: d.Body,
+			AcceptedAt: d.AcceptedAt, Attempts: d.Attempt + 1, Failure: m.Failure,
+		})
+	}
+	return err
+}
+
+// retry adds a retry of a message that has none, unless another lane of the group delivered the message.
+func (w *settling) retry(m *queue.Settlement) error {
+	s, l, seq, f := w.s, w.l, m.Seq, &m.Failure
+	if l.group != nil && !exempt(m.Type) {
+		if done, err := s.isFinal(l.group, seq); done || err != nil {
+			l.HandedOver++
+			return err
+		}
+	}
+	if w.due == 0 || m.At != w.at {
+		w.at, w.due = m.At, max(s.o.due(m.At).UnixMilli(), 1)
+	}
+	l.Retries++
+	b, attempt := w.batch(0), m.Attempt+1
+	_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(w.due), seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
+	_ = b.Set(codec.Key(codec.PrefixRetry, l.number, seq), codec.AppendRetry(nil, w.due, attempt, f), nil)
+	if failed := f.Time.UnixMilli(); f.Wait > 0 {
+		backoff := m.At.Add(-f.Wait).UnixMilli() - failed
+		_ = b.Set(codec.Key(codec.PrefixWait, l.number, uint64(failed), seq), binary.AppendUvarint(nil, uint64(max(backoff, 0))), nil)
+		l.lowWait = min(l.lowWait, failed)
+	}
+	if k := (retryKey{w.due, seq}); k.less(l.lowDue) {
+		l.lowDue = k
+	}
+	if seq <= l.lowSeq || l.Retries == 1 {
+		l.lowSeq, l.lowStale = seq, false
+	}
+	l.nextDue = min(l.nextDue, w.due)
+	return nil
+}
+
+// write applies the outcomes.
+func (w *settling) write() error {
+	if w.buries {
+		defer w.l.dest.mu.Unlock()
+		w.l.dest.put(w.b)
+	}
+	switch {
+	case w.b != nil:
+		w.l.put(w.b)
+		return w.s.applyFor(w.b, w.l.group)
+	case w.changed:
+		w.s.changed(w.l)
 	}
 	return nil
 }
 
 // Ack implements queue.Store.
 func (s *Store) Ack(d queue.Delivery) (first bool) {
-	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
-		var b *pebble.Batch
-		if t.revoked {
-			l.Skipped, l.HandedOver = l.Skipped-1, l.HandedOver-1
-			*l.outcome(&d)++
-			s.changed(l)
-			return nil
-		}
-		if t.due != 0 {
-			b = s.db.NewBatch()
-			l.forgetRetry(b, d.Seq, t.due)
-		}
-		var err error
-		b, first, err = s.countDelivered(b, l, &d)
-		if b == nil {
-			s.changed(l)
-			return err
-		}
-		l.put(b)
-		return errors.Join(err, s.applyFor(b, l.group))
-	}))
-	return first
+	all := []queue.Settlement{{Delivery: d, Outcome: queue.Acked}}
+	s.logWriteError(d.Lane, s.SettleAll(d.Lane, all))
+	return all[0].Done
 }
 
 // outcome returns the counter of a message that is settled by Ack.
@@ -730,12 +880,7 @@ func (s *Store) logWriteError(lane queue.LaneID, err error) {
 
 // Release implements queue.Store.
 func (s *Store) Release(d queue.Delivery) {
-	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
-		if !t.revoked {
-			l.release(d.Seq, t)
-		}
-		return nil
-	}))
+	s.logWriteError(d.Lane, s.SettleAll(d.Lane, []queue.Settlement{{Delivery: d, Outcome: queue.Released}}))
 }
 
 // release puts an open message back to the head of its lane.
@@ -759,45 +904,7 @@ func (l *lane) dropReleased(seq uint64) {
 
 // Retry implements queue.Store.
 func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
-	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
-		if t.revoked {
-			l.Skipped--
-			s.changed(l)
-			return nil
-		}
-		if l.group != nil && !exempt(d.Type) {
-			if done, err := s.isFinal(l.group, d.Seq); done || err != nil {
-				return errors.Join(err, s.needNoRetry(l, d.Seq, t))
-			}
-		}
-		due := max(s.o.due(at).UnixMilli(), 1)
-		b := s.db.NewBatch()
-		if t.due != 0 {
-			l.forgetRetry(b, d.Seq, t.due)
-		}
-		l.Retries++
-		attempt := d.Attempt + 1
-		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(due), d.Seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
-		_ = b.Set(codec.Key(codec.PrefixRetry, l.number, d.Seq), codec.AppendRetry(nil, due, attempt, &f), nil)
-		if failed := f.Time.UnixMilli(); f.Wait > 0 {
-			backoff := at.Add(-f.Wait).UnixMilli() - failed
-			_ = b.Set(codec.Key(codec.PrefixWait, l.number, uint64(failed), d.Seq), binary.AppendUvarint(nil, uint64(max(backoff, 0))), nil)
-			l.lowWait = min(l.lowWait, failed)
-		}
-		l.put(b)
-		if k := (retryKey{due, d.Seq}); k.less(l.lowDue) {
-			l.lowDue = k
-		}
-		if d.Seq <= l.lowSeq || l.Retries == 1 {
-			l.lowSeq, l.lowStale = d.Seq, false
-		}
-		err := s.applyFor(b, l.group)
-		if due < l.nextDue {
-			l.nextDue = due
-			s.scheduleRetries(l)
-		}
-		return err
-	}))
+	s.logWriteError(d.Lane, s.SettleAll(d.Lane, []queue.Settlement{{Delivery: d, Outcome: queue.Retried, At: at, Failure: f}}))
 }
 
 // maxEndedWaits bounds the waits that one EndWaits ends; each is four changes of its batch.

@@ -27,7 +27,8 @@ type reader struct {
 	scanned int
 	dropped bool // A message that was taken is not needed.
 	want    int  // The messages of the lease.
-	bodies  int  // The bytes of the bodies that were read.
+	// bodies are the bytes of the bodies that were read, maxBytes those of the lease.
+	bodies, maxBytes int
 }
 
 // readBuffer is reused by later readers.
@@ -48,7 +49,7 @@ type piece struct {
 	long                        bool
 	start                       int
 	id, typ, event, trace, body int // Lengths.
-	attempt                     int
+	openMessage                     // When it was taken.
 }
 
 // end is the end of the message in bytes.
@@ -60,7 +61,7 @@ var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
 const maxKeptBytes = 1 << 20
 
 func newReader(s *Store, l *lane) *reader {
-	return &reader{s: s, l: l, readBuffer: readBuffers.Get().(*readBuffer)}
+	return &reader{s: s, l: l, readBuffer: readBuffers.Get().(*readBuffer), maxBytes: queue.MaxLeaseBytes}
 }
 
 func (r *reader) close() {
@@ -189,12 +190,12 @@ func (r *reader) readOnce(seq uint64) (rec codec.Record, err error) {
 	return rec, nil
 }
 
-func (r *reader) keep(seq uint64, rec *codec.Record, attempt int) {
+func (r *reader) keep(seq uint64, rec *codec.Record, t openMessage) {
 	var failed string
 	if rec.Skips > 0 {
 		failed = rec.FilterError(r.l.id.Destination)
 	}
-	p := piece{failed: failed, seq: seq, acceptedAt: rec.AcceptedAt, code: rec.Code, long: rec.Long, start: len(r.bytes), attempt: attempt,
+	p := piece{failed: failed, seq: seq, acceptedAt: rec.AcceptedAt, code: rec.Code, long: rec.Long, start: len(r.bytes), openMessage: t,
 		id: len(rec.ID), typ: len(rec.Type), event: len(rec.Event), trace: len(rec.Trace), body: len(rec.Body)}
 	r.bytes = append(r.bytes, rec.ID...)
 	r.bytes = append(r.bytes, rec.Type...)
@@ -205,9 +206,9 @@ func (r *reader) keep(seq uint64, rec *codec.Record, attempt int) {
 	r.got = append(r.got, p)
 }
 
-// full reports whether the reader has max of the wanted messages, or their part of queue.MaxLeaseBytes.
+// full reports whether the reader has max of the wanted messages, or their part of maxBytes.
 func (r *reader) full(max int) bool {
-	return len(r.got) >= max || r.bodies >= queue.MaxLeaseBytes*max/r.want
+	return len(r.got) >= max || r.bodies >= r.maxBytes*max/r.want
 }
 
 // sharedBytes bounds the memory that messages share. A message that is in flight for long holds all of it.
@@ -244,6 +245,9 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 		}
 		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt),
 			Attempt: p.attempt, FilterError: p.failed}
+		if p.due != 0 {
+			d.Due = codec.FromMillis(p.due)
+		}
 		if d.Type = codec.Types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}
@@ -322,6 +326,45 @@ func (r *reader) takeOldest() error {
 	return nil
 }
 
+// takeDue takes released and other retries that are due at a time, at most max. The caller holds mu.
+func (r *reader) takeDue(due int64, max int) error {
+	l := r.l
+	if l.Retries == 0 {
+		return nil
+	}
+	it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixDue, l.number, uint64(due)),
+		UpperBound: codec.Key(codec.PrefixDue, l.number, uint64(due)+1)})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	for ok := it.First(); ok && err == nil && len(r.taken) < max; ok = it.Next() {
+		seq := codec.Number(it.Key(), 2)
+		t, isOpen := l.open[seq]
+		if t.leased {
+			continue
+		}
+		if !isOpen {
+			var v []byte
+			v, err = it.ValueAndErr()
+			d := codec.Decoder{Rest: v}
+			if t = (openMessage{due: due, attempt: int(d.Uvarint())}); d.Bad {
+				err = errors.Join(err, r.s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed))
+				break
+			}
+			l.openRetries++
+		}
+		t.leased = true
+		l.open[seq] = t
+		r.taken = append(r.taken, seq)
+	}
+	l.released = slices.DeleteFunc(l.released, func(seq uint64) bool { return l.open[seq].leased })
+	if due <= l.nextDue {
+		err = errors.Join(err, r.s.scanDue(l, 0, 0, nil)) // It sets nextDue.
+	}
+	return errors.Join(err, it.Error())
+}
+
 // readFirst reads released messages, and then first attempts, until the reader has max messages.
 func (r *reader) readFirst(max int) error {
 	if r.full(max) {
@@ -377,9 +420,9 @@ func (r *reader) readTaken(max int, putBack func(uint64, openMessage)) error {
 			return err
 		}
 		r.l.mu.Lock()
-		attempt := r.l.open[seq].attempt
+		t := r.l.open[seq]
 		r.l.mu.Unlock()
-		r.keep(seq, &rec, attempt)
+		r.keep(seq, &rec, t)
 	}
 	r.taken = r.taken[:0]
 	return nil
@@ -471,10 +514,10 @@ func (r *reader) readFirstAttempts(max int) error {
 				handedOver++
 				r.scanned++
 			} else if err == nil {
-				r.keep(next, &rec, 0)
+				r.keep(next, &rec, openMessage{})
 			}
 		default:
-			r.keep(next, &rec, 0)
+			r.keep(next, &rec, openMessage{})
 		}
 		if err != nil {
 			break

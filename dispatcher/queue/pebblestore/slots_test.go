@@ -155,7 +155,7 @@ func TestSlotConformance(t *testing.T) {
 	}
 }
 
-// TestSlotCrashes is TestCrashes with a replicated log.
+// TestSlotCrashes is TestCrashes, TestGroupCrashes and TestBatchCrashes with a replicated log.
 func TestSlotCrashes(t *testing.T) {
 	first := pebblestore.Env("POSTHORN_CRASH_SEED", 1)
 	for seed := first; seed < first+pebblestore.Trials("POSTHORN_CRASH_SEEDS", 20); seed++ {
@@ -163,6 +163,7 @@ func TestSlotCrashes(t *testing.T) {
 			start := func(*testing.T) storetest.Engine { return slotEngine(seed%2 == 0) }
 			storetest.Model(t, uint64(seed), 400, start)
 			storetest.GroupsCrash(t, uint64(seed), 400, start)
+			storetest.BatchCrash(t, uint64(seed), start)
 		})
 	}
 }

@@ -138,6 +138,14 @@ func TestGroupCrashes(t *testing.T) {
 	}
 }
 
+// TestBatchCrashes simulates one power loss per seed while large batches are settled.
+func TestBatchCrashes(t *testing.T) {
+	first := env("POSTHORN_CRASH_SEED", 1)
+	for seed := first; seed < first+trials("POSTHORN_CRASH_SEEDS", 20); seed++ {
+		storetest.BatchCrash(t, uint64(seed), crashing)
+	}
+}
+
 // A crash between the writes of two lanes of a group must not make the group count a
 // message of the type "delete" twice.
 func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {

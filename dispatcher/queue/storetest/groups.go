@@ -796,31 +796,39 @@ func (m *groupModel) settle(l *groupLane) {
 	}
 	slices.Sort(open)
 	m.rng.Shuffle(len(open), func(i, j int) { open[i], open[j] = open[j], open[i] })
+	at := m.Clock.Now().Add(time.Duration(m.rng.IntN(60)) * time.Second)
+	outcomes := [...]queue.Outcome{queue.Acked, queue.Acked, queue.Acked, queue.Acked, queue.Retried, queue.Retried, queue.Retried,
+		queue.Released, queue.Buried, queue.Buried}
+	var all []queue.Settlement
 	for _, seq := range open[:min(len(open), 1+m.rng.IntN(6))] {
-		msg, f, now := m.log[seq-1], l.fates[seq], m.Clock.Now()
-		d := queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt,
-			Attempt: f.attempt}
-		switch n := m.rng.IntN(10); {
-		case n < 4:
-			m.note("ack %d of %s", seq, l.id.Endpoint)
-			m.store.Ack(d)
-			m.recordDelivered(l, seq)
-		case n < 7:
-			at := now.Add(time.Duration(m.rng.IntN(60)) * time.Second)
-			m.note("retry %d of %s", seq, l.id.Endpoint)
-			m.store.Retry(d, at, m.failure("TimedOut"))
-			if l.fates[seq] = (fate{retrying, f.attempt + 1, at.UnixMilli()}); m.final[seq] && !m.exempt(seq) {
-				l.fates[seq] = fate{status: delivered}
+		msg := m.log[seq-1]
+		all = append(all, queue.Settlement{At: at, Failure: m.failure("Rejected"), Outcome: outcomes[m.rng.IntN(len(outcomes))],
+			Delivery: queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt,
+				Attempt: l.fates[seq].attempt}})
+	}
+	if m.rng.IntN(2) == 0 {
+		m.note("settle %d of %s together", len(all), l.id.Endpoint)
+		m.must(m.store.SettleAll(l.id, all))
+	} else {
+		for i := range all {
+			m.must(settleOne(m.store, &all[i]))
+		}
+	}
+	for _, d := range all {
+		m.note("settle %d of %s: %d", d.Seq, l.id.Endpoint, d.Outcome)
+		f := l.fates[d.Seq]
+		switch d.Outcome {
+		case queue.Released:
+			l.fates[d.Seq] = fate{released, f.attempt, f.due}
+		case queue.Acked:
+			m.equal("first", d.Done, m.exempt(d.Seq) || !m.final[d.Seq])
+			m.recordDelivered(l, d.Seq)
+		case queue.Retried:
+			if l.fates[d.Seq] = (fate{retrying, f.attempt + 1, at.UnixMilli()}); m.final[d.Seq] && !m.exempt(d.Seq) {
+				l.fates[d.Seq] = fate{status: delivered}
 			}
-		case n < 8:
-			m.note("release %d of %s", seq, l.id.Endpoint)
-			m.store.Release(d)
-			l.fates[seq] = fate{released, f.attempt, f.due}
-		default:
-			m.note("bury %d of %s", seq, l.id.Endpoint)
-			buried, err := m.store.Bury(d, m.failure("Rejected"))
-			m.must(err)
-			m.equal("buried", buried, m.buryOrHandOver(l, seq, f.attempt+1))
+		case queue.Buried:
+			m.equal("buried", d.Done, m.buryOrHandOver(l, d.Seq, f.attempt+1))
 		}
 	}
 }

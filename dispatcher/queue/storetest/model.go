@@ -139,6 +139,8 @@ type modelLane struct {
 type event struct {
 	seq  uint64
 	fate fate
+	// joined: the event is part of the write of the one before.
+	joined bool
 }
 
 func (m *model) note(format string, args ...any) {
@@ -176,8 +178,10 @@ func (m *model) step() {
 		m.lease()
 	case n < 75:
 		m.settle()
-	case n < 80:
+	case n < 78:
 		m.leaseOldest()
+	case n < 80:
+		m.leaseDue()
 	case n < 83:
 		m.buryExpired()
 	case n < 88:
@@ -311,7 +315,7 @@ func (m *model) limit(l *modelLane) uint64 {
 
 func (l *modelLane) become(seq uint64, f fate) {
 	l.fates[seq] = f
-	l.events = append(l.events, event{seq, f})
+	l.events = append(l.events, event{seq: seq, fate: f})
 }
 
 // available reports whether Lease may return a message now.
@@ -331,6 +335,9 @@ func (m *model) recordLease(l *modelLane, d queue.Delivery) {
 	}
 	if d.Attempt != f.attempt {
 		m.Fatalf("lane %v got position %d with attempt %d; want %d", l.id, d.Seq, d.Attempt, f.attempt)
+	}
+	if d.Due.IsZero() != (f.due == 0) || f.due != 0 && d.Due.UnixMilli() != f.due {
+		m.Fatalf("lane %v got position %d, due at %v; want %d", l.id, d.Seq, d.Due, f.due)
 	}
 	l.fates[d.Seq] = fate{leasedNow, f.attempt, f.due}
 }
@@ -386,6 +393,42 @@ func (m *model) leaseOldest() {
 	}
 }
 
+// leaseDue leases the retries that are due when some retry is.
+func (m *model) leaseDue() {
+	l := m.someLane()
+	if l == nil {
+		return
+	}
+	var due []int64
+	m.each(l, func(_ uint64, f fate) {
+		if f.due != 0 {
+			due = append(due, f.due)
+		}
+	})
+	if len(due) == 0 {
+		return
+	}
+	at, n, left := due[m.rng.IntN(len(due))], 1+m.rng.IntN(6), m.rng.IntN(1000)
+	got, err := m.store.LeaseDue(l.id, time.UnixMilli(at), n, left, nil)
+	m.check(err)
+	m.note("lease %d of %v due at %d, with %d bytes: %v", n, l.id, at, left, seqs(got))
+	var want []uint64
+	m.each(l, func(seq uint64, f fate) {
+		if f.due != at || !f.available(never) || len(want) == n {
+			return
+		}
+		if left -= len(m.logs[l.id.Source][seq-1].Body); left >= 0 {
+			want = append(want, seq)
+		}
+	})
+	if !slices.Equal(seqs(got), want) {
+		m.Fatalf("lane %v leased %v due at %d, want %v", l.id, seqs(got), at, want)
+	}
+	for _, d := range got {
+		m.recordLease(l, d)
+	}
+}
+
 const never = 1 << 62
 
 func (m *model) settle() {
@@ -400,8 +443,59 @@ func (m *model) settle() {
 		}
 	})
 	m.rng.Shuffle(len(open), func(i, j int) { open[i], open[j] = open[j], open[i] })
+	now := m.Clock.Now()
+	failure := queue.Failure{Time: now, Reason: "TimedOut", Message: "late"}
+	at := now.Add(time.Duration(m.rng.IntN(120)-5) * time.Second)
+	var all []queue.Settlement
 	for _, seq := range open[:min(len(open), 1+m.rng.IntN(8))] {
-		m.settleOne(l, seq)
+		d := queue.Settlement{Delivery: m.delivery(l, seq), At: at, Failure: failure}
+		switch n := m.rng.IntN(10); {
+		case n < 5:
+			d.Outcome, d.Omitted = queue.Acked, n == 0
+		case n < 7:
+			d.Outcome = queue.Retried
+		case n >= 9:
+			d.Outcome = queue.Buried
+		}
+		all = append(all, d)
+		if m.oneOf(8) { // A second settlement has no effect.
+			d.Outcome = queue.Acked
+			all = append(all, d)
+		}
+	}
+	together, joined := m.oneOf(2), false
+	if together {
+		m.note("settle %d of %v together", len(all), l.id)
+		m.check(m.store.SettleAll(l.id, all))
+	}
+	for i := range all {
+		d := &all[i]
+		if !together {
+			m.check(settleOne(m.store, d))
+		}
+		f := l.fates[d.Seq]
+		if f.status != leasedNow {
+			continue
+		}
+		m.note("settle %d of %v: %d at %d, omitted %t", d.Seq, l.id, d.Outcome, at.UnixMilli(), d.Omitted)
+		var next fate
+		switch d.Outcome {
+		case queue.Released:
+			l.fates[d.Seq] = fate{released, f.attempt, f.due}
+			continue
+		case queue.Acked:
+			if next.status = delivered; d.Omitted {
+				next.status = omitted
+			}
+		case queue.Retried:
+			next = fate{retrying, f.attempt + 1, at.UnixMilli()}
+		case queue.Buried:
+			next.status = buried
+			m.letters[letterID{l.id, d.Seq}] = now.UnixMilli()
+		}
+		l.become(d.Seq, next)
+		l.events[len(l.events)-1].joined = joined
+		joined = together
 	}
 }
 
@@ -409,41 +503,6 @@ func (m *model) delivery(l *modelLane, seq uint64) queue.Delivery {
 	msg, f := m.logs[l.id.Source][seq-1], l.fates[seq]
 	return queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt,
 		Attempt: f.attempt}
-}
-
-func (m *model) settleOne(l *modelLane, seq uint64) {
-	d, f := m.delivery(l, seq), l.fates[seq]
-	now := m.Clock.Now()
-	failure := queue.Failure{Time: now, Reason: "TimedOut", Message: "late"}
-	if m.oneOf(8) { // A second settlement has no effect.
-		defer m.store.Ack(d)
-	}
-	switch n := m.rng.IntN(10); {
-	case n < 1:
-		m.note("omit %d of %v", seq, l.id)
-		d.Omitted = true
-		m.store.Ack(d)
-		l.become(seq, fate{status: omitted})
-	case n < 5:
-		m.note("ack %d of %v", seq, l.id)
-		m.store.Ack(d)
-		l.become(seq, fate{status: delivered})
-	case n < 7:
-		at := now.Add(time.Duration(m.rng.IntN(120)-5) * time.Second)
-		m.note("retry %d of %v at %d", seq, l.id, at.UnixMilli())
-		m.store.Retry(d, at, failure)
-		l.become(seq, fate{retrying, f.attempt + 1, at.UnixMilli()})
-	case n < 9:
-		m.note("release %d of %v", seq, l.id)
-		m.store.Release(d)
-		l.fates[seq] = fate{released, f.attempt, f.due}
-	default:
-		m.note("bury %d of %v", seq, l.id)
-		_, err := m.store.Bury(d, failure)
-		m.check(err)
-		l.become(seq, fate{status: buried})
-		m.letters[letterID{l.id, seq}] = now.UnixMilli()
-	}
 }
 
 func (m *model) buryExpired() {
@@ -897,6 +956,9 @@ func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
 			m.Fatalf("after a crash lane %v is in no state that it was in before:\n ledger %+v\n waiting %v\n base %v\n events %+v", l.id, s, waiting, l.base, l.events)
 		}
 		fates[l.events[n].seq] = l.events[n].fate
+		for ; n+1 < len(l.events) && l.events[n+1].joined; n++ {
+			fates[l.events[n+1].seq] = l.events[n+1].fate
+		}
 	}
 	m.note("lane %v has %d of its last %d events", l.id, n, len(l.events))
 	for id := range m.letters {

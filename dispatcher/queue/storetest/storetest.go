@@ -87,6 +87,10 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"OldestWaiting", (*suite).oldestWaiting},
 		{"Retry", (*suite).retry},
 		{"EndWaits", (*suite).endWaits},
+		{"SettleAll", (*suite).settleAll},
+		{"SettleMany", (*suite).settleMany},
+		{"LeaseDue", (*suite).leaseDue},
+		{"LeaseDueAfterEndWaits", (*suite).leaseDueAfterEndWaits},
 		{"RetriesGetAnEighth", (*suite).retriesGetAnEighth},
 		{"ReleasedFillTheShareOfRetries", (*suite).releasedFillTheShareOfRetries},
 		{"LeaseOldest", (*suite).leaseOldest},
@@ -1371,11 +1375,14 @@ func (x *suite) closed() {
 	_, expireErr := x.store.BuryExpired(ctx, lane, x.Clock.Now(), queue.Failure{})
 	_, trimErr := x.store.TrimDeadLetters(ctx, crm, x.Clock.Now(), x.Clock.Now(), 0)
 	_, buryErr := x.store.Bury(got[0], queue.Failure{})
+	_, dueErr := x.store.LeaseDue(lane, x.Clock.Now(), 1, 1, nil)
 	for name, err := range map[string]error{
 		"Append": appendErr, "Lease": leaseErr, "LeaseOldest": oldestErr, "BuryExpired": expireErr, "TrimDeadLetters": trimErr,
 		"OpenLane":          x.store.OpenLane(lane),
 		"DropLane":          x.store.DropLane(ctx, lane),
 		"Bury":              buryErr,
+		"LeaseDue":          dueErr,
+		"SettleAll":         x.store.SettleAll(lane, []queue.Settlement{{Delivery: got[0], Outcome: queue.Acked}}),
 		"DeadLetters":       x.store.DeadLetters(ctx, crm, "", func(queue.DeadLetter) bool { return true }),
 		"DeleteDeadLetters": x.store.DeleteDeadLetters(ctx, crm, "x"),
 	} {
