@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"encoding/json"
@@ -12,6 +13,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -19,6 +21,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/internal/plural"
 	"github.com/posthorn/posthorn/internal/termsafe"
 )
 
@@ -116,13 +119,15 @@ type sink struct {
 
 // message is the printed form of a request.
 type message struct {
-	Time      time.Time `json:"time"`
-	Path      string    `json:"path"`
-	Type      string    `json:"type"`
-	Event     string    `json:"event,omitempty"`
-	UserID    string    `json:"userId,omitempty"`
-	Signature string    `json:"signature"`
-	Status    int       `json:"status"`
+	Time   time.Time `json:"time"`
+	Path   string    `json:"path"`
+	Type   string    `json:"type"`
+	Event  string    `json:"event,omitempty"`
+	UserID string    `json:"userId,omitempty"`
+	// Messages is the number of messages of a batch, whose body is an array here; 0 for a single message.
+	Messages  int    `json:"messages,omitempty"`
+	Signature string `json:"signature"`
+	Status    int    `json:"status"`
 	// Problem is why the request was not saved or sent on.
 	Problem string          `json:"problem,omitempty"`
 	Body    json.RawMessage `json:"body"`
@@ -148,7 +153,7 @@ func (s *sink) serve(ctx context.Context, l net.Listener) {
 
 // readWebhook reads a body, which may be compressed. The header of a compressed body is removed, so that it can be forwarded.
 func readWebhook(w http.ResponseWriter, r *http.Request) ([]byte, error) {
-	body := http.MaxBytesReader(w, r.Body, 1<<20)
+	body := http.MaxBytesReader(w, r.Body, maxWebhook)
 	if r.Header.Get("Content-Encoding") != "gzip" {
 		return io.ReadAll(body)
 	}
@@ -157,8 +162,11 @@ func readWebhook(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return io.ReadAll(http.MaxBytesReader(w, inflated, 1<<20))
+	return io.ReadAll(http.MaxBytesReader(w, inflated, maxWebhook))
 }
+
+// maxWebhook bounds a body, in bytes: a batch of 4 MiB whose messages are shaped.
+const maxWebhook = 16 << 20
 
 // ServeHTTP receives one webhook.
 func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -184,11 +192,12 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		UserID      string `json:"userId"`
 		AnonymousID string `json:"anonymousId"`
 	}
-	valid := json.Unmarshal(body, &call) == nil
-	m.Type, m.Event, m.UserID = call.Type, call.Event, call.UserID
-	if m.UserID == "" {
-		m.UserID = call.AnonymousID
+	if strings.HasPrefix(r.Header.Get("Content-Type"), "application/x-ndjson") {
+		m.Body = slices.Concat([]byte("["), bytes.ReplaceAll(bytes.TrimSpace(body), []byte("\n"), []byte(",")), []byte("]"))
 	}
+	var batch []json.RawMessage
+	valid := json.Unmarshal(m.Body, &call) == nil || json.Unmarshal(m.Body, &batch) == nil
+	m.Type, m.Event, m.UserID, m.Messages = call.Type, call.Event, cmp.Or(call.UserID, call.AnonymousID), len(batch)
 	switch problem := s.check(r.Header, body); {
 	case s.secret == "" && r.Header.Get("X-Signature")+r.Header.Get("webhook-signature")+r.Header.Get(s.format.header) == "":
 		m.Signature = "none"
@@ -311,6 +320,9 @@ func (s *sink) print(m message) {
 		what := m.Type
 		if m.Event != "" {
 			what += fmt.Sprintf(" %q", m.Event)
+		}
+		if m.Messages > 0 {
+			what = "batch of " + plural.Count(m.Messages, "message")
 		}
 		if m.Problem != "" {
 			m.Problem = "; " + m.Problem
