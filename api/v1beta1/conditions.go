@@ -229,8 +229,9 @@ const (
 	// ReasonRedirected: the endpoint returned a redirect; redirects are not followed.
 	// Action: set the final URL.
 	ReasonRedirected = "Redirected"
-	// ReasonInvalidResponse: the endpoint's response is not valid HTTP. Action: check the port
-	// and the scheme of the URL.
+	// ReasonInvalidResponse: the endpoint's response is not valid HTTP, or, with delivery.batch.response: PerItem, the body
+	// of a 2xx response is no valid list of rejected messages, so the batch is sent again. Action: check the port and the
+	// scheme of the URL, or the body that the receiver returns.
 	ReasonInvalidResponse = "InvalidResponse"
 	// ReasonRejectedByExpression: the endpoint returned a 2xx status, but spec.success.expression is not true for
 	// the response; the message of the attempt gives the cause. Action: see the response in posthorn attempts; correct the

@@ -13,6 +13,9 @@ import (
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous']))))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
 // +kubebuilder:validation:XValidation:rule="!has(self.request) || !has(self.request.headers) || self.request.headers.all(h, self.endpoints.all(e, h.name.lowerAscii() == 'authorization' && has(e.authentication) ? false : (!has(e.headers) || e.headers.all(g, g.name.lowerAscii() != h.name.lowerAscii()))))",message="a header of request is also set by endpoints[].headers or authentication; remove one"
 // +kubebuilder:validation:XValidation:rule="!has(self.request) || !has(self.request.headers) || !has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.request.headers.all(h, !(h.name.lowerAscii() in [s.hmac.header.lowerAscii(), s.hmac.header.lowerAscii() + '-previous'])))",message="a header of request has the name of the signature's header (signing.schemes[].hmac.header), or this name with the suffix -Previous; rename or remove one"
+// +kubebuilder:validation:XValidation:rule="!has(self.delivery) || !has(self.delivery.batch) || !has(self.request) || !(has(self.request.path) || has(self.request.query) || has(self.request.headers))",message="request.path, request.query and request.headers cannot be used with delivery.batch: a batch is one request, so its messages differ by their bodies only; remove them, or delivery.batch"
+// +kubebuilder:validation:XValidation:rule="!has(self.delivery) || !has(self.delivery.batch) || !has(self.request) || !has(self.request.contentType) || self.request.contentType in ['JSON', 'CloudEvents']",message="delivery.batch needs the request.contentType JSON or CloudEvents, because a batch is a list of JSON values; change request.contentType, or remove delivery.batch"
+// +kubebuilder:validation:XValidation:rule="!has(self.delivery) || !has(self.delivery.batch) || !has(self.delivery.batch.format) || self.delivery.batch.format != 'NDJSON' || !has(self.request) || !has(self.request.contentType) || self.request.contentType != 'CloudEvents'",message="a batch of CloudEvents is a JSON array; set delivery.batch.format to JSONArray, or request.contentType to JSON"
 type WebhookDestinationSpec struct {
 	// If true, messages wait, and are delivered when it is false again. The time does not
 	// count towards their retry windows. Accepted and Delivering have the reason Suspended.
@@ -520,6 +523,7 @@ const (
 )
 
 // Delivery configures the timeout, the retries and the limits.
+// +kubebuilder:validation:XValidation:rule="!has(self.batch) || !has(self.batch.maxDelay) || !has(self.retry) || !has(self.retry.window) || duration(self.batch.maxDelay) < duration(self.retry.window)",message="batch.maxDelay (default 1s) must be shorter than retry.window (default 4h), or messages expire before they are sent; lower batch.maxDelay or raise retry.window"
 type Delivery struct {
 	// The maximum time for an endpoint's response. 100ms to the installation's ceiling
 	// (--max-delivery-timeout, 5s unless it was raised, at most 60s), default 5s.
@@ -555,7 +559,73 @@ type Delivery struct {
 	// +kubebuilder:default=None
 	// +optional
 	Compression Compression `json:"compression,omitempty"`
+
+	// Experimental: can change or be removed in a minor release.
+	// Sends several messages of one Source as one request, which is signed as a whole. A message that is sent again can
+	// be in another batch, so receivers recognize duplicates by the messageId of each message. The notification of a
+	// DeletionRequest is always a batch of one message. Default: each message is a request of its own.
+	// +optional
+	Batch *Batch `json:"batch,omitempty"`
 }
+
+// Batch has the limits and the form of requests with several messages.
+type Batch struct {
+	// The maximum number of messages in a batch. 2 to 4,000, default 100.
+	// +kubebuilder:validation:Minimum=2
+	// +kubebuilder:validation:Maximum=4000
+	// +kubebuilder:default=100
+	// +optional
+	MaxMessages int32 `json:"maxMessages,omitempty"`
+
+	// The maximum size of the messages in a batch, as they were accepted, before redact and request change them. A larger
+	// message is a batch of its own. 1Ki to 4Mi, default 1Mi.
+	// +kubebuilder:validation:XValidation:rule="quantity(string(self)).compareTo(quantity('1Ki')) >= 0 && quantity(string(self)).compareTo(quantity('4Mi')) <= 0",message="maxBytes must be between 1Ki and 4Mi"
+	// +kubebuilder:default="1Mi"
+	// +optional
+	MaxBytes *resource.Quantity `json:"maxBytes,omitempty"`
+
+	// How long a batch that is not full waits for more messages, from the acceptance of its oldest message. With 0s, it
+	// contains the messages that are pending when it is sent. Retried messages do not wait. 0s to 1m, default 1s.
+	// +kubebuilder:validation:XValidation:rule=`self.matches('^([0-9]{1,5}(h|m|s|ms)){1,4}$') && duration(self) >= duration('0s') && duration(self) <= duration('1m')`,message="maxDelay must be between 0s and 1m; write it like 500ms, 1s or 1m"
+	// +kubebuilder:default="1s"
+	// +optional
+	MaxDelay *Duration `json:"maxDelay,omitempty"`
+
+	// The format of the body. JSONArray: a JSON array of the messages, as application/json, or as
+	// application/cloudevents-batch+json if request.contentType is CloudEvents. NDJSON: each message in a line that ends
+	// with a line feed, as application/x-ndjson. Default JSONArray.
+	// +kubebuilder:validation:Enum=JSONArray;NDJSON
+	// +kubebuilder:default=JSONArray
+	// +optional
+	Format BatchFormat `json:"format,omitempty"`
+
+	// The meaning of a 2xx response. Whole: the endpoint accepted all messages. PerItem: it accepted all except those that
+	// its JSON body lists: {"failed":[{"index":0,"status":422}]}. index is the position in the batch; status, from 300 to
+	// 599, counts as the response to this message alone. If the body has another form, the whole batch is sent again
+	// (InvalidResponse). Default Whole.
+	// +kubebuilder:validation:Enum=Whole;PerItem
+	// +kubebuilder:default=Whole
+	// +optional
+	Response BatchResponse `json:"response,omitempty"`
+}
+
+// BatchFormat is the format of the body of a batch.
+type BatchFormat string
+
+// The formats of batches.
+const (
+	BatchJSONArray BatchFormat = "JSONArray"
+	BatchNDJSON    BatchFormat = "NDJSON"
+)
+
+// BatchResponse is the meaning of a 2xx response to a batch.
+type BatchResponse string
+
+// The meanings of a response to a batch.
+const (
+	BatchResponseWhole   BatchResponse = "Whole"
+	BatchResponsePerItem BatchResponse = "PerItem"
+)
 
 // Compression is the compression of request bodies.
 type Compression string

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/base64"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -116,6 +117,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 		Delivery:        b.delivery(o.Spec.Delivery),
 		Filter:          b.messages(o.Spec.Filter, o.Spec.Deletions),
 		Request:         b.request(o.Spec.Request),
+		Batch:           b.batch(o.Spec.Delivery.Batch),
 		DeadLetters:     b.deadLetters(o.Spec.DeadLetters),
 		Redact:          b.redact(o.Spec.Redact, o.Spec.Deletions),
 	}
@@ -123,6 +125,7 @@ func (s Snapshot) destination(o *v1beta1.WebhookDestination, sources []*v1beta1.
 	b.compress(c.Endpoints, o.Spec.Delivery.Compression)
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
 	b.checkRequestHeaders(c.Request, o.Spec.Endpoints, c.Signing)
+	b.checkBatch(c.Batch, c.Request, c.Delivery.RetryWindow())
 	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
 	v := Verdict{Accepted: true, Reason: v1beta1.ReasonAccepted,
 		Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
@@ -527,6 +530,72 @@ func (b *builder) compress(endpoints []liveconfig.Endpoint, compression v1beta1.
 	default:
 		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.compression", "%q is unknown; set %s or %s", compression, v1beta1.CompressionNone,
 			v1beta1.CompressionGZip)
+	}
+}
+
+// batch returns the limits and the form of batches.
+func (b *builder) batch(s *v1beta1.Batch) *liveconfig.Batch {
+	if s == nil {
+		return nil
+	}
+	const field = "spec.delivery.batch"
+	c := &liveconfig.Batch{
+		MaxMessages: 100, MaxBytes: 1 << 20, MaxDelayMS: b.milliseconds(field+".maxDelay", s.MaxDelay, time.Second, 0, liveconfig.MaxBatchDelay),
+		Format: cmp.Or(string(s.Format), liveconfig.BatchJSONArray), PerItem: s.Response == v1beta1.BatchResponsePerItem,
+	}
+	if s.MaxMessages != 0 {
+		if c.MaxMessages = int(min(max(s.MaxMessages, 2), liveconfig.MaxBatchMessages)); c.MaxMessages != int(s.MaxMessages) {
+			b.add(v1beta1.ReasonInvalidSpec, field+".maxMessages", "must be between 2 and %d", liveconfig.MaxBatchMessages)
+		}
+	}
+	if s.MaxBytes != nil {
+		if s.MaxBytes.CmpInt64(liveconfig.MinBatchBytes) < 0 || s.MaxBytes.CmpInt64(liveconfig.MaxBatchBytes) > 0 {
+			b.add(v1beta1.ReasonInvalidSpec, field+".maxBytes", "must be between 1Ki and 4Mi")
+		} else {
+			c.MaxBytes = s.MaxBytes.Value()
+		}
+	}
+	if c.Format != liveconfig.BatchJSONArray && c.Format != liveconfig.BatchNDJSON {
+		b.add(v1beta1.ReasonInvalidSpec, field+".format", "%q is unknown; use %s or %s", c.Format, liveconfig.BatchJSONArray, liveconfig.BatchNDJSON)
+		c.Format = liveconfig.BatchJSONArray
+	}
+	switch s.Response {
+	case "", v1beta1.BatchResponseWhole, v1beta1.BatchResponsePerItem:
+	default:
+		b.add(v1beta1.ReasonInvalidSpec, field+".response", "%q is unknown; use %s or %s", s.Response, v1beta1.BatchResponseWhole,
+			v1beta1.BatchResponsePerItem)
+	}
+	return c
+}
+
+// namesMessage matches expressions that have the id of a message, or the whole call.
+var namesMessage = regexp.MustCompile(`messageId|\bcall([^.\w]|$)`)
+
+// checkBatch reports what a batch excludes.
+func (b *builder) checkBatch(c *liveconfig.Batch, r *liveconfig.Request, window time.Duration) {
+	if c == nil {
+		return
+	}
+	if c.MaxDelay() >= window {
+		b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.batch.maxDelay", "%v must be shorter than the retry window of %v, or messages expire before they are sent; lower it (default 1s), or raise spec.delivery.retry.window",
+			c.MaxDelay(), window)
+	}
+	if r == nil {
+		return
+	}
+	if r.Body != "" && !namesMessage.MatchString(r.Body) {
+		b.notes = append(b.notes, "spec.request.body does not contain call.messageId, by which receivers of batches recognize duplicates")
+	}
+	if r.Path != "" || r.Query != "" || len(r.Headers) > 0 {
+		b.add(v1beta1.ReasonInvalidSpec, "spec.request", "path, query and headers cannot be used with spec.delivery.batch: a batch is one request, so its messages differ by their bodies only; remove them, or delivery.batch")
+	}
+	switch r.ContentType {
+	case liveconfig.ContentForm, liveconfig.ContentText:
+		b.add(v1beta1.ReasonInvalidSpec, "spec.request.contentType", "%s cannot be used with spec.delivery.batch, because a batch is a list of JSON values; use JSON or CloudEvents, or remove delivery.batch", r.ContentType)
+	case liveconfig.ContentCloudEvents:
+		if c.Format == liveconfig.BatchNDJSON {
+			b.add(v1beta1.ReasonInvalidSpec, "spec.delivery.batch.format", "a batch of CloudEvents is a JSON array; use JSONArray, or set spec.request.contentType to JSON")
+		}
 	}
 }
 
