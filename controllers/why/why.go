@@ -793,9 +793,9 @@ func (e *explainer) redact() {
 
 // hint returns the action for a failed attempt at an endpoint.
 func (e *explainer) hint(endpoint string, f *v1beta1.DeliveryFailure) string {
-	fix := hints[f.Reason]
+	fix := AttemptFix(f.Reason, int(f.StatusCode))
 	if f.Reason == v1beta1.ReasonRejected {
-		fix = cmp.Or(statusHints[f.StatusCode], fix) + "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
+		fix += "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
 		if e.lineBreak && (f.StatusCode == http.StatusUnauthorized || f.StatusCode == http.StatusForbidden) {
 			fix = "let the receiver use the secret without the line break at its end, too (see Destination), or " + fix
 		}
@@ -803,7 +803,7 @@ func (e *explainer) hint(endpoint string, f *v1beta1.DeliveryFailure) string {
 	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1beta1.Endpoint) bool {
 		return p.Name == endpoint && strings.HasPrefix(strings.ToLower(p.URL), "http://")
 	})
-	if plain && (f.Reason == v1beta1.ReasonConnectionFailed || f.Reason == v1beta1.ReasonInvalidResponse ||
+	if plain && (f.Reason == v1beta1.ReasonConnectionFailed || f.Reason == v1beta1.ReasonInvalidResponse && f.StatusCode == 0 ||
 		f.StatusCode == http.StatusBadRequest) {
 		fix += "; if the port uses TLS, set a URL with https://"
 	}
@@ -813,8 +813,11 @@ func (e *explainer) hint(endpoint string, f *v1beta1.DeliveryFailure) string {
 // AttemptFix returns the action for an attempt that failed with a reason, and a status code or 0; "" for a success.
 func AttemptFix(reason string, statusCode int) string {
 	fix := ""
-	if reason == v1beta1.ReasonRejected {
+	switch {
+	case reason == v1beta1.ReasonRejected:
 		fix = statusHints[int32(statusCode)] //nolint:gosec // A status code has three digits.
+	case reason == v1beta1.ReasonInvalidResponse && statusCode != 0:
+		fix = `let the receiver return {"failed": [{"index": 0, "status": 422}]} with the rejected messages of the batch, or set spec.delivery.batch.response to Whole`
 	}
 	return cmp.Or(fix, hints[reason])
 }

@@ -66,7 +66,8 @@ const (
 	// TransformFailed: no request could be made of the message, because an expression of spec.request failed. Nothing was
 	// sent.
 	TransformFailed Reason = "TransformFailed"
-	// InvalidResponse: the answer is not valid HTTP.
+	// InvalidResponse: the answer is not valid HTTP, or has a valid status and a body that does not list the rejected messages
+	// of a batch.
 	InvalidResponse Reason = "InvalidResponse"
 )
 
