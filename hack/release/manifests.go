@@ -54,14 +54,14 @@ func (r *release) stamp(text []byte) []byte {
 	return versions.ReplaceAll(text, []byte("${1}"+r.version))
 }
 
-// besidePages are the files of the repository, besides the pages, that commands of the pages read and links open.
+// besidePages are further files of the archive: commands of the pages read them, and links open them.
 var besidePages = []string{"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "THIRD_PARTY_LICENSES.md", "config/argocd", "config/samples",
 	"dispatcher/intake/ingest/openapi.yaml", "hack/demo/manifests"}
 
 // outside are links of a page to the repository.
 var outside = regexp.MustCompile(`\]\(([^():#]+)(#[^()]*)?\)`)
 
-// toRepository replaces the links of a page that lead out of the archive, and not to the chart, by links to the
+// toRepository replaces the links to files that neither the archive nor the chart has by links to the
 // repository at the tag of the version.
 func (r *release) toRepository(page file, inside map[string]bool) []byte {
 	return outside.ReplaceAllFunc(page.content, func(link []byte) []byte {

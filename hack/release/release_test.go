@@ -72,7 +72,7 @@ func TestRelease(t *testing.T) {
 	}
 }
 
-// The links of the pages lead to files of the archive, of the chart, which INSTALL.md unpacks beside it, or to URLs.
+// Each link of a page is a URL, or names a file of the archive or of the chart, which INSTALL.md unpacks beside it.
 func TestLinksOfThePages(t *testing.T) {
 	dir := t.TempDir()
 	if err := (&release{root: "../..", out: dir, version: "1.2.3"}).pages(); err != nil {
