@@ -89,7 +89,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			} else {
 				fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
 				if resp.StatusCode == http.StatusOK && sent.MessageID != "" {
-					fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; 'posthorn trace' shows where it is\n", sent.MessageID)
+					fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; '%s trace' shows where it is\n", sent.MessageID, cmd.Parent().CommandPath())
 				}
 			}
 			if resp.StatusCode != http.StatusOK || bytes.Contains(answer, []byte(`"rejected"`)) {
