@@ -457,7 +457,7 @@ func (s *Store) drop(id queue.LaneID) (wait func() error, err error) {
 // unread message. The caller holds mu.
 func (l *lane) skipGaps() uint64 {
 	if l.group != nil && !l.ReadAll() {
-		if to := l.group.Gaps.After(l.Next); to != l.Next {
+		if to := min(l.group.Gaps.After(l.Next), l.limit()+1); to != l.Next { // The lane can end between two gaps.
 			l.Passed += to - l.Next
 			l.Next = to
 		}

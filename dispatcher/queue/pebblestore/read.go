@@ -481,7 +481,7 @@ func (r *reader) readFirstAttempts(max int) error {
 	var grouped []excluded // Messages that the group counts, too.
 	var err error
 	for !r.full(max) && r.scanned < maxScan && next <= l.limit() {
-		if to := gaps.After(next); to != next {
+		if to := min(gaps.After(next), l.limit()+1); to != next {
 			passedOver += to - next
 			next = to
 			continue

@@ -254,6 +254,27 @@ func (x *suite) groupEnds() {
 	x.ledger(groupID, counts{Accepted: 3, Delivered: 3})
 }
 
+// The end of a lane can be between two gaps: the lane does not count the messages of the second one.
+func (x *suite) groupEndsBetweenGaps() {
+	a, b := memberA, memberB
+	x.open(a)
+	x.add(1)
+	x.must(x.store.EndLane(a, queue.Ended))
+	x.add(1)
+	x.must(x.store.EndLane(a, queue.Active))
+	x.must(x.store.EndLane(a, queue.Ended))
+	x.add(2)
+	x.open(b)
+	x.add(1)
+	for range 2 {
+		x.equal("messages of a", seqs(x.lease(a, 5)), []uint64{1})
+		x.ledger(a, counts{Accepted: 1, Pending: 1, InFlight: 1})
+		x.ledger(groupID, counts{Accepted: 2, Pending: 2, InFlight: 1})
+		x.reopenStore()
+		x.open(a, b)
+	}
+}
+
 // Each lane of a group delivers or buries a "delete" message by itself.
 func (x *suite) groupDelete() {
 	x.open(memberA, memberB)

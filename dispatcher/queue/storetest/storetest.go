@@ -111,6 +111,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"GroupEndpointRemoved", (*suite).groupEndpointRemoved},
 		{"GroupEndpointsRemovedInTurn", (*suite).groupEndpointsRemovedInTurn},
 		{"GroupEnds", (*suite).groupEnds},
+		{"GroupEndsBetweenGaps", (*suite).groupEndsBetweenGaps},
 		{"GroupDelete", (*suite).groupDelete},
 		{"Destinations", (*suite).destinations},
 		{"PutMeta", (*suite).putMeta},
