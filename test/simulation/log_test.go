@@ -82,6 +82,11 @@ func (a *access) pass(ctx context.Context) error {
 	return cmp.Or(err, ctx.Err())
 }
 
+// open checks the identity of the installation, as the client of the log does.
+func (a *access) open(ctx context.Context) error {
+	return cmp.Or(a.pass(ctx), slots.ValidateInstallation(a.pod.installation), slots.CheckInstallation(own, a.pod.installation))
+}
+
 // reach returns an error if the process is lost, or reaches no server.
 func (a *access) reach() error {
 	a.pod.w.mu.Lock()

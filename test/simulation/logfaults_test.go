@@ -22,6 +22,7 @@ var logKinds = []kind{
 	{"the stream is purged", (*world).purge},
 	{"snapshots are lost", (*world).loseSnapshots},
 	{"the stream is deleted", (*world).deleteStream},
+	{"another installation joins", (*world).join},
 }
 
 // rejoining is the time after which each process accepts calls again. A process that reaches no server remains ready, and
@@ -113,12 +114,30 @@ func (w *world) loseContent(name string, remove func()) {
 	w.recover()
 	w.progress()
 	end()
+	w.loseAll()
+	w.recover()
+}
+
+// loseAll ends all processes without a warning, and loses their disks.
+func (w *world) loseAll() {
 	for _, p := range w.pods {
 		w.mu.Lock()
 		p.life.power = true
 		p.life.lose()
 		w.mu.Unlock()
 	}
+}
+
+// join starts a process without an identity, or with another one. Then it is alone for longer than the grace period.
+func (w *world) join() {
+	w.recover()
+	w.progress()
+	foreign := newForeign(w, []string{"", "news/posthorn"}[w.rand.IntN(2)])
+	foreign.start()
+	time.Sleep(time.Duration(w.rand.IntN(10_000)) * time.Millisecond)
+	w.loseAll()
+	time.Sleep(3 * grace)
+	foreign.end()
 	w.recover()
 }
 

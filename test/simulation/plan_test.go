@@ -171,14 +171,14 @@ func (w *world) configure(l *life, to liveconfig.Sink) {
 		time.Sleep(w.upTo(5 * time.Second))
 	}
 	hangs := false
-	for _, c := range w.configs {
+	for _, c := range l.pod.configs {
 		stored, isOld := c.stored()
 		hangs = hangs || isOld
 		to.Set(c.namespace, stored)
 	}
 	if to.Synced(); hangs {
 		time.Sleep(w.upTo(3 * time.Second))
-		for _, c := range w.configs {
+		for _, c := range l.pod.configs {
 			to.Set(c.namespace, c.newest())
 		}
 	}

@@ -36,6 +36,9 @@ type pod struct {
 	sound *vfs.MemFS
 	// drift is by how much the clock of leases is faster.
 	drift float64
+	// installation is the identity of its processes' installation, and configs are the live configs that they get.
+	installation string
+	configs      map[string]*config
 
 	// The world's mu guards the following: the present process, whether it reaches no server of the log, and by how much its
 	// wall clock is ahead.
@@ -67,7 +70,26 @@ type life struct {
 }
 
 func newPod(w *world, name string) *pod {
-	return &pod{w: w, name: name, disk: vfs.NewCrashableMem(), drift: (w.rand.Float64() - 0.5) * maxDrift}
+	return &pod{w: w, name: name, disk: vfs.NewCrashableMem(), drift: (w.rand.Float64() - 0.5) * maxDrift,
+		installation: own, configs: w.configs}
+}
+
+// own is the installation of the log.
+const own = "shop/posthorn"
+
+// newForeign returns a machine of another installation, whose live configs have other URLs for the same destinations.
+func newForeign(w *world, installation string) *pod {
+	p := newPod(w, "foreign")
+	p.installation, p.configs = installation, map[string]*config{}
+	for _, namespace := range namespaces {
+		c := newConfig(namespace)
+		for _, d := range c.destinations {
+			d.revision = 1000
+		}
+		c.encode(w.T)
+		p.configs[namespace] = c
+	}
+	return p
 }
 
 // maxDrift is by how much the rates of two clocks of leases may differ.
@@ -120,7 +142,7 @@ func (p *pod) start() {
 	l := &life{pod: p, receivers: newReceivers(p.w), ended: make(chan error, 1), opened: make(chan struct{}), lost: make(chan struct{})}
 	p.w.mu.Lock()
 	p.life = l
-	if p.w.dice.IntN(4) == 0 {
+	if p.installation == own && p.w.dice.IntN(4) == 0 {
 		l.untilLoss, l.power = 1+p.w.dice.IntN(1<<p.w.dice.IntN(9)), true
 	}
 	p.w.mu.Unlock()
@@ -166,9 +188,9 @@ func (l *life) follow(ctx context.Context, o dispatcher.Options) {
 		Listeners: host.NewListeners(dispatcher.NewListeners(l.listeners[0], l.listeners[1]), l.listeners[2])}
 	go func() {
 		l.ended <- host.Run(ctx, h, host.Slots{Number: 1, Standbys: 2, Bus: heartbeats{remote},
-			Open: func(ctx context.Context, _ int) (slots.Remote, error) { return remote.remote(), remote.pass(ctx) },
+			Open: func(ctx context.Context, _ int) (slots.Remote, error) { return remote.remote(), remote.open(ctx) },
 			OpenDirectory: func(ctx context.Context, _ int) (slots.Assignments, error) {
-				return p.w.log.directory, remote.pass(ctx)
+				return p.w.log.directory, remote.open(ctx)
 			},
 			Watch: func(ctx context.Context, to liveconfig.Sink) error {
 				p.w.configure(l, to)

@@ -64,8 +64,6 @@ const (
 var (
 	minVersion = version.MustParseGeneric("2.15.0")
 	name       = regexp.MustCompile(`^[A-Za-z0-9-]{1,40}$`)
-
-	installation = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
 )
 
 // Validate returns an error that names the field and the rule.
@@ -75,10 +73,6 @@ func (c Config) Validate() error {
 		return fmt.Errorf("%q is not nats://HOST:PORT or tls://HOST:PORT", redact(c.URL))
 	case !name.MatchString(c.Name):
 		return fmt.Errorf("the name %q is not 1 to 40 letters, digits and -", c.Name)
-	case c.Installation == "":
-		return errors.New("the identity of the installation is missing; set --replication-installation to the same value in all processes of this installation, and to another one in each other installation: they take over each other's messages")
-	case !installation.MatchString(c.Installation):
-		return fmt.Errorf("the installation %q is not 1 to 200 letters, digits and ._:/-", c.Installation)
 	case c.Replicas < 1 || c.Replicas > 5:
 		return fmt.Errorf("%d replicas: use %d to 5", c.Replicas, MinReplicas)
 	case c.Replicas < MinReplicas && !c.AllowWeak:
@@ -88,7 +82,7 @@ func (c Config) Validate() error {
 	case (c.Cert == "") != (c.Key == ""):
 		return errors.New("a client certificate needs its key")
 	}
-	return nil
+	return slots.ValidateInstallation(c.Installation)
 }
 
 // userinfo is the part of an address before its host.
@@ -178,7 +172,7 @@ func (c *Client) exists(ctx context.Context, name string) (bool, error) {
 	return true, nil
 }
 
-// checkInstallation returns ErrOtherInstallation if the directory or slot 0 exists and belongs to another
+// checkInstallation returns slots.ErrOtherInstallation if the directory or slot 0 exists and belongs to another
 // installation. It is the first check of a log: other errors advise settings that fit to the log, and a stream
 // of another installation that has none recorded must not get the identity of this process.
 func (c *Client) checkInstallation(ctx context.Context) error {
@@ -195,7 +189,7 @@ func (c *Client) checkInstallation(ctx context.Context) error {
 		case errors.Is(err, jetstream.ErrStreamNotFound):
 			continue
 		case err == nil:
-			err = checkInstallation(stream.CachedInfo().Config.Metadata, c.c.Installation)
+			err = slots.CheckInstallation(stream.CachedInfo().Config.Metadata[metadataInstallation], c.c.Installation)
 		}
 		if err != nil {
 			return explain(fmt.Errorf("open stream %s: %w", name, err))

@@ -993,7 +993,7 @@ func TestOtherInstallations(t *testing.T) {
 			}
 			for what, open := range refused {
 				err := open(client("news/posthorn"))
-				wantError(t, what, err, ErrOtherInstallation)
+				wantError(t, what, err, slots.ErrOtherInstallation)
 				wantText(t, what, err, `the log of "shop/posthorn"`, `this process belongs to "news/posthorn"`,
 					"use another --replication-name (replication.jetStream.name in the chart)", `set --replication-installation (replication.jetStream.installation) to "shop/posthorn"`)
 			}
@@ -1046,7 +1046,7 @@ func TestInstallationIsKept(t *testing.T) {
 	other := config(s.ClientURL())
 	other.Installation = "news/posthorn"
 	_, err = connected(t, other).OpenDirectory(t.Context(), 2)
-	wantError(t, "a directory that was created by hand", err, ErrOtherInstallation)
+	wantError(t, "a directory that was created by hand", err, slots.ErrOtherInstallation)
 	if got := recorded(t, js, "PH_test_DIR"); got != "" {
 		t.Errorf("a directory that another installation opened: got the installation %q, want none", got)
 	}

@@ -80,19 +80,6 @@ func metadata(installation string) map[string]string {
 	return map[string]string{metadataID: rand.Text(), metadataInstallation: installation}
 }
 
-// ErrOtherInstallation reports that a stream has the name of another installation in its metadata.
-var ErrOtherInstallation = errors.New("the log belongs to another installation")
-
-// checkInstallation returns ErrOtherInstallation if the metadata of a stream has another installation. A
-// stream that was created by hand has none.
-func checkInstallation(found map[string]string, installation string) error {
-	recorded := found[metadataInstallation]
-	if recorded == "" || recorded == installation {
-		return nil
-	}
-	return fmt.Errorf("%w: it is the log of %q, and this process belongs to %q; use another --replication-name (replication.jetStream.name in the chart) for a separate installation, or set --replication-installation (replication.jetStream.installation) to %q to continue with this log", ErrOtherInstallation, recorded, installation, recorded)
-}
-
 // Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
 // has settings with which it cannot keep the records.
 func Open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
@@ -122,7 +109,7 @@ func open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
 }
 
 // openStream returns a stream. One that is missing is created if mayCreate returns nil. The installation of
-// want is recorded in a stream that has none; a stream of another installation is ErrOtherInstallation. A
+// want is recorded in a stream that has none; a stream of another installation is slots.ErrOtherInstallation. A
 // smaller max_bytes, of an earlier configuration, is raised. Other settings with which the stream cannot keep
 // its messages are an error.
 func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.StreamConfig,
@@ -141,7 +128,7 @@ func openStream(ctx context.Context, js jetstream.JetStream, want jetstream.Stre
 	}
 	found := stream.CachedInfo().Config
 	installation := want.Metadata[metadataInstallation]
-	if err := checkInstallation(found.Metadata, installation); err != nil {
+	if err := slots.CheckInstallation(found.Metadata[metadataInstallation], installation); err != nil {
 		return nil, err
 	}
 	before := found.MaxBytes
