@@ -167,7 +167,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.gate = admission.New(admission.Options{
 		Changes: d.changes, Listed: share.Listed, Decoder: share.Decoder,
 		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger,
-		Registerer: d.registerer,
+		Registerer: d.registerer, Now: o.Queue.Now,
 	})
 	d.ingest = ingest.New(ingest.Options{
 		Gate: d.gate, Logger: o.Logger, Registerer: d.registerer, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
@@ -253,7 +253,7 @@ func (d *Dispatcher) addDelivery(inFlight int) (err error) {
 		OrphanGrace: o.OrphanGrace, WindowsSince: windowsSince, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters,
 		MaxInFlight:     inFlight,
 		DetailedMetrics: o.DetailedMetrics, MaySend: o.Lease.MaySend, MayExpire: o.Lease.MayExpire,
-		Changes: d.changes,
+		Changes: d.changes, Now: o.Queue.Now,
 	})
 	tracker.Buried = d.engine.CountDead
 	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {

@@ -63,7 +63,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	var forget []target
 	var deleted []*destination
 	e.mu.Lock()
-	now := time.Now()
+	now := e.o.Now()
 	for _, p := range changed {
 		forget = append(forget, e.activate(p, now)...)
 	}

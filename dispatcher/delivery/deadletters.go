@@ -107,7 +107,7 @@ func (r *registry) deadLetterLimits() map[string]liveconfig.DeadLetters {
 // trimDeadLetters limits the dead letters of every destination. A removed destination is deleted with its last dead
 // letter.
 func (e *Engine) trimDeadLetters(ctx context.Context, expire bool) {
-	now := time.Now()
+	now := e.o.Now()
 	if now.Sub(e.trimmer.since) < deadLetterGrace {
 		return
 	}

@@ -85,6 +85,8 @@ type Options struct {
 	// MayExpire reports whether retry windows and retentions may end now. It is false while the clock of this
 	// process may be wrong. nil: always.
 	MayExpire func() bool
+	// Now is the wall clock, with which times in the store are compared; replaced by tests. Default time.Now.
+	Now func() time.Time
 	// Changes is marked when the report of a destination changes; nil marks nothing.
 	Changes *changes.Log
 }
@@ -126,6 +128,9 @@ func New(o Options) *Engine {
 	o.Logger = cmp.Or(o.Logger, slog.Default())
 	o.MaxInFlight, o.Attempts = cmp.Or(o.MaxInFlight, 1024), cmp.Or(o.Attempts, 100)
 	o.OrphanGrace, o.DrainTimeout = cmp.Or(o.OrphanGrace, DefaultOrphanGrace), cmp.Or(o.DrainTimeout, 10*time.Second)
+	if o.Now == nil {
+		o.Now = time.Now
+	}
 	if o.MayExpire == nil {
 		o.MayExpire = func() bool { return true }
 	}
@@ -136,7 +141,7 @@ func New(o Options) *Engine {
 		recorder:  recorder{perEndpoint: o.Attempts, tails: map[*Tail]struct{}{}},
 		scheduler: scheduler{maxInFlight: o.MaxInFlight},
 		settler:   settler{o.Store, o.Logger, o.WindowsSince, o.MayExpire},
-		trimmer:   trimmer{o.Store, o.Logger, o.DeadLetterBytes, time.Now(), map[string]keptLetters{}},
+		trimmer:   trimmer{o.Store, o.Logger, o.DeadLetterBytes, o.Now(), map[string]keptLetters{}},
 	}
 	o.Store.SetNotify(e.notify)
 	if o.Registerer != nil {

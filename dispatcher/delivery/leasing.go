@@ -48,7 +48,7 @@ func (e *Engine) lease(l *lane) {
 	if !l.queued && !l.parked() && l.hasWork() {
 		e.scheduler.pushFront(l)
 	} else if l.parked() || !l.hasWork() {
-		e.yield(l, time.Now())
+		e.yield(l, e.o.Now())
 	}
 }
 

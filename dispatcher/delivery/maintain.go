@@ -70,7 +70,7 @@ func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return min(wait, e.registry.logStates(e.o.Logger))
+	return min(wait, e.registry.logStates(e.o.Logger, e.o.Now()))
 }
 
 // endEditedWaits ends the waits that receivers requested before their destinations were edited.
@@ -112,11 +112,11 @@ func (e *Engine) endWaits(l *lane, until time.Time) (more bool) {
 }
 
 // logStates logs the endpoint states that were suppressed. It returns how long to wait with the others.
-func (r *registry) logStates(log *slog.Logger) time.Duration {
+func (r *registry) logStates(log *slog.Logger, now time.Time) time.Duration {
 	next := maintenanceInterval
 	for _, d := range r.destinations {
 		for _, ep := range d.endpoints {
-			if wait := ep.logSuppressed(log, time.Now()); wait > 0 {
+			if wait := ep.logSuppressed(log, now); wait > 0 {
 				next = min(next, wait)
 			}
 		}
@@ -141,7 +141,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	e.mu.Unlock()
 	next := maintenanceInterval
 	for _, c := range candidates {
-		now, window := time.Now(), c.set.policy.Window
+		now, window := e.o.Now(), c.set.policy.Window
 		// A message that is accepted right after this pass is due one window later.
 		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
@@ -184,7 +184,7 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	namespaces := slices.Collect(maps.Keys(e.registry.perNamespace))
 	e.mu.Unlock()
 	e.endLanes(namespaces)
-	now := time.Now()
+	now := e.o.Now()
 	var drop, draining []*lane
 	e.mu.Lock()
 	for _, l := range e.registry.lanes {

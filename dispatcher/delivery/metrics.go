@@ -171,7 +171,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.mu.Unlock()
 	add(descInFlight, prometheus.GaugeValue, float64(inFlight))
 	add(descLimit, prometheus.GaugeValue, float64(limit))
-	add(descWaiting, prometheus.GaugeValue, c.firstAttemptAge(time.Now()).Seconds())
+	add(descWaiting, prometheus.GaugeValue, c.firstAttemptAge(c.e.o.Now()).Seconds())
 	add(descWorkers, prometheus.GaugeValue, float64(workers-idle), "busy")
 	add(descWorkers, prometheus.GaugeValue, float64(idle), "idle")
 	ch <- duration.metric(descDuration, attemptBuckets)

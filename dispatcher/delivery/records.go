@@ -85,7 +85,7 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 		r := health{ep.machine.Record(ep.destination.set.revision), ep.attempts.lastFailed()}
 		value, _ = json.Marshal(r) // No field can fail to marshal.
 		e.records.set(name, r)
-		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
+		ep.stored, ep.storedAt = ep.machine.Status(), e.o.Now()
 	} else {
 		e.records.delete(name)
 	}
@@ -99,7 +99,7 @@ const healthLost = "the health of the endpoint is lost on restart"
 // storeHistory stores the health of the endpoints that has changed and was not stored for a time.
 func (e *Engine) storeHistory(age time.Duration) {
 	var changed []*liveEndpoint
-	now := time.Now()
+	now := e.o.Now()
 	e.mu.Lock()
 	for _, d := range e.registry.destinations {
 		for _, ep := range d.endpoints {

@@ -39,7 +39,7 @@ func (e *Engine) Lanes() []adminapi.LaneState {
 // Report returns the destinations of a config that are in effect: their ledgers, including lanes of
 // an earlier config and dropped ones, and the health of their endpoints.
 func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
-	now := time.Now()
+	now := e.o.Now()
 	reports := make([]adminapi.DestinationReport, 0, len(config.Destinations))
 	lanes := make([][]queue.LaneID, 0, len(config.Destinations))
 	sets := make([]*destinationConfig, 0, len(config.Destinations))

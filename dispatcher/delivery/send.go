@@ -91,7 +91,7 @@ func (e *Engine) start(l *lane, d queue.Delivery, to target, p *post, now time.T
 func (e *Engine) send(w *worker) {
 	p := &w.post
 	request, failed := p.makeRequest()
-	started := time.Now()
+	started := e.o.Now()
 	if len(p.body) > 0 && &p.body[0] != &p.message.Body[0] {
 		p.copied = len(p.body)
 		e.mu.Lock()
@@ -115,7 +115,7 @@ func (e *Engine) send(w *worker) {
 		ctx := egress.WithDeadline(p.flight, started.Add(p.set.policy.Timeout))
 		r.Result = e.o.Client.Post(ctx, p.target.to.With(request.Line), w.headers, p.body)
 	}
-	r.at = time.Now()
+	r.at = e.o.Now()
 	r.duration = r.at.Sub(started)
 	r.cut = !r.omitted && r.outcome().Failed() && p.flight.Err() != nil
 	p.set.judge(p.target, &r.Result, r.at)

@@ -153,7 +153,7 @@ func WriteOutcomes(w *promtext.Writer, labels promtext.Labels, l queue.Ledger) {
 // WriteMetrics writes the series of every destination of the config. It locks for one destination
 // at a time, so that a scrape does not delay deliveries.
 func (e *Engine) WriteMetrics(w *promtext.Writer) {
-	all := e.series(time.Now())
+	all := e.series(e.o.Now())
 	write := func(families []family) {
 		for _, f := range families {
 			w.Family(f.name, f.kind, f.help)

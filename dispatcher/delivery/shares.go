@@ -22,7 +22,7 @@ func (e *Engine) SetShares(shares *liveconfig.PodShares) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.shares, e.aboveShares = shares, nil
-	now := time.Now()
+	now := e.o.Now()
 	for _, d := range e.registry.destinations {
 		if d.set == nil {
 			continue

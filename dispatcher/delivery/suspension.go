@@ -126,7 +126,7 @@ func (e *Engine) suspend(changed []*change) error {
 		if p.resumed {
 			continue // It ends when the change is in effect.
 		}
-		p.suspensions = p.suspensions.change(true, p.oldest, time.Now())
+		p.suspensions = p.suspensions.change(true, p.oldest, e.o.Now())
 		group.Go(func() error {
 			if err := e.o.Store.PutMetaDurable(suspensionPrefix+p.key(), p.suspensions.encode()); err != nil {
 				return fmt.Errorf("store the suspension of destination %s: %w", p.key(), err)

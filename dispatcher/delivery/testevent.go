@@ -83,7 +83,7 @@ func (e *Engine) testTargets(destination, endpoint string) (set *destinationConf
 
 // sendTest sends a test event to one endpoint.
 func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target) (adminapi.Attempt, error) {
-	started := time.Now()
+	started := e.o.Now()
 	id := "posthorn-test-" + uuid.NewString()
 	p := &post{set: set, target: to, message: queue.Delivery{ID: id, Type: string(event.Track), Body: testEvent(id, to, started)}}
 	p.message.Lane.Destination = to.destination.key
@@ -99,7 +99,7 @@ func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target
 		headers = p.headers(nil, &request, started)
 		r.Result = e.o.Client.Post(egress.WithDeadline(ctx, started.Add(set.policy.Timeout)), to.to.With(request.Line), headers, p.body)
 	}
-	r.at = time.Now()
+	r.at = e.o.Now()
 	r.duration = r.at.Sub(started)
 	set.judge(to, &r.Result, r.at)
 	r.Response = set.signer.Redact(r.Response, headers)

@@ -122,7 +122,7 @@ func (e *Engine) next(p *post) bool {
 		if l == nil {
 			return false
 		}
-		now := time.Now()
+		now := e.o.Now()
 		e.scheduler.resumeLease(l.owner) // l may need no lease.
 		closed, probe := l.sendable(now)
 		switch {
@@ -167,7 +167,7 @@ func (e *Engine) wakeNextLane(ep *liveEndpoint, now time.Time) {
 			e.mu.Lock()
 			defer e.mu.Unlock()
 			ep.timerAt = time.Time{}
-			e.wakeNextLane(ep, time.Now())
+			e.wakeNextLane(ep, e.o.Now())
 			e.wakeWorker()
 		})
 		return

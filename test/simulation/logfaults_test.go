@@ -19,6 +19,7 @@ var logKinds = []kind{
 	{"the servers elect a leader", (*world).elect},
 	{"requests to the log are lost", (*world).loseRequests},
 	{"a wall clock is wrong", (*world).turnClock},
+	{"a process starts with a wrong clock", (*world).misset},
 	{"the stream is purged", (*world).purge},
 	{"snapshots are lost", (*world).loseSnapshots},
 	{"the stream is deleted", (*world).deleteStream},
@@ -85,6 +86,22 @@ func (w *world) turnClock() {
 	})
 }
 
+// misset starts a process with a wall clock that is hours ahead or behind, and loses the others in half of the cases.
+func (w *world) misset() {
+	w.recover()
+	p := w.some()
+	p.wrong = (time.Hour + time.Duration(w.rand.Int64N(int64(11*time.Hour)))) * time.Duration(1-2*w.rand.IntN(2))
+	w.replace(p)
+	time.Sleep(time.Duration(w.rand.IntN(20_000)) * time.Millisecond)
+	if w.rand.IntN(2) == 0 {
+		w.loseAll(p)
+		time.Sleep(2 * grace)
+	}
+	p.wrong = 0
+	w.replace(p)
+	w.recover()
+}
+
 // ownerOr returns the process that owns the slot in two of three cases, or another one.
 func (w *world) ownerOr(other *pod) *pod {
 	if w.rand.IntN(3) == 0 {
@@ -114,13 +131,16 @@ func (w *world) loseContent(name string, remove func()) {
 	w.recover()
 	w.progress()
 	end()
-	w.loseAll()
+	w.loseAll(nil)
 	w.recover()
 }
 
-// loseAll ends all processes without a warning, and loses their disks.
-func (w *world) loseAll() {
+// loseAll ends all processes but one without a warning, and loses their disks.
+func (w *world) loseAll(but *pod) {
 	for _, p := range w.pods {
+		if p == but {
+			continue
+		}
 		w.mu.Lock()
 		p.life.power = true
 		p.life.lose()
@@ -135,7 +155,7 @@ func (w *world) join() {
 	foreign := newForeign(w, []string{"", "news/posthorn"}[w.rand.IntN(2)])
 	foreign.start()
 	time.Sleep(time.Duration(w.rand.IntN(10_000)) * time.Millisecond)
-	w.loseAll()
+	w.loseAll(nil)
 	time.Sleep(3 * grace)
 	foreign.end()
 	w.recover()
@@ -162,9 +182,10 @@ func (w *world) loseSnapshots() {
 // deleteStream replaces the stream by an empty one, and makes the slot continue with the files of the owner.
 func (w *world) deleteStream() {
 	w.recover()
+	w.loseNone() // The files of the owner are needed.
 	w.progress()
 	owner := w.newestOwner()
-	if owner == nil {
+	if owner == nil || owner.living() == nil {
 		return
 	}
 	end := w.Fault(witness.Fault{Name: "deleted stream", Repeats: witness.InFlight})

@@ -96,13 +96,21 @@ func (w *world) loseAtWrite() {
 // end ends a process in order, and starts the next one.
 func (w *world) end() {
 	w.recover()
-	p := w.some()
+	w.replace(w.some())
+	w.recover()
+}
+
+// replace ends a process in order, unless it is lost, and starts the next one.
+func (w *world) replace(p *pod) {
+	if p.living() == nil {
+		p.restart()
+		return
+	}
 	end := w.Fault(witness.Fault{Name: "SIGTERM", Process: p.name, Repeats: witness.InFlight})
 	p.end()
 	p.start()
 	w.progress()
 	end()
-	w.recover()
 }
 
 // recover starts the processes that are lost, which can happen long after their starts.
@@ -148,13 +156,18 @@ func (w *world) fail(prefix string, f witness.Fault) {
 // calm lets all faults end.
 func (w *world) calm() {
 	w.recover()
+	w.loseNone()
+	w.restoreAll()
+	time.Sleep(time.Second)
+}
+
+// loseNone cancels the losses at operations of the file system.
+func (w *world) loseNone() {
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	for _, p := range w.pods {
 		p.life.untilLoss = 0
 	}
-	w.mu.Unlock()
-	w.restoreAll()
-	time.Sleep(time.Second)
 }
 
 // restoreAll starts the processes that are lost, and adds the destinations that were removed.

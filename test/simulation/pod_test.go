@@ -40,8 +40,11 @@ type pod struct {
 	installation string
 	configs      map[string]*config
 
-	// The world's mu guards the following: the present process, whether it reaches no server of the log, and by how much its
-	// wall clock is ahead.
+	// wrong is by how much the wall clock of the next process is ahead from its start on.
+	wrong time.Duration
+
+	// The world's mu guards the following: the present process, whether it reaches no server of the log, and by how much the
+	// reading of its wall clock that is compared with those of the servers is ahead.
 	life  *life
 	cut   bool
 	ahead time.Duration
@@ -56,6 +59,7 @@ type life struct {
 	stop         context.CancelFunc
 	ended        chan error
 	opened, lost chan struct{} // Closed when requests are served, and at a loss.
+	wrong        time.Duration // pod.wrong at its start.
 
 	// The world's mu guards the following. configs takes the live configs; nil before. ending is true from the begin of the
 	// end in order on. dead is true after a loss: nothing that the process does has an effect.
@@ -104,11 +108,14 @@ func (p *pod) leaseClock() func() time.Time {
 	}
 }
 
+// now is the wall clock of the process.
+func (l *life) now() time.Time { return time.Now().Add(l.wrong) }
+
 // wallClock is the clock that is compared with those of the servers.
-func (p *pod) wallClock() time.Time {
-	p.w.mu.Lock()
-	defer p.w.mu.Unlock()
-	return time.Now().Add(p.ahead)
+func (l *life) wallClock() time.Time {
+	l.pod.w.mu.Lock()
+	defer l.pod.w.mu.Unlock()
+	return l.now().Add(l.pod.ahead)
 }
 
 // owns returns the epoch of the process as the owner of the slot; 0 if it does not own it.
@@ -139,7 +146,8 @@ func (p *pod) living() *life {
 
 // start starts a process on the disk, which may be lost during the start.
 func (p *pod) start() {
-	l := &life{pod: p, receivers: newReceivers(p.w), ended: make(chan error, 1), opened: make(chan struct{}), lost: make(chan struct{})}
+	l := &life{pod: p, receivers: newReceivers(p.w), ended: make(chan error, 1), opened: make(chan struct{}), lost: make(chan struct{}),
+		wrong: p.wrong}
 	p.w.mu.Lock()
 	p.life = l
 	if p.installation == own && p.w.dice.IntN(4) == 0 {
@@ -149,7 +157,7 @@ func (p *pod) start() {
 	o := dispatcher.Options{
 		DataDir: "data", Pod: p.name, OrphanGrace: grace, Client: l, Logger: slog.New(slog.DiscardHandler), Queue: pebblestore.Options{
 			FS: storetest.Watch(p.disk, l.operation, nil), DuplicateWindow: 10 * time.Minute, MemTableBytes: 256 << 10, CacheBytes: 1 << 20,
-			Now: time.Now,
+			Now: l.now,
 		},
 	}
 	o.DrainTimeout = 100 * time.Millisecond
@@ -184,7 +192,7 @@ func (l *life) follow(ctx context.Context, o dispatcher.Options) {
 		l.listeners = append(l.listeners, network.listen(p.name+name))
 	}
 	remote := newAccess(l, p.w.log)
-	h := host.Options{Options: o, PeerListen: l.listeners[2].address, LeaseClock: p.leaseClock(), WallClock: p.wallClock, Dial: network.dial,
+	h := host.Options{Options: o, PeerListen: l.listeners[2].address, LeaseClock: p.leaseClock(), WallClock: l.wallClock, Dial: network.dial,
 		Listeners: host.NewListeners(dispatcher.NewListeners(l.listeners[0], l.listeners[1]), l.listeners[2])}
 	go func() {
 		l.ended <- host.Run(ctx, h, host.Slots{Number: 1, Standbys: 2, Bus: heartbeats{remote},

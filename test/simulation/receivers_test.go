@@ -75,7 +75,7 @@ func (l *life) Post(ctx context.Context, e *egress.Endpoint, headers []egress.He
 		RemoteAddr: "192.0.2.1:80"}
 	deadline, _ := ctx.Deadline()
 	select {
-	case <-time.After(min(fault.after, time.Until(deadline))):
+	case <-time.After(min(fault.after, deadline.Sub(l.now()))):
 	case <-ctx.Done():
 		result = egress.Result{Reason: egress.TimedOut, Sent: true}
 	}

@@ -31,10 +31,11 @@ func judgeWindow(h *History, f *finding) {
 func (d *destination) judgeExpired(h *History, f *finding) {
 	_, timeout, _ := d.largest()
 	for _, id := range slices.Sorted(maps.Keys(d.expired)) {
-		m, age := h.sent[id], d.expired[id]
+		m := h.sent[id]
 		if m == nil || m.acknowledged == nil || len(d.redeliver[id]) > 0 {
 			continue
 		}
+		age := min(d.expired[id], h.end-m.first.Begin) // The clock of the process can be wrong.
 		f.judged++
 		window := slices.MinFunc(d.revisions, func(a, b *revision) int { return int(a.Window - b.Window) }).Window
 		suspended, _ := d.suspended(m.acknowledged.At, m.first.Begin+age)
