@@ -36,8 +36,11 @@ type config struct {
 // target is a destination with its newest revision.
 type target struct {
 	namespace, name string
-	// types are the only types of calls that its filter selects, all if empty.
-	types []string
+	// types are the only types of calls that its filter selects, all if empty. omitted is the user whose calls have no request,
+	// and dropped are the fields that are redacted.
+	types   []string
+	omitted string
+	dropped []string
 	// positions is the number of its URLs. With every, each of them must accept a message.
 	positions int
 	every     bool
@@ -56,7 +59,7 @@ type target struct {
 func newConfig(namespace string) *config {
 	c := &config{namespace: namespace, old: map[int64]liveconfig.Stored{}, destinations: []*target{
 		{name: "crm", positions: 2, window: time.Hour},
-		{name: "people", types: []string{"identify"}, positions: 1, window: time.Hour},
+		{name: "people", types: []string{"identify"}, omitted: "u3", dropped: []string{"traits"}, positions: 1, window: time.Hour},
 		{name: "strict", positions: 1, window: 8 * time.Second},
 	}}
 	for _, d := range c.destinations {
@@ -87,7 +90,8 @@ func (d *target) reported() string {
 
 // takes reports whether the destination gets a call.
 func (d *target) takes(content []byte) bool {
-	return len(d.types) == 0 || strings.Contains(string(content), `"type":"`+d.types[0])
+	return (len(d.types) == 0 || strings.Contains(string(content), `"type":"`+d.types[0])) &&
+		(d.omitted == "" || !strings.Contains(string(content), strconv.Quote(d.omitted)))
 }
 
 // urls are the URLs of the newest revision.
@@ -125,6 +129,10 @@ func (d *target) live() liveconfig.Destination {
 	}
 	if len(d.types) > 0 {
 		l.Filter = &liveconfig.Filter{Types: d.types}
+	}
+	if d.omitted != "" {
+		l.Request = &liveconfig.Request{Body: fmt.Sprintf("call.userId == %q ? dyn(null) : dyn(call)", d.omitted)}
+		l.Redact = &liveconfig.Redact{Drop: d.dropped}
 	}
 	return l
 }

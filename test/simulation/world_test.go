@@ -128,7 +128,7 @@ func (w *world) apply(d *target) {
 	w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: witness.Applied, Revision: d.revision,
 		Destination: &witness.Destination{
 			URLs: d.urls(), Headers: map[string]string{"X-Revision": strconv.Itoa(d.revision)}, Keys: []string{d.secret()},
-			InFlight: inFlight, Timeout: timeout, Window: d.window, Suspended: d.state == liveconfig.Suspended,
+			InFlight: inFlight, Timeout: timeout, Window: d.window, Suspended: d.state == liveconfig.Suspended, Dropped: d.dropped,
 		}}})
 }
 
@@ -136,13 +136,13 @@ func (w *world) note(d *target, action string) {
 	w.Objects.Write(witness.Line{Object: &witness.Object{Name: d.id(), Action: action, Revision: d.revision}})
 }
 
-// observe writes ledgers and the readiness every second until stop is closed.
+// observe writes ledgers and the readiness every two seconds until stop is closed.
 func (w *world) observe(stop <-chan struct{}) {
 	for {
 		select {
 		case <-stop:
 			return
-		case <-time.After(time.Second):
+		case <-time.After(2 * time.Second):
 		}
 		for _, p := range w.pods {
 			w.Ledgers.Write(witness.Line{Probe: &witness.Probe{Process: p.name, Ready: p.request(http.MethodGet, "/readyz") == http.StatusOK}})

@@ -77,7 +77,7 @@ var Clauses = []Clause{
 		needs: []Role{Receiver, Objects}, untimed: true, judge: judgeSigned},
 	{ID: "denied", Sentence: "An address that the policy denies gets no request.",
 		needs: []Role{Receiver, Objects}, present: true, untimed: true, judge: judgeDenied},
-	{ID: "bytes", Sentence: "All requests for a message have the same bytes, with the fields of the call.",
+	{ID: "bytes", Sentence: "All requests of a destination for a message have the same bytes, with the fields of the call that it does not drop.",
 		needs: []Role{Sender, Receiver, Objects}, untimed: true, judge: judgeBytes},
 	{ID: "urls", Sentence: "Each URL of a destination gets each delivered message at least once, unless the destination is removed.",
 		needs: []Role{Sender, Receiver, Objects, Faults, Ledgers}, judge: judgeURLs},

@@ -48,7 +48,7 @@ func (h *History) repeated(r *receipt) bool {
 func judgeAccepted(h *History, f *finding) {
 	for _, r := range h.got {
 		m := h.sent[r.body.MessageID]
-		if r.body.MessageID == "" || m == nil && h.demanded(r) != "" {
+		if m == nil && h.demanded(r) != "" {
 			continue // It is of a deletion or an audience, which judgeOnce counts.
 		}
 		f.judged++
@@ -255,14 +255,14 @@ func judgeBytes(h *History, f *finding) {
 		if m == nil {
 			continue
 		}
-		if field := missing(m.Content, []byte(r.Receipt.Body)); field != "" {
-			f.violated([]*Line{m.first, r.Line}, "the request for message %s lacks the field %s of the call", r.id, field)
+		if field := differing(m.Content, []byte(r.Receipt.Body), r.to); field != "" {
+			f.violated([]*Line{m.first, r.Line}, "the request for message %s lacks the field %s of the call, or has it in spite of its redaction", r.id, field)
 		}
 	}
 }
 
-// missing returns a field of want that got has not.
-func missing(want, got []byte) string {
+// differing returns a field of want that got has not, or has although the destination drops it.
+func differing(want, got []byte, to *destination) string {
 	var wanted, found map[string]any
 	if json.Unmarshal(want, &wanted) != nil {
 		return ""
@@ -271,6 +271,9 @@ func missing(want, got []byte) string {
 		return "(no JSON object)"
 	}
 	for _, name := range slices.Sorted(maps.Keys(wanted)) {
+		if to != nil && len(to.revisions) > 0 && slices.Contains(to.revisions[0].Dropped, name) {
+			wanted[name] = nil
+		}
 		if !reflect.DeepEqual(wanted[name], found[name]) {
 			return name
 		}
@@ -353,7 +356,7 @@ func judgeIDs(h *History, f *finding) {
 func (h *History) demanded(r *receipt) string {
 	for _, l := range h.calls {
 		for i := range l.Call.Messages {
-			if m := &l.Call.Messages[i]; m.ID == "" && missing(m.Content, []byte(r.Receipt.Body)) == "" {
+			if m := &l.Call.Messages[i]; m.ID == "" && differing(m.Content, []byte(r.Receipt.Body), r.to) == "" {
 				return string(m.Content)
 			}
 		}

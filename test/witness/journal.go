@@ -145,6 +145,8 @@ type Destination struct {
 	InFlight int               `json:"inFlight"`
 	Timeout  time.Duration     `json:"timeout"`
 	Window   time.Duration     `json:"window"`
+	// Dropped are the fields of a message that it must not get.
+	Dropped []string `json:"dropped,omitempty"`
 	// Suspended: it gets nothing, and windows do not end.
 	Suspended bool `json:"suspended,omitempty"`
 }

@@ -228,6 +228,7 @@ var violations = map[string]func(*story){
 		s.track(9500, newsURL, "n2")
 	},
 	"accepted: the destination is not due": func(s *story) { s.track(9500, newsURL, "m1") },
+	"accepted: no id":                      func(s *story) { s.receipt(9500, newsURL, "n9", "null") },
 	"refusal: unknown_write_key":           func(s *story) { s.call(9400, Calls, "news/web", track("n2", news)).Call.Status = 401 },
 	"refusal: the Source has returned":     func(s *story) { s.call(15_200, Calls, "lab/web", track("k", long)).Call.Status = 401 },
 	"repeats: without a fault":             func(s *story) { s.track(4800, newsURL, "n1") },
@@ -260,6 +261,9 @@ var violations = map[string]func(*story){
 		s.received(crmB, "m1").Receipt.Body = `{"type":"track","event":"E","messageId":"m1"}`
 	},
 	"bytes: a field is missing": func(s *story) { s.received(newsURL, "n1").Receipt.Body = `{"type":"track","messageId":"n1"}` },
+	"bytes: a dropped field": func(s *story) {
+		s.find(Objects, func(l *Line) bool { return l.Object != nil && l.Object.Name == news }).Object.Destination.Dropped = []string{"event"}
+	},
 	"urls: one URL got nothing": func(s *story) {
 		s.remove(Receiver, func(l *Line) bool { return l.Receipt.URL == crmB && l.Receipt.Key == "m1" })
 		s.remove(Faults, func(l *Line) bool { return l.Fault.ID == 2 })
