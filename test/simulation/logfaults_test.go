@@ -3,6 +3,7 @@ package simulation
 import (
 	"cmp"
 	"context"
+	"errors"
 	"log/slog"
 	"time"
 
@@ -24,6 +25,7 @@ var logKinds = []kind{
 	{"snapshots are lost", (*world).loseSnapshots},
 	{"the stream is deleted", (*world).deleteStream},
 	{"another installation joins", (*world).join},
+	{"files of an earlier owner are adopted", (*world).adoptOlder},
 }
 
 // rejoining is the time after which each process accepts calls again. A process that reaches no server remains ready, and
@@ -33,8 +35,8 @@ const rejoining = 12 * time.Second
 // repairTime is the time in which an owner replaces what a log lacks.
 const repairTime = 45 * time.Second
 
-// disturb makes the log fail for a time, in which the owner can change.
-func (w *world) disturb(f witness.Fault, set func(fails bool)) {
+// disturb makes the log fail for at most a number of seconds, in which the owner can change.
+func (w *world) disturb(f witness.Fault, seconds int, set func(fails bool)) {
 	w.recover()
 	f.Repeats = witness.InFlight
 	end := w.Fault(f)
@@ -42,7 +44,7 @@ func (w *world) disturb(f witness.Fault, set func(fails bool)) {
 	w.disturbed = w.Clock.Now()
 	set(true)
 	w.mu.Unlock()
-	time.Sleep(time.Duration(w.rand.IntN(30_000)) * time.Millisecond)
+	time.Sleep(time.Duration(w.rand.IntN(1000*seconds)) * time.Millisecond)
 	w.mu.Lock()
 	set(false)
 	w.mu.Unlock()
@@ -59,12 +61,12 @@ func (w *world) disturb(f witness.Fault, set func(fails bool)) {
 // cutOff separates a process from the servers.
 func (w *world) cutOff() {
 	p := w.ownerOr(w.some())
-	w.disturb(witness.Fault{Name: "network partition", Process: p.name}, func(fails bool) { p.cut = fails })
+	w.disturb(witness.Fault{Name: "network partition", Process: p.name}, 90, func(fails bool) { p.cut = fails })
 }
 
 // elect leaves the stream and the directory without a leader.
 func (w *world) elect() {
-	w.disturb(witness.Fault{Name: "election"}, func(fails bool) {
+	w.disturb(witness.Fault{Name: "election"}, 30, func(fails bool) {
 		w.log.stream.SetLeader(!fails)
 		w.log.directory.SetLeader(!fails)
 	})
@@ -72,14 +74,14 @@ func (w *world) elect() {
 
 // loseRequests loses requests of all processes and their responses, executes some late, and makes reads stale.
 func (w *world) loseRequests() {
-	w.disturb(witness.Fault{Name: "lost requests"}, func(fails bool) { w.log.flaky = fails })
+	w.disturb(witness.Fault{Name: "lost requests"}, 30, func(fails bool) { w.log.flaky = fails })
 }
 
 // turnClock sets the wall clock of a process, which hands over its slot if another process has a right one.
 func (w *world) turnClock() {
 	p := w.ownerOr(w.some())
 	ahead := time.Duration(w.rand.IntN(int(20*time.Minute))) - 10*time.Minute
-	w.disturb(witness.Fault{Name: "wrong wall clock", Process: p.name}, func(fails bool) {
+	w.disturb(witness.Fault{Name: "wrong wall clock", Process: p.name}, 30, func(fails bool) {
 		if p.ahead = 0; fails {
 			p.ahead = ahead
 		}
@@ -94,7 +96,7 @@ func (w *world) misset() {
 	w.replace(p)
 	time.Sleep(time.Duration(w.rand.IntN(20_000)) * time.Millisecond)
 	if w.rand.IntN(2) == 0 {
-		w.loseAll(p)
+		w.loseAll(p, true)
 		time.Sleep(2 * grace)
 	}
 	p.wrong = 0
@@ -131,18 +133,18 @@ func (w *world) loseContent(name string, remove func()) {
 	w.recover()
 	w.progress()
 	end()
-	w.loseAll(nil)
+	w.loseAll(nil, true)
 	w.recover()
 }
 
-// loseAll ends all processes but one without a warning, and loses their disks.
-func (w *world) loseAll(but *pod) {
+// loseAll ends all processes but one without a warning, with power by a power loss.
+func (w *world) loseAll(but *pod, power bool) {
 	for _, p := range w.pods {
 		if p == but {
 			continue
 		}
 		w.mu.Lock()
-		p.life.power = true
+		p.life.power = power
 		p.life.lose()
 		w.mu.Unlock()
 	}
@@ -155,7 +157,7 @@ func (w *world) join() {
 	foreign := newForeign(w, []string{"", "news/posthorn"}[w.rand.IntN(2)])
 	foreign.start()
 	time.Sleep(time.Duration(w.rand.IntN(10_000)) * time.Millisecond)
-	w.loseAll(nil)
+	w.loseAll(nil, true)
 	time.Sleep(3 * grace)
 	foreign.end()
 	w.recover()
@@ -193,7 +195,9 @@ func (w *world) deleteStream() {
 	for end := time.Now().Add(time.Minute); owner.owns() > 0 && time.Now().Before(end); {
 		time.Sleep(time.Second)
 	}
-	w.adopt(owner)
+	if err := w.adopt(owner); err != nil {
+		w.Errorf("adoption with the files of %s: got error %v, want none", owner.name, err)
+	}
 	w.mu.Lock()
 	w.epoch = 0 // The epochs of the new stream begin with 1.
 	w.mu.Unlock()
@@ -202,12 +206,42 @@ func (w *world) deleteStream() {
 }
 
 // adopt makes the slot continue with the files of a process, as posthorn replication adopt does.
-func (w *world) adopt(p *pod) {
+func (w *world) adopt(p *pod) error {
 	slot := slots.Slot{Log: slotstest.NewLog(w.log.stream), Objects: w.log.snapshots, Dir: host.QueueFolder("data", 0),
 		Store: pebblestore.Options{FS: p.disk, MemTableBytes: 256 << 10, Logger: slog.New(slog.DiscardHandler)}}
 	ctx, cancel := context.WithTimeout(w.Context(), time.Minute)
 	defer cancel()
-	if _, err := slot.Adopt(ctx, w.log.stream.Rename, true, func(*pebblestore.Store) error { return nil }); err != nil {
-		w.Errorf("adoption with the files of %s: got error %v, want none", p.name, err)
+	_, err := slot.Adopt(ctx, w.log.stream.Rename, true, func(*pebblestore.Store) error { return nil })
+	return err
+}
+
+// adoptOlder adopts the files of an owner that reached no server while another process took its slot. It is an error, unless
+// the log has all that the files have.
+func (w *world) adoptOlder() {
+	w.recover()
+	w.loseNone()
+	w.progress()
+	owner := w.newestOwner()
+	if owner == nil {
+		return
 	}
+	end := w.Fault(witness.Fault{Name: "network partition", Process: owner.name, Repeats: witness.Unrecorded})
+	w.cut(owner, true)
+	time.Sleep(20 * time.Second)
+	w.progress()
+	w.loseAll(nil, false)
+	w.cut(owner, false)
+	if err := w.adopt(owner); err != nil && !errors.Is(err, slots.ErrOlderFiles) {
+		w.Errorf("adoption with the files of %s: got error %v, want none or %v", owner.name, err, slots.ErrOlderFiles)
+	}
+	w.recover()
+	w.progress()
+	end()
+}
+
+// cut separates a process from the servers, or ends this.
+func (w *world) cut(p *pod, fails bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	p.cut = fails
 }
