@@ -299,6 +299,9 @@ func (w *world) suspend() {
 	if !d.removed.IsZero() {
 		return
 	}
+	if w.rand.IntN(2) == 0 { // Retry windows end.
+		w.fail(d.namespace, witness.Fault{Name: "failing receiver", Namespace: d.namespace})
+	}
 	end := w.Fault(witness.Fault{Name: "suspended destination", Namespace: d.namespace})
 	d.state = []liveconfig.State{liveconfig.Suspended, liveconfig.Paused}[w.rand.IntN(2)]
 	w.revise(d)
