@@ -165,8 +165,8 @@ func readWebhook(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	return io.ReadAll(http.MaxBytesReader(w, inflated, maxWebhook))
 }
 
-// maxWebhook bounds a body, in bytes: a batch of 4 MiB whose messages are shaped.
-const maxWebhook = 16 << 20
+// maxWebhook bounds a body, in bytes. It is larger than each batch.
+const maxWebhook = 5 << 20
 
 // ServeHTTP receives one webhook.
 func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -246,6 +246,9 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.print(m)
 	w.WriteHeader(m.Status)
+	if m.Messages > 0 {
+		_, _ = io.WriteString(w, "{}") // With response: PerItem it rejects no message.
+	}
 }
 
 // saveRequest writes a request to a file whose name has its number.
