@@ -577,7 +577,7 @@ type Batch struct {
 	// +optional
 	MaxMessages int32 `json:"maxMessages,omitempty"`
 
-	// The maximum size of the messages in a batch, as they were accepted, before redact and request change them. A larger
+	// The maximum size of a batch: of its messages as they were accepted, and of the body that is made from them. A larger
 	// message is a batch of its own. 1Ki to 4Mi, default 1Mi.
 	// +kubebuilder:validation:XValidation:rule="quantity(string(self)).compareTo(quantity('1Ki')) >= 0 && quantity(string(self)).compareTo(quantity('4Mi')) <= 0",message="maxBytes must be between 1Ki and 4Mi"
 	// +kubebuilder:default="1Mi"

@@ -398,6 +398,9 @@ func TestHintOfAFailure(t *testing.T) {
 		{name: "http to a port with TLS", reason: "ConnectionFailed", url: "http://a.example", fix: "set a URL with https://"},
 		{name: "http to a port with TLS that answers 400", reason: "Rejected", status: 400, url: "http://a.example",
 			fix: "set a URL with https://"},
+		{name: "no HTTP", reason: "InvalidResponse", url: "http://a.example", fix: "check the port; if the port uses TLS"},
+		{name: "no list of rejected messages", reason: "InvalidResponse", status: 200, url: "http://a.example",
+			fix: `{"failed": [{"index": 0, "status": 422}]}`, not: "https"},
 		{name: "https", reason: "ConnectionFailed", url: "https://a.example", fix: "check the network", not: "https"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
