@@ -53,10 +53,12 @@ func (b *bench) startLog() (*replicatedLog, error) {
 	return &l, nil
 }
 
+// stop ends the servers and deletes their files: each stream reserves its largest size.
 func (l *replicatedLog) stop() {
 	for _, s := range l.servers {
 		_ = s.Stop(syscall.SIGTERM)
 	}
+	_ = os.RemoveAll(l.dir)
 }
 
 // disk returns the bytes of the servers' files.
