@@ -93,6 +93,7 @@ type sample struct {
 	standby       float64  // microseconds per message of the standby
 	senders, sink float64  // microseconds per message of the other processes
 	connections   float64  // accepted by the sink, per 1,000 messages
+	wire          float64  // bytes of bodies at the sink, per message
 	cost          counters // of the measured process, per message
 	commits       string   // the size and the duration of a commit
 	p50, p99      time.Duration
@@ -196,6 +197,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			delivered.Add(s.Count)
 			all.Count += s.Count
 			all.Connections += s.Connections
+			all.Bytes += s.Bytes
 			all.Most = max(all.Most, s.Most)
 			all.Samples = append(all.Samples, s.Samples...)
 		}
@@ -244,8 +246,8 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits),
 			1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
 		rate: n / took.Seconds(), cpu: each(used), standby: each(behind), senders: each(own), sink: each(sink),
-		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
-		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss, most: stats.Most,
+		connections: 1000 * float64(stats.Connections) / float64(stats.Count), wire: float64(stats.Bytes) / float64(stats.Count),
+		p50: quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss, most: stats.Most,
 		delivered: delivered.Load(),
 	}, nil
 }

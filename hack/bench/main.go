@@ -138,8 +138,8 @@ var measurements = []struct {
 	{"batches", measureBatches},
 	{"singles", measureSingles},
 	{"numbers", measureNumbers},
-	{"redact", measureRedact},
-	{"request", measureRequest},
+	{"shapes", measureShapes},
+	{"batches-out", measureBatchesOut},
 	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
@@ -240,26 +240,17 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 		fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
 }
 
-// besidePlain measures a load between two runs of a plain one to a destination without settings, of which it returns the mean.
-func (b *bench) besidePlain(ctx context.Context, plain, other load, to []destination) (got, mean sample, err error) {
-	before, err := b.throughput(ctx, plain, destinations(1, b.sink.Addr))
-	if err != nil {
-		return got, mean, err
-	}
-	if got, err = b.throughput(ctx, other, to); err != nil {
-		return got, mean, err
-	}
-	after, err := b.throughput(ctx, plain, destinations(1, b.sink.Addr))
-	return got, before.mean(after), err
-}
-
 // measureNumbers compares messages with a long number, which becomes a string
 // at delivery, with messages without one.
 func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 	l := load{batch: 20, clients: 8}
 	long := l
 	long.longNumbers = true
-	got, plain, err := b.besidePlain(ctx, l, long, destinations(1, b.sink.Addr))
+	plain, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.throughput(ctx, long, destinations(1, b.sink.Addr))
 	if err != nil {
 		return nil, err
 	}
@@ -267,44 +258,78 @@ func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
 }
 
-// measureRedact compares single calls whose destination drops, masks and hashes a value with those of one without rules.
-func measureRedact(ctx context.Context, b *bench) ([]row, error) {
-	l := load{batch: 1, clients: 64}
-	list := destinations(1, b.sink.Addr)
-	list[0].change = func(d *liveconfig.Destination) {
-		d.Redact = &liveconfig.Redact{Drop: []string{"context.userAgent"}, Mask: []string{"properties.coupon"},
-			Hash: &liveconfig.RedactHash{Key: liveconfig.NewSecret(secret), Paths: []liveconfig.HashedPath{{Path: "userId"}}}}
-	}
-	got, plain, err := b.besidePlain(ctx, l, l, list)
-	if err != nil {
-		return nil, err
-	}
-	return []row{below("CPU per message with three redacted paths, of one without", got.cpu/plain.cpu, 1.3,
-		fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.3")}, nil
-}
-
-// measureRequest compares single calls whose destination makes requests by an expression with those of one that does not.
-func measureRequest(ctx context.Context, b *bench) (rows []row, err error) {
+// measureShapes compares calls whose destination redacts values, or makes requests by an expression, with calls of one that does
+// neither, as single calls and in batches.
+func measureShapes(ctx context.Context, b *bench) (rows []row, err error) {
 	const twelve = "{'id': call.messageId, 'user': call.userId, 'name': call.event, 'type': call.type, 'at': call.timestamp," +
 		"?'total': call.?properties.?total, ?'items': call.?properties.?products, ?'coupon': call.?properties.?coupon, ?'ip': call.?context.?ip," +
 		"?'agent': call.?context.?userAgent, 'source': source.name, 'to': destination.name}"
-	l := load{batch: 1, clients: 64}
+	redact := func(d *liveconfig.Destination) {
+		d.Redact = &liveconfig.Redact{Drop: []string{"context.userAgent"}, Mask: []string{"properties.coupon"},
+			Hash: &liveconfig.RedactHash{Key: liveconfig.NewSecret(secret), Paths: []liveconfig.HashedPath{{Path: "userId"}}}}
+	}
+	body := func(expression string) func(*liveconfig.Destination) {
+		return func(d *liveconfig.Destination) { d.Request = &liveconfig.Request{Body: expression} }
+	}
+	for _, of := range []struct {
+		name string
+		load
+		most [3]float64
+	}{{"single calls", load{batch: 1, clients: 64}, [3]float64{1.3, 1.1, 1.5}}, {"batches", load{batch: 20, clients: 8}, [3]float64{1.5, 1.3, 2.2}}} {
+		plain, err := b.throughput(ctx, of.load, destinations(1, b.sink.Addr))
+		if err != nil {
+			return nil, err
+		}
+		for i, c := range []struct {
+			name   string
+			change func(*liveconfig.Destination)
+		}{{"three redacted paths", redact}, {"the whole call as its body", body("call")}, {"a body of 12 fields", body(twelve)}} {
+			list := destinations(1, b.sink.Addr)
+			list[0].change = c.change
+			got, err := b.throughput(ctx, of.load, list)
+			if err != nil {
+				return nil, err
+			}
+			rows = append(rows, below("CPU per message of "+of.name+", "+c.name+", of none", got.cpu/plain.cpu, of.most[i],
+				fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), fmt.Sprintf("<= %.1f", of.most[i])))
+		}
+	}
+	return rows, nil
+}
+
+// measureBatchesOut compares batches of 100 messages with a request for each: a backlog of calls in batches.
+func measureBatchesOut(ctx context.Context, b *bench) (rows []row, err error) {
+	l := load{batch: 20, clients: 8}
+	direct, err := b.directLoop(1)
+	if err != nil {
+		return nil, err
+	}
 	plain, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
 	if err != nil {
 		return nil, err
 	}
-	for _, c := range []struct {
-		name, body string
-		most       float64
-	}{{"the whole call as its body", "call", 1.1}, {"a body of 12 fields", twelve, 1.5}} {
-		list := destinations(1, b.sink.Addr)
-		list[0].change = func(d *liveconfig.Destination) { d.Request = &liveconfig.Request{Body: c.body} }
+	for _, gzip := range []bool{false, true} {
+		list, name := destinations(1, b.sink.Addr), "batches of 100"
+		list[0].change = func(d *liveconfig.Destination) {
+			d.Batch = &liveconfig.Batch{MaxMessages: 100, MaxBytes: 1 << 20, MaxDelayMS: 1000, Format: liveconfig.BatchNDJSON}
+			d.Endpoints[0].GZip = gzip
+		}
+		if gzip {
+			name += " with gzip"
+		}
 		got, err := b.throughput(ctx, l, list)
 		if err != nil {
 			return nil, err
 		}
-		rows = append(rows, below("CPU per message with "+c.name+", of one without spec.request", got.cpu/plain.cpu, c.most,
-			fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), fmt.Sprintf("<= %.1f", c.most)))
+		rows = append(rows,
+			below("CPU per message in "+name+", of single requests", got.cpu/plain.cpu, 0.7,
+				fmt.Sprintf("%.2f (%.1f us of %.1f us)", got.cpu/plain.cpu, got.cpu, plain.cpu), "<= 0.7"),
+			atLeast("delivered/s in "+name+", of direct single requests", got.rate/direct.rate, 2,
+				fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)))
+		if gzip {
+			rows = append(rows, below("bytes of bodies in "+name+", of single requests", got.wire/plain.wire, 0.25,
+				fmt.Sprintf("%.2f (%.0f of %.0f)", got.wire/plain.wire, got.wire, plain.wire), "<= 0.25"))
+		}
 	}
 	return rows, nil
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"compress/gzip"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -37,6 +38,7 @@ type sinkProcess struct {
 type sinkStats struct {
 	Count       int64
 	Connections int64 // accepted
+	Bytes       int64 // of the counted bodies
 	Most        int64 // the most requests at once of Workers
 	Samples     []time.Duration
 }
@@ -106,13 +108,31 @@ func (s *sinkProcess) take() (stats sinkStats, err error) {
 	more, err := s.next.take()
 	stats.Count += more.Count
 	stats.Connections += more.Connections
+	stats.Bytes += more.Bytes
 	stats.Samples = append(stats.Samples, more.Samples...)
 	return stats, err
 }
 
+// messages returns the number of messages in the body of a request: of one with lines, their number.
+func messages(body []byte, lines, compressed bool) int64 {
+	if !lines {
+		return 1
+	}
+	if compressed {
+		r, err := gzip.NewReader(bytes.NewReader(body))
+		if err != nil {
+			panic(err) // The dispatcher made it.
+		}
+		if body, err = io.ReadAll(r); err != nil {
+			panic(err)
+		}
+	}
+	return int64(bytes.Count(body, []byte("\n")))
+}
+
 // sinkRole runs the sink; its argument is the number of Ports.
 func sinkRole(args []string) error {
-	var count, connections, waiting, most atomic.Int64
+	var count, size, connections, waiting, most atomic.Int64
 	free := make(chan struct{}, sinkWorkers)
 	var mu sync.Mutex
 	var samples []time.Duration
@@ -139,7 +159,7 @@ func sinkRole(args []string) error {
 			r := bufio.NewReaderSize(c, 4<<10)
 			var body []byte
 			for {
-				length := 0
+				length, lines, compressed := 0, false, false
 				for {
 					line, err := r.ReadSlice('\n')
 					if err != nil {
@@ -151,14 +171,17 @@ func sinkRole(args []string) error {
 					if len(line) > 15 && strings.EqualFold(string(line[:15]), "content-length:") {
 						length, _ = strconv.Atoi(strings.TrimSpace(string(line[15:])))
 					}
+					lines = lines || bytes.HasPrefix(line, []byte("Content-Type: application/x-ndjson"))
+					compressed = compressed || bytes.HasPrefix(line, []byte("Content-Encoding: gzip"))
 				}
 				body = slices.Grow(body[:0], length)[:length]
 				if _, err := io.ReadFull(r, body); err != nil {
 					return
 				}
 				if counted {
-					// One message in 4 is a latency sample.
-					if n := count.Add(1); n%4 == 0 {
+					size.Add(int64(length))
+					// One message in 4 is a latency sample; of a batch, the first one in 4.
+					if n := count.Add(messages(body, lines, compressed)); n%4 == 0 {
 						if d := age(body); d > 0 {
 							mu.Lock()
 							samples = append(samples, d)
@@ -214,7 +237,7 @@ func sinkRole(args []string) error {
 	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
 		mu.Lock()
 		defer mu.Unlock()
-		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Connections: connections.Swap(0), Most: most.Swap(0), Samples: samples})
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Bytes: size.Swap(0), Connections: connections.Swap(0), Most: most.Swap(0), Samples: samples})
 		samples = nil
 	}))
 }
