@@ -19,9 +19,11 @@ type Attempt struct {
 	Source      string `json:"source"`
 	Destination string `json:"destination"`
 	Endpoint    string `json:"endpoint"`
-	// Seq and MessageID name the message.
+	// Seq and MessageID name the message, the first one of a batch. Messages is the number of messages of a batch, and 0 for
+	// a request with a single message.
 	Seq       uint64   `json:"seq"`
 	MessageID event.ID `json:"messageId"`
+	Messages  int      `json:"messages,omitempty"`
 	// Generation is that of the destination from which the request was made.
 	Generation int64 `json:"generation,omitempty"`
 	// Number is 1 for a message's first attempt.

@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"context"
+	"hash/maphash"
 	"iter"
 	"maps"
 	"slices"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 // attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size and then allocates
@@ -20,7 +22,16 @@ type attempts struct {
 	// answered is 1 more than the index of the only attempt with a Response, so that an endpoint
 	// keeps at most one; 0 if there is none.
 	answered int
+	// others is the number of record.others of all attempts.
+	others int
 }
+
+// maxOthers bounds the messages of batches that are remembered beside the first one of each: with more, those of the oldest
+// attempts are forgotten.
+const maxOthers = 8192
+
+// idSeed is that of the hashes of messageIds in memory.
+var idSeed = maphash.MakeSeed()
 
 // maxKeptResponse bounds the bytes of a response that are kept in memory, and in the record of the
 // endpoint's health. The replacement of invalid UTF-8 can double them.
@@ -29,9 +40,37 @@ const maxKeptResponse = 512
 type record struct {
 	adminapi.Attempt
 	id []byte
+	// others are hashes of the further messageIds of a batch, sorted.
+	others []uint64
 }
 
-func (a *attempts) add(size int, t *adminapi.Attempt) {
+// of reports whether an attempt was one of a message.
+func (r *record) of(messageID string) bool {
+	if string(r.id) == messageID {
+		return true
+	}
+	_, found := slices.BinarySearch(r.others, maphash.String(idSeed, messageID))
+	return found
+}
+
+// setOthers remembers the further messages of an attempt with a batch.
+func (a *attempts) setOthers(r *record, batch []queue.Delivery) {
+	a.others -= len(r.others)
+	r.others = nil
+	for i := 1; i < len(batch); i++ {
+		r.others = append(r.others, maphash.String(idSeed, batch[i].ID))
+	}
+	slices.Sort(r.others)
+	a.others += len(r.others)
+	for i := 0; i < len(a.ring) && a.others > maxOthers; i++ {
+		if old := &a.ring[(a.next+i)%len(a.ring)]; old != r {
+			a.others -= len(old.others)
+			old.others = nil
+		}
+	}
+}
+
+func (a *attempts) add(size int, t *adminapi.Attempt, batch []queue.Delivery) {
 	if len(a.ring) < size {
 		a.ring = append(a.ring, record{})
 		a.next = len(a.ring) - 1
@@ -47,6 +86,7 @@ func (a *attempts) add(size int, t *adminapi.Attempt) {
 	r.Attempt = *t
 	r.id = append(r.id[:0], t.MessageID...)
 	r.MessageID = ""
+	a.setOthers(r, batch)
 }
 
 // forgetResponse removes the Response, which may repeat what was redacted by other rules.
@@ -94,13 +134,16 @@ func (e *Engine) Attempts(destination, endpoint string) []adminapi.Attempt {
 	return list
 }
 
-// AttemptsOf lists the remembered attempts of a message, oldest first.
+// AttemptsOf lists the remembered attempts of a message, oldest first. Those of batches have its MessageID.
 func (e *Engine) AttemptsOf(messageID string) (list []adminapi.Attempt) {
 	e.mu.Lock()
 	names := slices.Collect(maps.Keys(e.registry.destinations))
 	e.mu.Unlock()
 	for _, name := range names {
-		list = append(list, e.attempts(name, func(_ string, r *record) bool { return string(r.id) == messageID })...)
+		list = append(list, e.attempts(name, func(_ string, r *record) bool { return r.of(messageID) })...)
+	}
+	for i := range list {
+		list[i].MessageID = event.ID(messageID) // It may be another one of a batch.
 	}
 	slices.SortStableFunc(list, earlierAttempt)
 	return list

@@ -28,7 +28,7 @@ func TestAttemptsKeepOneResponse(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var a attempts
 			for i, response := range c.responses {
-				a.add(size, &adminapi.Attempt{MessageID: event.ID(fmt.Sprint(i)), Response: response})
+				a.add(size, &adminapi.Attempt{MessageID: event.ID(fmt.Sprint(i)), Response: response}, nil)
 			}
 			var got []string
 			for attempt := range a.oldestFirst() {
@@ -60,7 +60,7 @@ func TestLastFailedAttempt(t *testing.T) {
 			if result == 'x' {
 				attempt.Reason = "Rejected"
 			}
-			a.add(size, &attempt)
+			a.add(size, &attempt, nil)
 		}
 		got := ""
 		if failed := a.lastFailed(); failed != nil {

@@ -76,6 +76,8 @@ type destinationConfig struct {
 	// shape makes the requests from its config; nil for a POST of the message.
 	shape       *shape.Shape
 	shapeConfig *liveconfig.Request
+	// batch has the limits of batches; nil if each message has its own request.
+	batch *liveconfig.Batch
 	// suspensions extend the windows.
 	suspensions suspensions
 }
@@ -89,7 +91,7 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 		policy: retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(),
 			Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
-		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers, shapeConfig: c.Request,
+		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers, shapeConfig: c.Request, batch: c.Batch,
 	}
 	var errs []error
 	var err error
@@ -115,12 +117,12 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 		}
 	}
 	for _, config := range c.Endpoints {
-		t := target{to: old.prepared(config, c.SuccessRule != nil)}
+		t := target{to: old.prepared(config, keptAccepted(c))}
 		if t.to == nil && s.active {
 			if t.to, err = client.Prepare(config); err != nil {
 				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
-			} else if c.SuccessRule != nil {
-				t.to.KeepAccepted()
+			} else if n := keptAccepted(c); n > 0 {
+				t.to.KeepAccepted(n)
 			}
 		}
 		s.targets = append(s.targets, t)
@@ -128,13 +130,24 @@ func newDestinationConfig(c *liveconfig.Destination, old *destinationConfig, cli
 	return s, errors.Join(errs...)
 }
 
-// prepared returns the prepared request of an endpoint with unchanged config, or nil. keep is true if it must keep responses.
-func (s *destinationConfig) prepared(config liveconfig.Endpoint, keep bool) *egress.Endpoint {
+// keptAccepted is the number of bytes of a 2xx response that are needed.
+func keptAccepted(c *liveconfig.Destination) int {
+	switch {
+	case c.Batch != nil && c.Batch.PerItem:
+		return 64 << 10
+	case c.SuccessRule != nil:
+		return expression.MaxResponseBytes
+	}
+	return 0
+}
+
+// prepared returns the prepared request of an endpoint with unchanged config, or nil. keep are the bytes of responses that it keeps.
+func (s *destinationConfig) prepared(config liveconfig.Endpoint, keep int) *egress.Endpoint {
 	if s == nil {
 		return nil
 	}
 	for i, old := range s.configs {
-		if to := s.targets[i].to; to != nil && to.KeepsAccepted() == keep && reflect.DeepEqual(old, config) {
+		if to := s.targets[i].to; to != nil && to.KeptAccepted() == keep && reflect.DeepEqual(old, config) {
 			return to
 		}
 	}
@@ -180,6 +193,15 @@ func (d *destination) failFilter(m *queue.Delivery, now time.Time) {
 // request makes the request for a message: the bytes to sign and to send, and what differs from a POST of them.
 // matched are the paths of redaction that match the message.
 func (s *destinationConfig) request(d *queue.Delivery) (r shape.Request, matched uint64, err error) {
+	r, matched, err = s.element(d)
+	if s.batch != nil && err == nil && !r.Omitted {
+		r = s.endBatch(r, s.appendElement(nil, r.Body))
+	}
+	return r, matched, err
+}
+
+// element makes the request for a message alone.
+func (s *destinationConfig) element(d *queue.Delivery) (r shape.Request, matched uint64, err error) {
 	body, matched, err := s.body(d)
 	if err != nil {
 		return r, matched, err

@@ -379,9 +379,10 @@ func (w *world) end() {
 	for _, p := range w.store.problems() {
 		w.Error(p)
 	}
-	if w.engine.scheduler.inFlight != 0 || w.engine.scheduler.leased != 0 || w.engine.workers.count != 0 {
-		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.scheduler.inFlight, w.engine.scheduler.leased,
-			w.engine.workers.count)
+	if s := &w.engine.scheduler; s.inFlight != 0 || s.leased != 0 || s.batched != 0 || s.leasedBytes != 0 || s.bufferedBytes != 0 ||
+		w.engine.workers.count != 0 {
+		w.Errorf("at the end: %d in flight, %d leased, %d of batches, %d and %d bytes, %d workers", s.inFlight, s.leased, s.batched,
+			s.leasedBytes, s.bufferedBytes, w.engine.workers.count)
 	}
 }
 

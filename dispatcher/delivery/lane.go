@@ -45,6 +45,11 @@ type lane struct {
 	// buffer[head:] holds leased messages that are not started. Another lease may be in progress.
 	buffer  []queue.Delivery
 	scratch []queue.Delivery
+	// parts are leased messages of batches that are sent first, the last part before the others.
+	parts []part
+	// held is true while the buffered messages wait for further ones of their batch, until the timer holding fires.
+	held    bool
+	holding *time.Timer
 	head    int
 	leasing bool
 	// dense is true if the last lease returned every message after lastSeq, the end of the one before.
@@ -59,8 +64,8 @@ type lane struct {
 	// more is true unless the last lease emptied the lane; notified is true if the store reported
 	// new messages during a lease.
 	more, notified bool
-	// inFlight counts requests, leased counts messages.
-	inFlight, leased int
+	// inFlight counts requests, leased counts messages. counted and batched are the parts of leased in the counts of scheduler.
+	inFlight, leased, counted, batched int
 }
 
 // snapshot makes the snapshot of a lane.
@@ -95,7 +100,7 @@ func (l *lane) snapshot() adminapi.LaneState {
 
 func (l *lane) parked() bool  { return len(l.targets) == 0 || l.broken }
 func (l *lane) buffered() int { return len(l.buffer) - l.head }
-func (l *lane) hasWork() bool { return l.more || l.buffered() > 0 }
+func (l *lane) hasWork() bool { return l.more || len(l.parts) > 0 || l.buffered() > 0 && !l.held }
 
 // failing reports whether all endpoints of the lane fail most of the time.
 func (l *lane) failing() bool {
@@ -209,7 +214,7 @@ func parkedLane(v *liveconfig.View, id queue.LaneID) bool {
 }
 
 // park removes a lane's endpoints, so that nothing is sent.
-func (l *lane) park(set *destinationConfig) { l.set, l.targets = set, nil }
+func (l *lane) park(set *destinationConfig) { l.set, l.targets, l.held = set, nil, false }
 
 // follow applies the destination's settings to a lane. A lane whose endpoint was removed is parked until the store has
 // ended it: before that, the store would lease messages to it that other lanes of the group have, too.

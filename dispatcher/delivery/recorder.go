@@ -38,7 +38,7 @@ func attemptOf(p *post, r *ended) adminapi.Attempt {
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
-		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Generation: p.set.generation, Number: p.message.Attempt + 1,
+		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Messages: len(p.batch), Generation: p.set.generation, Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr,
 		CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}
@@ -50,7 +50,7 @@ func attemptOf(p *post, r *ended) adminapi.Attempt {
 
 // keep adds an attempt to the last ones of its endpoint, and publishes it.
 func (c *recorder) keep(a *adminapi.Attempt, p *post) {
-	p.target.attempts.add(c.perEndpoint, a)
+	p.target.attempts.add(c.perEndpoint, a, p.batch)
 	if len(c.tails) > 0 {
 		c.publish(a, p)
 	}
@@ -98,7 +98,7 @@ func (c *recorder) publish(a *adminapi.Attempt, p *post) {
 				t.dropped.Add(1)
 				continue
 			}
-			if sent.Body = bytes.Clone(p.body); p.set.shape != nil && !json.Valid(p.body) {
+			if sent.Body = bytes.Clone(p.body); (p.set.shape != nil || p.set.batch != nil) && !json.Valid(p.body) {
 				sent.Body, _ = json.Marshal(string(p.body)) // A text cannot fail to marshal.
 			}
 		}

@@ -66,7 +66,7 @@ func (h *healthRecords) restore(ep *liveEndpoint, revision string, attempts int,
 	if ok {
 		ep.machine.Restore(r.Record, revision, now)
 		if r.FailedAttempt != nil {
-			ep.attempts.add(attempts, r.FailedAttempt)
+			ep.attempts.add(attempts, r.FailedAttempt, nil)
 		}
 	}
 	ep.stored, ep.storedAt = ep.machine.Status(), now

@@ -86,9 +86,9 @@ type matches struct {
 	paths    uint64
 }
 
-// add counts a message.
-func (m *matches) add(paths uint64) {
-	m.messages++
+// add counts n messages.
+func (m *matches) add(n int, paths uint64) {
+	m.messages += int64(n)
 	m.paths |= paths
 }
 

@@ -27,8 +27,8 @@ type scheduler struct {
 	// active counts the namespaces with waiting lanes, leases in progress or requests in flight.
 	active int
 	// inFlight counts requests, failing the requests of lanes that were failing at their start, leased the messages that
-	// are leased and not settled.
-	inFlight, failing, leased int
+	// are leased and not settled, without those of lanes with batches, which batched counts.
+	inFlight, failing, leased, batched int
 	// slow counts the requests to endpoints that were slow at their start.
 	slow int
 	// freeLeases counts the leases in progress of dense lanes that do not count for their namespaces.
@@ -42,19 +42,24 @@ type scheduler struct {
 // for no more than their part. Endpoints that are not slow have maxFast at most: with more, their requests would wait for a
 // processor of this process, on connections that others could use again.
 func (s *scheduler) limit() int {
-	held := s.leasedBytes - max(0, s.bufferedBytes-s.bufferLimit())
+	held := s.leasedBytes + s.batched*batchedBytes - max(0, s.bufferedBytes-s.bufferLimit())
 	return max(1, min(s.maxInFlight-held/memory.RequestBytes, maxFast+s.slow))
 }
 
 const (
 	// maxFast is enough for 10,000 requests a second to endpoints that are not slow.
 	maxFast = 1024
+	// batchedBytes is the memory of a leased message beside its body.
+	batchedBytes = 512
 	// slowFrom is the mean duration of attempts from which an endpoint is slow.
 	slowFrom = 100 * time.Millisecond
 )
 
 // bufferLimit bounds the bodies of messages without a request, except for one of each lane.
 func (s *scheduler) bufferLimit() int { return s.maxInFlight * memory.RequestBytes / 16 }
+
+// buffersFull reports whether no lane may hold messages that it could send.
+func (s *scheduler) buffersFull() bool { return s.bufferedBytes+s.leasingBytes >= s.bufferLimit() }
 
 // enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
 // in progress queues itself afterwards.
@@ -233,8 +238,11 @@ func (s *scheduler) load(owner *namespace, n int) {
 // quantum is the number of messages that a lane leases at once: at most its endpoints' windows or minLease, and fewer
 // the more lanes there are, so that the leased messages of all lanes are bounded. It is 1 above bufferLimit.
 func (s *scheduler) quantum(l *lane) int {
-	if s.bufferedBytes+s.leasingBytes >= s.bufferLimit() {
+	switch {
+	case s.buffersFull():
 		return 1
+	case l.set.batch != nil:
+		return l.set.batch.MaxMessages
 	}
 	window := minLease
 	for _, t := range l.targets {
@@ -274,8 +282,14 @@ func (s *scheduler) wakeNextLane(ep *liveEndpoint, now time.Time) (at time.Time)
 // addLeased adds n messages with bodies of a size to those of a lane that are leased and not settled.
 func (s *scheduler) addLeased(l *lane, n, size int) {
 	l.leased += n
-	s.leased += n
 	s.leasedBytes += size
+	counted, batched := l.leased, 0
+	if l.set != nil && l.set.batch != nil {
+		counted, batched = batched, counted
+	}
+	s.leased += counted - l.counted
+	s.batched += batched - l.batched
+	l.counted, l.batched = counted, batched
 }
 
 // take removes the first message of a lane's buffer.
@@ -297,7 +311,7 @@ func bodies(messages []queue.Delivery) (size int) {
 func (s *scheduler) fill(l *lane, got []queue.Delivery) {
 	rest := copy(l.buffer, l.buffer[l.head:])
 	clear(l.buffer[rest:])
-	l.buffer, l.head = append(l.buffer[:rest], got...), 0
+	l.buffer, l.head, l.held = append(l.buffer[:rest], got...), 0, false
 	size := bodies(got)
 	s.addLeased(l, len(got), size)
 	s.bufferedBytes += size
@@ -306,6 +320,7 @@ func (s *scheduler) fill(l *lane, got []queue.Delivery) {
 
 // takeBuffer removes all buffered messages; the caller releases them.
 func (s *scheduler) takeBuffer(l *lane) []queue.Delivery {
+	l.joinParts()
 	back := append([]queue.Delivery(nil), l.buffer[l.head:]...)
 	clear(l.buffer)
 	l.buffer, l.head = l.buffer[:0], 0

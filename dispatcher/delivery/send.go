@@ -8,7 +8,6 @@ import (
 
 	"go.opentelemetry.io/otel/trace"
 
-	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/contract/liveconfig/expression"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
@@ -20,12 +19,24 @@ import (
 // headerIdempotencyKey carries the key of the messageId (event.ID.Key), which is equal in every attempt.
 const headerIdempotencyKey = "Idempotency-Key"
 
-// post is one request: a message for one endpoint.
+// post is one request: a message, or a batch, for one endpoint.
 type post struct {
-	lane    *lane
-	set     *destinationConfig
-	target  target
+	lane   *lane
+	set    *destinationConfig
+	target target
+	// message is the first one of a batch.
 	message queue.Delivery
+	// batch are the messages of a request for several ones, in the order of the body; nil otherwise. split is true for a part of
+	// a rejected batch.
+	batch []queue.Delivery
+	split bool
+	// omitted are messages of the batch that need no request, apart those that the next requests send, and failed the
+	// statuses of messages by their index, if the response has them.
+	omitted []queue.Delivery
+	apart   []part
+	failed  map[int]int
+	// settled are the outcomes of a batch.
+	settled []settled
 	// body has the bytes to send, copied the bytes of it that are not in message, and matched the paths of redaction that match it.
 	body    []byte
 	copied  int
@@ -93,7 +104,9 @@ func (e *Engine) send(w *worker) {
 	request, failed := p.makeRequest()
 	started := e.o.Now()
 	if len(p.body) > 0 && &p.body[0] != &p.message.Body[0] {
-		p.copied = len(p.body)
+		if p.copied = len(p.body); p.batch != nil {
+			p.copied *= 2 // The request is larger than memory.RequestBytes.
+		}
 		e.mu.Lock()
 		e.scheduler.addLeased(p.lane, 0, p.copied)
 		e.mu.Unlock()
@@ -119,6 +132,7 @@ func (e *Engine) send(w *worker) {
 	r.duration = r.at.Sub(started)
 	r.cut = !r.omitted && r.outcome().Failed() && p.flight.Err() != nil
 	p.set.judge(p.target, &r.Result, r.at)
+	p.judgeItems(&r.Result, r.at)
 	r.Response = p.set.signer.Redact(r.Response, w.headers)
 
 	// The endpoint observes the result before the store does: the store needs longer for a failure than for a success,
@@ -128,16 +142,17 @@ func (e *Engine) send(w *worker) {
 	back, changed := e.observe(p, &r, started)
 	p.suspensions = p.target.destination.suspensions
 	e.mu.Unlock()
-	s := e.settler.settle(p, &r, o)
+	settle := e.settler.settle
+	if p.batch != nil {
+		settle = e.settler.settleBatch
+	}
+	s := settle(p, &r, o)
 	if span != nil {
 		endTrace(span, p, &r, s)
 	}
 	e.mu.Lock()
-	if p.message.LongNumbers {
-		p.target.destination.metrics.longNumbers++
-	}
 	p.target.destination.changed.Numbers()
-	e.finish(p, &r, s)
+	back = append(back, e.finish(p, &r, s)...)
 	waiting, until := p.waitsOver(&r, s, started)
 	*p = post{}
 	e.mu.Unlock()
@@ -165,14 +180,18 @@ func (p *post) makeRequest() (request shape.Request, err error) {
 		p.lane.owner.evaluating.Lock()
 		defer p.lane.owner.evaluating.Unlock()
 	}
-	request, p.matched, err = p.set.request(&p.message)
+	if p.batch != nil {
+		request = p.makeBatch()
+	} else {
+		request, p.matched, err = p.set.request(&p.message)
+	}
 	p.body = request.Body
 	return request, err
 }
 
 // headers appends the headers of the attempt.
 func (p *post) headers(dst []egress.Header, request *shape.Request, now time.Time) []egress.Header {
-	key := event.ID(p.message.ID).Key()
+	key := p.key()
 	dst = append(append(dst, egress.Header{Name: headerIdempotencyKey, Value: key}), request.Headers...)
 	return p.set.signer.Headers(dst, key, now, p.body)
 }
@@ -214,7 +233,8 @@ func (p *post) messageOutcome(r *ended) retry.Outcome {
 		if p.target.machine.HoldsUnmade() {
 			o.Reason = egress.ConnectionFailed
 		}
-	case p.set.policy.Permanent(o) != "" && (p.others || p.target.machine.Holds(o.StatusCode)):
+	case p.set.policy.Permanent(o) != "" && (p.others || p.target.machine.Holds(o.StatusCode) ||
+		p.set.batch != nil && endpoint.AboutURL(o.StatusCode)): // All messages of a batch would become dead letters.
 		o.StatusCode = 0
 	}
 	for _, t := range p.lane.targets {
@@ -231,7 +251,12 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 	ep := p.target.liveEndpoint
 	a := endpoint.Attempt{
 		Started: started, Ended: r.at, Result: r.result(&p.set.policy), RetryAfter: r.RetryAfter,
-		InFlight: ep.inFlight, Probe: p.probe, FirstByte: r.Timing.FirstByte, Jitter: rand.Float64(),
+		InFlight: ep.inFlight, Probe: p.probe, FirstByte: r.Timing.FirstByte, Jitter: rand.Float64(), Split: p.split,
+	}
+	switch {
+	case p.batch == nil:
+	case len(p.batch)+len(p.omitted) == 0, p.split && a.Result == endpoint.Rejected:
+		a.Result = endpoint.Canceled // Nothing was sent, or the endpoint has rejected the whole batch before.
 	}
 	if a.Result != endpoint.Succeeded {
 		a.Failure = r.failure()
@@ -261,8 +286,8 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 	return back, changed
 }
 
-// finish accounts for a request's end and offers the free capacity to other lanes. The lock is held.
-func (e *Engine) finish(p *post, r *ended, s outcome) {
+// finish accounts for a request's end and offers the free capacity to other lanes. It returns messages to release. The lock is held.
+func (e *Engine) finish(p *post, r *ended, s outcome) (back []queue.Delivery) {
 	l, ep, now := p.lane, p.target.liveEndpoint, r.at
 	e.scheduler.addInFlight(l.owner, -1, p.failing)
 	if p.slow {
@@ -270,11 +295,19 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 	}
 	l.inFlight--
 	ep.inFlight--
-	e.scheduler.addLeased(l, -1, -len(p.message.Body)-p.copied)
-	if p.set.redaction.redactor != nil && p.set == l.destination.set {
-		l.destination.matches.add(p.matched)
+	if p.batch == nil {
+		p.settled = append(p.settled, settled{p.message, s})
 	}
-	e.recorder.countOutcome(l.destination, s, now.Sub(p.message.AcceptedAt))
+	if p.set.redaction.redactor != nil && p.set == l.destination.set {
+		l.destination.matches.add(len(p.settled), p.matched)
+	}
+	e.scheduler.addLeased(l, 0, -p.copied)
+	for i := range p.settled {
+		e.finishMessage(l, &p.settled[i], now)
+	}
+	if e.scheduler.keepApart(l, p.apart...); len(p.apart) > 0 && (l.parked() || e.lifetime.stopped || !l.anyClosed()) {
+		back = e.scheduler.takeBuffer(l)
+	}
 	if p.probe || s == released {
 		// A probe leases the oldest message, so the store's last answer about the lane may be outdated.
 		l.more = true
@@ -288,5 +321,15 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 	e.scheduler.unblock()
 	if l.draining && l.leased == 0 {
 		e.early.set()
+	}
+	return back
+}
+
+// finishMessage accounts for a message whose request has ended. The lock is held.
+func (e *Engine) finishMessage(l *lane, m *settled, now time.Time) {
+	e.scheduler.addLeased(l, -1, -len(m.Body))
+	e.recorder.countOutcome(l.destination, m.outcome, now.Sub(m.AcceptedAt))
+	if m.LongNumbers {
+		l.destination.metrics.longNumbers++
 	}
 }

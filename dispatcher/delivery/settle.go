@@ -59,19 +59,17 @@ const (
 	omitted
 	timedOut   // its retry window ended
 	handedOver // another endpoint accepted it or still has it
+	divided    // the messages of the rejected batch are sent in two parts
 )
 
 func (s outcome) String() string {
 	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "rejected", "transform failed",
-		"omitted", "expired", "failed"}[s]
+		"omitted", "expired", "failed", "divided"}[s]
 }
 
 // settle stores the outcome o of the message, and logs a failed attempt.
 func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
-	if !r.cut && !r.omitted && r.outcome().Failed() {
-		args := append(p.target.logArgs(), failureArgs(r.failure())...)
-		s.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
-	}
+	s.logFailure(p, r)
 	if r.cut {
 		s.store.Release(p.message)
 		return released
@@ -82,38 +80,60 @@ func (s *settler) settle(p *post, r *ended, o retry.Outcome) outcome {
 		s.store.Ack(d)
 		return omitted
 	}
-	start := p.suspensions.windowStart(later(p.message.AcceptedAt, s.windowsSince), r.at)
-	decision := retry.Decide(o, p.set.policy, p.message.Attempt, start, r.at, rand.Float64)
-	if decision.Reason == retry.Expired && (p.suspensions.active() || !s.mayExpire()) {
-		decision = retry.Decide(o, p.set.policy, p.message.Attempt, r.at, r.at, rand.Float64)
-	}
-	if decision.Action == retry.Ack {
+	decision, f, end := s.decide(p, &p.message, r, o, rand.Float64)
+	switch decision.Action {
+	case retry.Ack:
 		if !s.store.Ack(p.message) {
 			return deliveredAgain
 		}
-		return delivered
+	case retry.Retry:
+		s.store.Retry(p.message, decision.At, f)
+	case retry.Bury:
+		if !s.bury(p.message, f, r.at) {
+			return handedOver
+		}
+	}
+	return end
+}
+
+func (s *settler) logFailure(p *post, r *ended) {
+	if r.cut || r.omitted || !r.outcome().Failed() {
+		return
+	}
+	args := append(append(p.target.logArgs(), failureArgs(r.failure())...), "messageId", p.message.ID, "attempt", p.message.Attempt+1)
+	if n := len(p.batch); n > 0 {
+		args = append(args, "messages", n)
+	}
+	s.log.Warn("delivery attempt failed", args...)
+}
+
+// decide returns what becomes of a message after an attempt with the outcome o, the failure if it did not succeed, and the
+// result.
+func (s *settler) decide(p *post, d *queue.Delivery, r *ended, o retry.Outcome, rnd func() float64) (retry.Decision, queue.Failure, outcome) {
+	start := p.suspensions.windowStart(later(d.AcceptedAt, s.windowsSince), r.at)
+	decision := retry.Decide(o, p.set.policy, d.Attempt, start, r.at, rnd)
+	if decision.Reason == retry.Expired && (p.suspensions.active() || !s.mayExpire()) {
+		decision = retry.Decide(o, p.set.policy, d.Attempt, r.at, r.at, rnd)
+	}
+	if decision.Action == retry.Ack {
+		return decision, queue.Failure{}, delivered
 	}
 	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response,
 		Redact: p.set.redaction.text, Wait: decision.Wait}
 	if decision.Action == retry.Retry {
-		s.store.Retry(p.message, decision.At, f)
-		return retried
+		return decision, f, retried
 	}
-	end := rejected
 	switch decision.Reason {
 	case retry.Expired:
-		end, f = timedOut, expired(f, p.set.policy.Window)
+		return decision, expired(f, p.set.policy.Window), timedOut
 	case egress.Redirected:
-		end = redirected
+		return decision, f, redirected
 	case retry.RejectedByExpression:
-		end = unaccepted
+		return decision, f, unaccepted
 	case egress.TransformFailed:
-		end = transformFailed
+		return decision, f, transformFailed
 	}
-	if !s.bury(p.message, f, r.at) {
-		end = handedOver
-	}
-	return end
+	return decision, f, rejected
 }
 
 // bury makes a dead letter, unless another endpoint accepted the message or still has it. If that

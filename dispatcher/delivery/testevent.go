@@ -102,6 +102,7 @@ func (e *Engine) sendTest(ctx context.Context, set *destinationConfig, to target
 	r.at = e.o.Now()
 	r.duration = r.at.Sub(started)
 	set.judge(to, &r.Result, r.at)
+	p.judgeItems(&r.Result, r.at)
 	r.Response = set.signer.Redact(r.Response, headers)
 	a := attemptOf(p, &r)
 	if a.Test = true; ctx.Err() != nil { // The caller ended it, which is no failure of the receiver.

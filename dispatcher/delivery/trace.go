@@ -37,6 +37,9 @@ func endTrace(span trace.Span, p *post, r *ended, s outcome) {
 		attribute.String("posthorn.namespace", d.namespace), attribute.String("posthorn.source", source),
 		attribute.String("posthorn.destination", d.name), attribute.String("posthorn.endpoint", p.target.name),
 		attribute.String("posthorn.message_id", strings.ToValidUTF8(p.message.ID, "\ufffd")), attribute.String("posthorn.outcome", s.String()))
+	if n := len(p.batch); n > 0 {
+		span.SetAttributes(attribute.Int("messaging.batch.message_count", n))
+	}
 	if r.StatusCode != 0 {
 		span.SetAttributes(attribute.Int("http.response.status_code", r.StatusCode))
 	}

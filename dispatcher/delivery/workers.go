@@ -135,6 +135,13 @@ func (e *Engine) next(p *post) bool {
 			if e.startProbe(l, p, now) {
 				return true
 			}
+		case l.set.batch != nil:
+			if e.nextBatch(l, p, now) {
+				return true
+			}
+		case len(l.parts) > 0: // An edit has ended the batches.
+			l.joinParts()
+			e.scheduler.enqueue(l)
 		case l.more && !l.leasing && e.scheduler.mayLease(l) && l.buffered() < e.scheduler.quantum(l)/4+1:
 			e.lease(l)
 		case l.buffered() > 0:

@@ -109,7 +109,7 @@ type Result struct {
 type Accepted struct {
 	// Headers are the first values by lower-case names, without those that are longer than 4 KiB.
 	Headers map[string]string
-	// Body is the body, or the first 4 KiB of a longer one, for which Truncated is true. It may contain secrets.
+	// Body is the body, or the beginning of a longer one, for which Truncated is true. It may contain secrets.
 	Body      []byte
 	Truncated bool
 	redact    func([]byte) []byte
@@ -374,13 +374,13 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 		return cn.used && isDisconnect(err) && ctx.Err() == nil
 	}
 	r.Timing.FirstByte = time.Since(start)
-	a, err := readAnswer(s.reader, &s.body, e.keepsAccepted)
+	a, err := readAnswer(s.reader, &s.body, e.keptAccepted)
 	if err != nil {
 		r.fail(ctx, e, stageBody, err)
 		return false
 	}
 	r.answered(e, a, s.body.kept, time.Now())
-	if e.keepsAccepted && r.Reason == "" {
+	if e.keptAccepted > 0 && r.Reason == "" {
 		r.Accepted = &Accepted{a.headers, bytes.Clone(s.body.kept), !s.body.whole(), e.redactAccepted(c)}
 	}
 	if e.proxied() {

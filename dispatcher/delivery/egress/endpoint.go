@@ -43,7 +43,7 @@ type Endpoint struct {
 	gzip     bool         // bodies are compressed
 	refused  *atomic.Bool // true after the endpoint refused a compressed body
 
-	keepsAccepted bool
+	keptAccepted int // 0 if Result.Accepted is not set
 }
 
 // marks are positions in a head: the end of the URL's path and of its query, and both ends of the value of Content-Type.
@@ -98,11 +98,12 @@ func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.Strin
 // LogValue implements slog.LogValuer.
 func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
 
-// KeepAccepted makes Post set Result.Accepted. It must be called before the first Post.
-func (e *Endpoint) KeepAccepted() { e.keepsAccepted = true }
+// KeepAccepted makes Post set Result.Accepted, with the first n bytes of the body, at most 64 KiB. It must be called before the
+// first Post.
+func (e *Endpoint) KeepAccepted(n int) { e.keptAccepted = n }
 
-// KeepsAccepted reports whether KeepAccepted was called.
-func (e *Endpoint) KeepsAccepted() bool { return e.keepsAccepted }
+// KeptAccepted returns n of KeepAccepted; 0 if it was not called.
+func (e *Endpoint) KeptAccepted() int { return e.keptAccepted }
 
 // Reject makes a failure of a 2xx whose response is kept. why is a text without data of the response.
 func (e *Endpoint) Reject(r *Result, reason Reason, why string, now time.Time) {

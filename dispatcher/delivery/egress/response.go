@@ -52,13 +52,13 @@ type answer struct {
 // A failure counts as soon as its head is read; a 2xx must be complete, because a proxy may send
 // the head before the receiver is done.
 //
-// keep is true if the headers and the beginning of the body of a 2xx are needed.
-func readAnswer(r *bufio.Reader, body *sink, keep bool) (answer, error) {
+// keep is the number of bytes of the body of a 2xx that are needed, with its headers; 0 for none of both.
+func readAnswer(r *bufio.Reader, body *sink, keep int) (answer, error) {
 	budget := maxHeadBytes
 	var a answer
 	var err error
 	for interim := 0; ; interim++ {
-		if a, err = readHead(r, &budget, keep); err != nil {
+		if a, err = readHead(r, &budget, keep > 0); err != nil {
 			return a, err
 		}
 		if a.status >= 200 {
@@ -69,8 +69,8 @@ func readAnswer(r *bufio.Reader, body *sink, keep bool) (answer, error) {
 		}
 	}
 	success := a.status/100 == 2
-	*body = sink{kept: body.kept[:0], left: maxBodyBytes}
-	if !success || keep {
+	*body = sink{kept: body.kept[:0], left: maxBodyBytes, want: keep}
+	if !success {
 		body.want = maxKeptBytes
 	}
 	end := true // the body's end is marked, and is not the end of the connection

@@ -30,7 +30,7 @@ func FuzzReadAnswer(f *testing.F) {
 		}
 		var body sink
 		r := bufio.NewReaderSize(strings.NewReader(string(data)), 4<<10)
-		a, err := readAnswer(r, &body, true)
+		a, err := readAnswer(r, &body, maxKeptBytes)
 		if len(body.kept) > maxKeptBytes || body.left < 0 {
 			t.Fatalf("out of bounds: kept %d, left %d", len(body.kept), body.left)
 		}

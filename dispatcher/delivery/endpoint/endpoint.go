@@ -85,6 +85,8 @@ type Attempt struct {
 	Probe bool
 	// FirstByte is the time from the request to the first byte of a response, without the time for a connection or token.
 	FirstByte time.Duration
+	// Split is true for a part of a batch that the endpoint has rejected.
+	Split bool
 	// Jitter in [0, 1) spreads the probes of many endpoints, and the rounds at half the window.
 	Jitter float64
 }
@@ -273,6 +275,8 @@ func (a *Attempt) strain() int {
 		return openStrain / 100
 	case a.down():
 		return openStrain / max(10, min(a.InFlight/2, recentAttempts))
+	case a.Split && rejectionStrain(a.Failure.StatusCode) > 0:
+		return openStrain / 20
 	}
 	return rejectionStrain(a.Failure.StatusCode)
 }
@@ -290,6 +294,12 @@ func rejectionStrain(statusCode int) int {
 		return openStrain / 100
 	}
 	return 0
+}
+
+// AboutURL reports whether a permanent answer is about the URL, its credentials or the form of requests, and so the same for every
+// message.
+func AboutURL(statusCode int) bool {
+	return rejectionStrain(statusCode) >= openStrain/10 || statusCode == 415
 }
 
 // statusGone is the answer of an endpoint that was removed.
