@@ -87,7 +87,9 @@ func (l *lane) nextGroup() (first int, full bool) {
 }
 
 // ripeAt is the time at which the batch of a buffered message waits no longer.
-func (l *lane) ripeAt(first int) time.Time { return l.buffer[first].AcceptedAt.Add(l.set.batch.MaxDelay()) }
+func (l *lane) ripeAt(first int) time.Time {
+	return l.buffer[first].AcceptedAt.Add(l.set.batch.MaxDelay())
+}
 
 // hold makes a lane wait for further messages until a time.
 func (e *Engine) hold(l *lane, until, now time.Time) {

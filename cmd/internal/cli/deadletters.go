@@ -545,6 +545,9 @@ func attemptLine(a adminapi.Attempt) string {
 	if a.Test {
 		result += " (test)"
 	}
+	if a.Messages > 0 {
+		result += fmt.Sprintf(" (batch of %d)", a.Messages)
+	}
 	if a.RetryAfter > 0 {
 		a.Message += fmt.Sprintf("; Retry-After: %d", int64(a.RetryAfter.Seconds()))
 	}

@@ -39,7 +39,7 @@ func TestOutputFieldsAreStable(t *testing.T) {
 		"why, and problems of status": {trouble{}, "about fix idle kind level name namespace reason since statusCode text"},
 		"status":                      {state{}, "accepted deadLettersStored delivered destinations notices pending problems problemsElsewhere ready refusing rejected replication retrying sources storage"},
 		"problems":                    {manifest.Problem{}, "document effect file line message object outdated parked reason since"},
-		"attempts and test":           {adminapi.Attempt{}, "certificateExpires destination durationNanos endpoint generation message messageId number probe reason remoteAddr response retryAfterNanos seq source statusCode test time timing"},
+		"attempts and test":           {adminapi.Attempt{}, "certificateExpires destination durationNanos endpoint generation message messageId messages number probe reason remoteAddr response retryAfterNanos seq source statusCode test time timing"},
 		"deadletters list":            {adminapi.DeadLetter{}, "acceptedAt attempts body destination endpoint event failedAt key message messageId reason response source statusCode type"},
 		"send":                        {sendResult{}, "messageId response statusCode"},
 		"import":                      {importState{}, "accepted line rejected sha256 undated unread"},
