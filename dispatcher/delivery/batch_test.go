@@ -334,8 +334,8 @@ func TestFailedItems(t *testing.T) {
 	}
 }
 
-// Whatever a receiver answers, and also after restarts and edits, each message has one outcome, and only what the receiver always
-// rejects becomes a dead letter.
+// With random answers, restarts and edits, each message has one outcome, and only a message that the receiver always rejects
+// becomes a dead letter.
 func TestRandomBatches(t *testing.T) {
 	for seed := range uint64(30) {
 		bubble(t, func(t *testing.T) {

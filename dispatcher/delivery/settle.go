@@ -107,18 +107,19 @@ func (s *settler) logFailure(p *post, r *ended) {
 	s.log.Warn("delivery attempt failed", args...)
 }
 
-// decide returns what becomes of a message after an attempt with the outcome o, the failure if it did not succeed, and the
+// decide returns the decision about a message after an attempt with the outcome o, the failure if it did not succeed, and the
 // result.
-func (s *settler) decide(p *post, d *queue.Delivery, r *ended, o retry.Outcome, rnd func() float64) (retry.Decision, queue.Failure, outcome) {
+func (s *settler) decide(p *post, d *queue.Delivery, r *ended, o retry.Outcome, rnd func() float64) (decision retry.Decision,
+	f queue.Failure, end outcome) {
 	start := p.suspensions.windowStart(later(d.AcceptedAt, s.windowsSince), r.at)
-	decision := retry.Decide(o, p.set.policy, d.Attempt, start, r.at, rnd)
+	decision = retry.Decide(o, p.set.policy, d.Attempt, start, r.at, rnd)
 	if decision.Reason == retry.Expired && (p.suspensions.active() || !s.mayExpire()) {
 		decision = retry.Decide(o, p.set.policy, d.Attempt, r.at, r.at, rnd)
 	}
 	if decision.Action == retry.Ack {
 		return decision, queue.Failure{}, delivered
 	}
-	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response,
+	f = queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response,
 		Redact: p.set.redaction.text, Wait: decision.Wait}
 	if decision.Action == retry.Retry {
 		return decision, f, retried

@@ -275,7 +275,10 @@ func measureShapes(ctx context.Context, b *bench) (rows []row, err error) {
 		name string
 		load
 		most [3]float64
-	}{{"single calls", load{batch: 1, clients: 64}, [3]float64{1.3, 1.1, 1.5}}, {"batches", load{batch: 20, clients: 8}, [3]float64{1.5, 1.3, 2.2}}} {
+	}{
+		{"single calls", load{batch: 1, clients: 64}, [3]float64{1.3, 1.1, 1.5}},
+		{"batches", load{batch: 20, clients: 8}, [3]float64{1.5, 1.3, 2.2}},
+	} {
 		plain, err := b.throughput(ctx, of.load, destinations(1, b.sink.Addr))
 		if err != nil {
 			return nil, err
