@@ -126,6 +126,7 @@ func (w *world) newestOwner() (owner *pod) {
 // loseContent removes content of the log. After the time in which the owner replaces it, all processes are lost.
 func (w *world) loseContent(name string, remove func()) {
 	w.recover()
+	w.loseNone() // The files of the owner are needed.
 	w.progress()
 	end := w.Fault(witness.Fault{Name: name, Repeats: witness.Unrecorded}) // The owner can be lost meanwhile.
 	remove()
@@ -184,7 +185,7 @@ func (w *world) loseSnapshots() {
 // deleteStream replaces the stream by an empty one, and makes the slot continue with the files of the owner.
 func (w *world) deleteStream() {
 	w.recover()
-	w.loseNone() // The files of the owner are needed.
+	w.loseNone()
 	w.progress()
 	owner := w.newestOwner()
 	if owner == nil || owner.living() == nil {
@@ -225,23 +226,21 @@ func (w *world) adoptOlder() {
 	if owner == nil {
 		return
 	}
-	end := w.Fault(witness.Fault{Name: "network partition", Process: owner.name, Repeats: witness.Unrecorded})
-	w.cut(owner, true)
-	time.Sleep(20 * time.Second)
+	end := w.Fault(witness.Fault{Name: "network partition", Process: owner.name, Repeats: witness.InFlight})
+	w.mu.Lock()
+	w.disturbed, owner.cut = w.Clock.Now(), true
+	w.mu.Unlock()
+	time.Sleep(30 * time.Second)
 	w.progress()
+	_ = w.report()
 	w.loseAll(nil, false)
-	w.cut(owner, false)
+	w.mu.Lock()
+	w.disturbed, owner.cut = 0, false
+	w.mu.Unlock()
 	if err := w.adopt(owner); err != nil && !errors.Is(err, slots.ErrOlderFiles) {
 		w.Errorf("adoption with the files of %s: got error %v, want none or %v", owner.name, err, slots.ErrOlderFiles)
 	}
 	w.recover()
 	w.progress()
 	end()
-}
-
-// cut separates a process from the servers, or ends this.
-func (w *world) cut(p *pod, fails bool) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	p.cut = fails
 }

@@ -21,7 +21,7 @@ func judgeOutcome(h *History, f *finding) {
 			f.judged++
 			done, letter := d.done(m.ID), d.letters[m.ID]
 			switch {
-			case len(done) > 0 && letter != nil && len(d.redeliver[m.ID]) == 0 && !h.repeated(done[0]):
+			case len(done) > 0 && letter != nil && len(d.redeliver[m.ID]) == 0 && !h.repeated(done[0], h.end):
 				f.violated([]*Line{m.acknowledged, done[0].Line, letter}, "message %s is delivered to %s, and a dead letter", m.ID, name)
 			case len(done) > 0 || letter != nil:
 			case h.discards(d, m.first) != nil:
@@ -40,9 +40,9 @@ func judgeOutcome(h *History, f *finding) {
 	}
 }
 
-// repeated reports whether the result of a request may not have been recorded, because of a fault.
-func (h *History) repeated(r *receipt) bool {
-	return slices.ContainsFunc(h.spans, func(s *span) bool { return h.unrecorded(s, r) })
+// repeated reports whether the result of a request may not have been recorded, because of a fault before a time.
+func (h *History) repeated(r *receipt, before time.Duration) bool {
+	return slices.ContainsFunc(h.spans, func(s *span) bool { return s.begin <= before && h.unrecorded(s, r) })
 }
 
 func judgeAccepted(h *History, f *finding) {
