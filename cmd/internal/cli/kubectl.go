@@ -361,7 +361,10 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.
 Use it rather than 'deadletters redeliver': it needs only the permission to edit the
 namespace, continues after a restart of a pod, and leaves a record. 'deadletters
 redeliver' is for administrators: it takes keys, runs at once while the command
-runs, and needs no object.`,
+runs, and needs no object.
+
+Redelivered means pending again. The other destinations of the Source do not get
+these messages, but count them as pending until their lanes have read them.`,
 		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
 		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
