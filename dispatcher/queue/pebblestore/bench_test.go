@@ -194,6 +194,47 @@ func BenchmarkLeaseAck(b *testing.B) {
 	}
 }
 
+// BenchmarkSettle measures settling 100 leased messages one by one, and together.
+func BenchmarkSettle(b *testing.B) {
+	for _, together := range []bool{false, true} {
+		b.Run(fmt.Sprint("together=", together), func(b *testing.B) {
+			s := open(b, b.TempDir(), Options{})
+			if err := s.OpenLane(lane1); err != nil {
+				b.Fatal(err)
+			}
+			fill(b, s, b.N)
+			b.ReportAllocs()
+			var buf []queue.Delivery
+			var all []queue.Settlement
+			b.ResetTimer()
+			for n := 0; n < b.N; n += len(buf) {
+				b.StopTimer()
+				var err error
+				if buf, err = s.Lease(lane1, 100, buf[:0]); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+				if all = all[:0]; !together {
+					for _, d := range buf {
+						s.Ack(d)
+					}
+					continue
+				}
+				for _, d := range buf {
+					all = append(all, queue.Settlement{Delivery: d, Outcome: queue.Acked})
+				}
+				if err := s.SettleAll(lane1, all); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.StopTimer()
+			if err := s.Close(); err != nil {
+				b.Fatal(err)
+			}
+		})
+	}
+}
+
 // BenchmarkRetry measures a message that fails once.
 func BenchmarkRetry(b *testing.B) {
 	s := open(b, b.TempDir(), Options{})
