@@ -55,11 +55,11 @@ func TestCloudEventsBySDK(t *testing.T) {
 		t.Fatal(err)
 	}
 	for call, want := range map[string]string{
-		`{"type":"page","userId":"ü 1","messageId":"m 1"}`: "binary com.example.posthorn.page m%201 page\nstructured com.example.posthorn.page m 1 page\n",
-		`{"type":"delete","userId":"u1"}`:                  "binary com.example.posthorn.delete delete%20u1 delete\nstructured com.example.posthorn.delete delete u1 delete\n",
+		`{"type":"page","userId":"ü 1","messageId":"m 1"}`: "binary com.example.posthorn.page m%201 page\nstructured com.example.posthorn.page m 1 page\nbatch com.example.posthorn.page m 1 page\n",
+		`{"type":"delete","userId":"u1"}`:                  "binary com.example.posthorn.delete delete%20u1 delete\nstructured com.example.posthorn.delete delete u1 delete\nbatch com.example.posthorn.delete delete u1 delete\n",
 	} {
 		read := exec.Command(program)
-		read.Stdin = strings.NewReader(rendered(t, binary, "cloudevents", call))
+		read.Stdin = strings.NewReader(rendered(t, binary, "cloudevents", call) + rendered(t, binary, "batch", call))
 		out, err := read.CombinedOutput()
 		if err != nil || string(out) != want {
 			t.Errorf("%s: got error %v and\n%s\nwant\n%s", call, err, out, want)
@@ -77,8 +77,8 @@ func rendered(t *testing.T, binary, sample, call string) string {
 	t.Helper()
 	var errs bytes.Buffer
 	render := exec.Command(binary, "render", "-f", "../../config/samples/"+sample+".yaml", "--call", call, "-o", "json")
-	if sample == "slack_dead_letters" {
-		render.Args = append(render.Args, "--destination", "slack-dead-letters")
+	if name := map[string]string{"slack_dead_letters": "slack-dead-letters", "batch": "cloudevents-batched"}[sample]; name != "" {
+		render.Args = append(render.Args, "--destination", name)
 	}
 	render.Stderr = &errs
 	requests, err := render.Output()

@@ -1,5 +1,5 @@
 // Command cloudevents reads requests as "posthorn render -o json" prints them, one a line of standard input, and prints the mode, the
-// type and the id of the event that the CloudEvents SDK reads from each. It fails if one has no valid event.
+// type and the id of each event that the CloudEvents SDK reads from them. It fails if one has no valid event.
 package main
 
 import (
@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/cloudevents/sdk-go/v2/binding"
+	"github.com/cloudevents/sdk-go/v2/event"
 	cehttp "github.com/cloudevents/sdk-go/v2/protocol/http"
 )
 
@@ -42,17 +43,27 @@ func read(line []byte) error {
 	}
 	message := cehttp.NewMessageFromHttpRequest(request)
 	mode := message.ReadEncoding()
-	event, err := binding.ToEvent(request.Context(), message)
-	if err != nil {
-		return err
+	var events []event.Event
+	if mode == binding.EncodingBatch {
+		if events, err = cehttp.NewEventsFromHTTPRequest(request); err != nil {
+			return err
+		}
+	} else {
+		e, err := binding.ToEvent(request.Context(), message)
+		if err != nil {
+			return err
+		}
+		events = append(events, *e)
 	}
-	if err := event.Validate(); err != nil {
-		return err
+	for _, e := range events {
+		if err := e.Validate(); err != nil {
+			return err
+		}
+		var call struct{ Type string }
+		if err := e.DataAs(&call); err != nil {
+			return err
+		}
+		fmt.Println(mode, e.Type(), e.ID(), call.Type)
 	}
-	var call struct{ Type string }
-	if err := event.DataAs(&call); err != nil {
-		return err
-	}
-	fmt.Println(mode, event.Type(), event.ID(), call.Type)
 	return nil
 }
