@@ -215,8 +215,12 @@ func TestOutcomeBehindOlderMessages(t *testing.T) {
 	if len(crm) != 2 || len(paused) != 2 {
 		t.Fatalf("messages of web: got %d for crm and %d for paused, want 2 for each", len(crm), len(paused))
 	}
-	r.tracked.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	r.tracked.Ack(crm[1])
+	if err := r.tracked.SettleAll(crm[0].Lane, []queue.Settlement{
+		{Delivery: crm[0], Outcome: queue.Retried, At: r.now.Add(time.Hour), Failure: queue.Failure{Time: r.now, Reason: "TimedOut"}},
+		{Delivery: crm[1], Outcome: queue.Acked},
+	}); err != nil {
+		t.Fatal(err)
+	}
 	r.tracked.Retry(paused[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	if _, err := r.tracked.Bury(paused[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 		t.Fatal(err)

@@ -157,6 +157,21 @@ func TestEndedRequestSendsNothing(t *testing.T) {
 // The deadline ends the run: a message in the queue becomes a dead letter instead of
 // being attempted again, also after a restart, and the ledger balances.
 func TestDeadline(t *testing.T) {
+	failure := queue.Failure{Time: time.Now(), Reason: "TimedOut"}
+	for name, retry := range map[string]func(*OutcomeTracker, queue.Delivery, time.Time) error{
+		"Retry": func(s *OutcomeTracker, d queue.Delivery, at time.Time) error {
+			s.Retry(d, at, failure)
+			return nil
+		},
+		"SettleAll": func(s *OutcomeTracker, d queue.Delivery, at time.Time) error {
+			return s.SettleAll(d.Lane, []queue.Settlement{{Delivery: d, Outcome: queue.Retried, At: at, Failure: failure}})
+		},
+	} {
+		t.Run(name, func(t *testing.T) { testDeadline(t, retry) })
+	}
+}
+
+func testDeadline(t *testing.T, retry func(*OutcomeTracker, queue.Delivery, time.Time) error) {
 	r := newRig(t)
 	r.request(func(d *liveconfig.Deletion) { d.DeadlineSeconds = 60 })
 	r.step()
@@ -175,7 +190,7 @@ func TestDeadline(t *testing.T) {
 	check.Equal(t, "Completed", r.report().Completed, false)
 
 	// The attempt in flight fails, and is not retried.
-	r.tracked.Retry(inFlight[0], r.now, queue.Failure{Time: r.now, Reason: "TimedOut"})
+	check.NoError(t, "settle the attempt in flight", retry(r.tracked, inFlight[0], r.now))
 	r.start()
 	// The message behind the cancelled one is leased, although the lease is for one message.
 	next := queue.Message{Source: "shop/web", ID: "next", Type: "track", AcceptedAt: r.now, Body: []byte("{}")}
