@@ -146,9 +146,9 @@ func (e *Engine) startGroup(l *lane, first int, p *post, now time.Time) bool {
 	if due := batch[0].Due; !due.IsZero() && !alone(&batch[0]) && l.fits(len(batch), size, 1) {
 		batch = append(batch, e.leaseDue(l, due, set.batch.MaxMessages-len(batch), int(set.batch.MaxBytes)-size)...)
 	}
-	batch = slices.DeleteFunc(batch, func(d queue.Delivery) bool { return e.unsendable(l, &d, now) })
+	// The lock was released, and is for each unsendable message.
+	batch = slices.DeleteFunc(batch, func(d queue.Delivery) bool { return l.set == set && e.unsendable(l, &d, now) })
 	next := part{messages: batch}
-	// The lock was released.
 	closed, _ := l.sendable(now)
 	switch {
 	case len(batch) == 0:
@@ -157,6 +157,7 @@ func (e *Engine) startGroup(l *lane, first int, p *post, now time.Time) bool {
 		return true
 	default:
 		e.scheduler.keepApart(l, next)
+		e.releaseUnsendable(l, set)
 	}
 	if !e.scheduler.enqueue(l) {
 		e.yield(l, now)

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -284,6 +285,42 @@ func TestEditWhileABatchWaits(t *testing.T) {
 		check.Same(t, "batch", numbers(t, w.client.requests("")[2]), []int{3, 4})
 		w.end()
 	})
+}
+
+// A config that arrives while the rest of a retried batch is leased returns the messages to the store.
+func TestEditWhileABatchIsLeased(t *testing.T) {
+	for name, edit := range map[string]func(d *liveconfig.Destination){
+		"removed":   nil,
+		"suspended": func(d *liveconfig.Destination) { d.State = liveconfig.Suspended },
+		"edited":    func(d *liveconfig.Destination) { d.Batch.MaxMessages = 3 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, always(answer{status: 503}))
+				w.apply(batching(urlA))
+				w.sendCalls("track", calls(1, 3)...)
+				w.sleep(time.Second)
+				check.Equal(t, "requests", len(w.client.requests("")), 1)
+				w.client.set(always(answer{status: 200}))
+				w.store.onDue = sync.OnceFunc(func() {
+					if d := batching(urlA); edit == nil {
+						w.apply()
+					} else {
+						edit(&d)
+						w.apply(d)
+					}
+				})
+				w.sleep(10 * time.Second)
+				if name != "edited" {
+					check.Equal(t, "leased messages", look(w, func(e *Engine) int { return e.scheduler.batched + e.scheduler.leased }), 0)
+				}
+				w.apply(batching(urlA))
+				w.sleep(10 * time.Second)
+				check.Same(t, "ledger", w.report("crm").Ledger, adminapi.Ledger{Accepted: 3, Delivered: 3})
+				w.end()
+			})
+		})
+	}
 }
 
 // Destinations that hold messages for their batches do not make the leases of others smaller.

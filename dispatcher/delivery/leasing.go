@@ -39,16 +39,22 @@ func (e *Engine) lease(l *lane) {
 	if err != nil {
 		e.breakLane(l, err)
 	}
+	e.releaseUnsendable(l, set)
+	if !l.queued && !l.parked() && l.hasWork() {
+		e.scheduler.pushFront(l)
+	} else if l.parked() || !l.hasWork() {
+		e.yield(l, e.o.Now())
+	}
+}
+
+// releaseUnsendable returns a lane's leased messages to the store, unless its settings are still set and they can be sent. The
+// lock is held, but released while the store is called.
+func (e *Engine) releaseUnsendable(l *lane, set *destinationConfig) {
 	if l.set != set || l.parked() || e.lifetime.stopped || !l.anyClosed() {
 		back := e.scheduler.takeBuffer(l)
 		e.mu.Unlock()
 		e.release(back)
 		e.mu.Lock()
-	}
-	if !l.queued && !l.parked() && l.hasWork() {
-		e.scheduler.pushFront(l)
-	} else if l.parked() || !l.hasWork() {
-		e.yield(l, e.o.Now())
 	}
 }
 

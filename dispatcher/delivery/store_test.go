@@ -22,6 +22,7 @@ type testStore struct {
 	*pebblestore.Store
 	files vfs.FS
 	slow  time.Duration // The time of PutMetaDurable.
+	onDue func()        // Called in LeaseDue; nil for none.
 
 	mu     sync.Mutex
 	leased map[lease]int // The attempt of each leased message.
@@ -143,6 +144,9 @@ func (s *testStore) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err
 }
 
 func (s *testStore) LeaseDue(id queue.LaneID, due time.Time, n, maxBytes int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	if s.onDue != nil {
+		s.onDue()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.leases++
