@@ -310,24 +310,27 @@ func (p *post) judgeItems(r *egress.Result, now time.Time) {
 
 // failedItems returns the statuses of failed messages by their indexes in a batch of n, or what is wrong with the response.
 func failedItems(a *egress.Accepted, n int) (failed map[int]int, why string) {
-	var response struct {
-		Failed []struct{ Index, Status int }
+	var response *struct {
+		Failed []struct {
+			Index  *int
+			Status int
+		}
 	}
 	if a.Truncated {
 		return nil, "the body must have at most 64 KiB"
 	}
-	if err := json.Unmarshal(a.Body, &response); err != nil {
+	if err := json.Unmarshal(a.Body, &response); err != nil || response == nil {
 		return nil, `the body must be JSON like {"failed": [{"index": 0, "status": 422}]}`
 	}
 	failed = map[int]int{}
 	for _, f := range response.Failed {
-		switch _, twice := failed[f.Index]; {
-		case f.Index < 0 || f.Index >= n || twice:
+		if f.Index == nil || *f.Index < 0 || *f.Index >= n || failed[*f.Index] != 0 {
 			return nil, fmt.Sprintf("each index in failed must be that of one of %d messages, once", n)
-		case f.Status < 300 || f.Status > 599:
+		}
+		if f.Status < 300 || f.Status > 599 {
 			return nil, "each status in failed must be from 300 to 599"
 		}
-		failed[f.Index] = f.Status
+		failed[*f.Index] = f.Status
 	}
 	return failed, ""
 }

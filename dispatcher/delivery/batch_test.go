@@ -357,6 +357,8 @@ func TestFailedItems(t *testing.T) {
 		`{"failed":[{"index":1,"status":422},{"index":1,"status":500}]}`: "index",
 		`{"failed":[{"index":1,"status":200}]}`:                          "status",
 		`{"failed":[{"index":1}]}`:                                       "status",
+		`{"failed":[{"status":422}]}`:                                    "index",
+		`null`:                                                           "JSON",
 		`[]`:                                                             "JSON",
 		``:                                                               "JSON",
 		`{"failed":[{"index":"1","status":422}]}`:                        "JSON",
