@@ -24,7 +24,9 @@ import (
 
 const (
 	maxProblems = 20
-	maxRows     = 200
+	// longList is a number of problems that are shown with a line each.
+	longList = 6
+	maxRows  = 200
 )
 
 // row is a destination in the overview.
@@ -44,6 +46,9 @@ type problem struct {
 	// Object is the name of the object, and Link its page, if it has one.
 	Object, Link string
 	Text, Fix    string
+	// Brief is the reason of failed deliveries and how long they fail. A long list shows it in place of Text, which the
+	// page of the destination has.
+	Brief string
 }
 
 type overview struct {
@@ -174,7 +179,10 @@ func (p *Page) newOverview(v view, query string) overview {
 				}
 				bySource[k.Namespace+r.Cause.Text] = true
 			}
-			found := problem{k.String(), r.Link, r.Cause.Text, r.Cause.Fix}
+			found := problem{Object: k.String(), Link: r.Link, Text: r.Cause.Text, Fix: r.Cause.Fix}
+			if r.Cause.About == "Endpoint" {
+				found.Brief = brief(*r.Cause, v.now)
+			}
 			if r.Cause.Idle {
 				o.Notices = append(o.Notices, found)
 				continue
@@ -188,6 +196,7 @@ func (p *Page) newOverview(v view, query string) overview {
 	if more := len(o.Notices) - maxProblems; more > 0 {
 		o.Notices = append(o.Notices[:maxProblems], problem{Object: "more", Text: count(int64(more), "more notice")})
 	}
+	explainFew(o.Problems)
 	slices.SortStableFunc(o.Problems, func(a, b problem) int { return cmp.Compare(a.Link, b.Link) })
 	slices.SortFunc(o.Rows, worseFirst)
 	if o.MoreProblems = max(0, len(o.Problems)-maxProblems); o.MoreProblems > 0 {
@@ -279,10 +288,28 @@ func (p *Page) newRow(v view, k key) row {
 	return r
 }
 
+// explainFew lets a short list show the whole text of each problem.
+func explainFew(list []problem) {
+	if len(list) >= longList {
+		return
+	}
+	for i := range list {
+		list[i].Brief = ""
+	}
+}
+
 // shortly begins the text of a finding with its reason, code and time, because a table shows only the first lines.
 func shortly(f why.Finding, now time.Time) string {
+	if text := brief(f, now); text != "" {
+		return text + ": " + f.Text
+	}
+	return f.Text
+}
+
+// brief is the reason of a finding with its code and how long it lasts, or "".
+func brief(f why.Finding, now time.Time) string {
 	if f.Reason == "" {
-		return f.Text
+		return ""
 	}
 	text := f.Reason
 	if f.StatusCode != 0 {
@@ -291,7 +318,7 @@ func shortly(f why.Finding, now time.Time) string {
 	if !f.Since.IsZero() {
 		text += " for " + length(now.Sub(f.Since))
 	}
-	return text + ": " + f.Text
+	return text
 }
 
 // severity is the order of the states.

@@ -114,6 +114,19 @@ func TestStateBeginsWithTheReason(t *testing.T) {
 	}
 }
 
+// Many failing destinations are a line each, a few are explained.
+func TestManyProblemsAreBrief(t *testing.T) {
+	for _, n := range []int{longList - 1, longList} {
+		list := slices.Repeat([]problem{{Object: "shop/crm", Text: "circuit breaker is open", Brief: "Rejected 404"}}, n)
+		explainFew(list)
+		for _, p := range list {
+			if brief := p.Brief != ""; brief != (n >= longList) {
+				t.Errorf("%d problems: got brief %v, want %v", n, brief, n >= longList)
+			}
+		}
+	}
+}
+
 // The counts of a Source and a destination before their first sample are not growth.
 func TestHistoryOfANewcomer(t *testing.T) {
 	h := newHistory()
