@@ -45,7 +45,8 @@ them. TLS settings, suspensions and the egress policy are not considered.
 Exits 1 if a manifest is not accepted, a request cannot be made, or a case differs.`,
 		Example: `  posthorn render -f destination.yaml --call @call.json
   posthorn render -f webhooks --destination crm --call '{"type":"track","event":"Order Completed","userId":"u1"}' -o yaml
-  posthorn render -f destination.yaml --cases cases.yaml`,
+  posthorn render -f destination.yaml --cases cases.yaml
+  kubectl posthorn deadletters show crm order-17 -o json | posthorn render -f destination.yaml --call @-`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
@@ -78,7 +79,7 @@ Exits 1 if a manifest is not accepted, a request cannot be made, or a case diffe
 			if err != nil {
 				return err
 			}
-			results, err := r.render(renderCase{Call: text, Time: now})
+			results, err := r.render(renderCase{Call: callOf(text), Time: now})
 			if err != nil {
 				return err
 			}
@@ -90,12 +91,24 @@ Exits 1 if a manifest is not accepted, a request cannot be made, or a case diffe
 	command.NamespaceFlag(cmd, &r.namespace)
 	f.StringVar(&r.destination, "destination", "", "the name of a destination; default: all of the namespace")
 	f.StringVar(&r.source, "source", "", "the name of the call's Source; default: the first one of each destination")
-	f.StringVar(&call, "call", "", "the call as JSON with its type, @FILE or @- for standard input")
+	f.StringVar(&call, "call", "", "the call as JSON with its type, or a dead letter; @FILE or @- for standard input")
 	f.StringVar(&at, "time", "", "the time at which the call is received and sent, such as 2026-01-02T03:04:05Z; default: now")
 	f.StringVar(&cases, "cases", "", "file of calls with the expected requests")
 	command.OutputFlag(cmd, &output, "", "print the requests as yaml or json", "yaml", "json")
 	registerSecrets(cmd, &secrets)
 	return cmd
+}
+
+// callOf returns the message of a dead letter that "deadletters show -o json" printed, or the call itself.
+func callOf(text []byte) json.RawMessage {
+	var letter struct {
+		Key, FailedAt string
+		Body          json.RawMessage
+	}
+	if json.Unmarshal(text, &letter) == nil && letter.Key != "" && letter.FailedAt != "" && len(letter.Body) > 0 {
+		return letter.Body
+	}
+	return text
 }
 
 // renderer renders the requests of compiled destinations.

@@ -60,6 +60,8 @@ func TestRender(t *testing.T) {
 			`{"type":"track","event":"E","userId":"u","messageId":"m1","context":{},"receivedAt":"2026-01-01T00:00:00.000Z"`,
 			"NOTICE: no manifest has default/crm/token, default/other/url",
 		}},
+		"a dead letter": {append(at, "--call", `{"key":"01","destination":"shop/crm","messageId":"m1","type":"track","failedAt":"2026-01-01T00:00:00Z","body":`+call+`}`),
+			0, []string{"Idempotency-Key: m1\n"}},
 		"a file":          {append(at, "--call", "@call.json", "-o", "json"), 0, []string{`"endpoint":"second"`, `"method":"POST"`}},
 		"filtered":        {append(at, "--call", `{"type":"track","event":"none","userId":"u"}`), 0, []string{"# crm: Filtered\n"}},
 		"a failed filter": {append(at, "--call", `{"type":"track","event":"E","anonymousId":"u","userId":""}`), 1, []string{"# crm: Failed: FilterFailed: character 27 (call.userId): division by zero"}},
