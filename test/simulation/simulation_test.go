@@ -19,7 +19,7 @@ import (
 func TestRandomPlans(t *testing.T) { runPlans(t, 300, nil) }
 
 // TestRandomPlansOfSeveralProcesses runs the plans with three processes of a replicated log.
-func TestRandomPlansOfSeveralProcesses(t *testing.T) { runPlans(t, 60, newReplicatedLog) }
+func TestRandomPlansOfSeveralProcesses(t *testing.T) { runPlans(t, 54, newReplicatedLog) }
 
 // runPlans runs a number of plans; with a log, of three processes.
 func runPlans(t *testing.T, seeds int, log func() *replicatedLog) {
