@@ -300,7 +300,7 @@ func (p *post) judgeItems(r *egress.Result, now time.Time) {
 	case why != "":
 		p.target.to.Reject(r, egress.InvalidResponse, "with response: PerItem "+why, now)
 	case len(failed) == n: // No message was accepted, so the endpoint fails.
-		p.target.to.Reject(r, reasonOf(failed[0]), fmt.Sprintf("failed has each message, the first one with status %d", failed[0]), now)
+		p.target.to.Reject(r, reasonOf(failed[0]), fmt.Sprintf("its list failed has each message, the first one with status %d", failed[0]), now)
 		r.StatusCode = failed[0]
 		fallthrough
 	default:

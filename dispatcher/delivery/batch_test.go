@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // batching returns a destination with batches of 4 messages, 1 KiB and a second.
@@ -192,6 +193,23 @@ func TestEveryMessageIsRejected(t *testing.T) {
 		check.Equal(t, "pending", w.report("crm").Ledger.Pending, 0)
 		w.end()
 	})
+}
+
+// So does a response that lists them.
+func TestEveryMessageIsListed(t *testing.T) {
+	var failed []string
+	for i := range 30 {
+		failed = append(failed, fmt.Sprintf(`{"index":%d,"status":422}`, i))
+	}
+	j := newJudging(t, map[string]string{"/in": `{"failed":[` + strings.Join(failed, ",") + `]}`})
+	w := &world{T: t, store: newTestStore(t)}
+	w.engine = run(t, w.store)
+	d := batching(j.URL + "/in")
+	d.Batch = &liveconfig.Batch{MaxMessages: 30, MaxBytes: 1 << 20, MaxDelayMS: 60_000, Format: liveconfig.BatchJSONArray, PerItem: true}
+	w.apply(d)
+	w.sendCalls("track", calls(1, 90)...)
+	wait.True(t, "the circuit opens", func() bool { return w.report("crm").Endpoints[0].State == adminapi.EndpointCircuitOpen })
+	check.Equal(t, "dead letters", w.report("crm").Ledger.DeadLettered, int64(30))
 }
 
 // An answer about the URL makes no dead letters of a batch: it waits.

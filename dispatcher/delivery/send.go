@@ -251,7 +251,10 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 	ep := p.target.liveEndpoint
 	a := endpoint.Attempt{
 		Started: started, Ended: r.at, Result: r.result(&p.set.policy), RetryAfter: r.RetryAfter,
-		InFlight: ep.inFlight, Probe: p.probe, FirstByte: r.Timing.FirstByte, Jitter: rand.Float64(), Split: p.split,
+		InFlight: ep.inFlight, Probe: p.probe, FirstByte: r.Timing.FirstByte, Jitter: rand.Float64(), Singly: len(p.failed),
+	}
+	if p.split {
+		a.Singly = max(a.Singly, 1)
 	}
 	switch {
 	case p.batch == nil:

@@ -85,8 +85,8 @@ type Attempt struct {
 	Probe bool
 	// FirstByte is the time from the request to the first byte of a response, without the time for a connection or token.
 	FirstByte time.Duration
-	// Split is true for a part of a batch that the endpoint has rejected.
-	Split bool
+	// Singly is the number of messages of a batch that the endpoint rejected one by one; 0 for other attempts.
+	Singly int
 	// Jitter in [0, 1) spreads the probes of many endpoints, and the rounds at half the window.
 	Jitter float64
 }
@@ -275,8 +275,8 @@ func (a *Attempt) strain() int {
 		return openStrain / 100
 	case a.down():
 		return openStrain / max(10, min(a.InFlight/2, recentAttempts))
-	case a.Split && rejectionStrain(a.Failure.StatusCode) > 0:
-		return openStrain / 20
+	case a.Singly > 0 && rejectionStrain(a.Failure.StatusCode) > 0:
+		return openStrain * min(a.Singly, 20) / 20
 	}
 	return rejectionStrain(a.Failure.StatusCode)
 }
