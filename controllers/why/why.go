@@ -795,7 +795,9 @@ func (e *explainer) redact() {
 func (e *explainer) hint(endpoint string, f *v1beta1.DeliveryFailure) string {
 	fix := AttemptFix(f.Reason, int(f.StatusCode))
 	if f.Reason == v1beta1.ReasonRejected {
-		fix += "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
+		if e.d.Spec.Delivery.Batch == nil || !slices.Contains([]int32{401, 403, 404, 405, 407, 410, 415}, f.StatusCode) { // They retry a batch.
+			fix += "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
+		}
 		if e.lineBreak && (f.StatusCode == http.StatusUnauthorized || f.StatusCode == http.StatusForbidden) {
 			fix = "let the receiver use the secret without the line break at its end, too (see Destination), or " + fix
 		}

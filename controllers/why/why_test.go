@@ -384,8 +384,10 @@ func TestHintOfAFailure(t *testing.T) {
 		url, accepted  string
 		answer         string
 		text, fix, not string
+		batch          *v1beta1.Batch
 	}{
 		{name: "unauthorized", reason: "Rejected", status: 401, fix: "check the signing secret"},
+		{name: "unauthorized, with batches", reason: "Rejected", status: 401, fix: "check the signing secret", not: again, batch: &v1beta1.Batch{}},
 		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "let the receiver use the secret without the line break at its end"},
 		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak,
 			fix: "check the path of the URL" + again},
@@ -407,6 +409,7 @@ func TestHintOfAFailure(t *testing.T) {
 			f := healthy()
 			d := &f.Destinations[0]
 			d.Spec.Endpoints = []v1beta1.Endpoint{{Name: "primary", URL: c.url}}
+			d.Spec.Delivery.Batch = c.batch
 			d.Status.Conditions[0].Message = c.accepted
 			d.Status.Endpoints[0].State = v1beta1.EndpointCircuitOpen
 			d.Status.Endpoints[0].LastFailure = &v1beta1.DeliveryFailure{Time: *at(time.Second), Reason: c.reason, StatusCode: c.status}
