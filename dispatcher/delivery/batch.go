@@ -128,7 +128,7 @@ func (s *scheduler) takeGroup(l *lane, first int) (batch []queue.Delivery, size 
 	clear(l.buffer[len(rest):])
 	l.buffer = rest
 	if l.buffered() == 0 {
-		l.buffer, l.head = l.buffer[:0], 0
+		l.emptyBuffer()
 	}
 	s.bufferedBytes -= size
 	return batch, size

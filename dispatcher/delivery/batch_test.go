@@ -74,6 +74,29 @@ func TestBatchIsSent(t *testing.T) {
 	})
 }
 
+// A lane keeps no memory of a large batch.
+func TestMemoryAfterABatch(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		d := batching(urlA)
+		d.Batch.MaxMessages, d.Batch.MaxBytes = 4000, 4<<20
+		w.apply(d)
+		w.sendCalls("track", calls(1, 4000)...)
+		w.sleep(2 * time.Second)
+		check.Equal(t, "requests", len(w.client.requests("")), 1)
+		n := look(w, func(e *Engine) (n int) {
+			for _, l := range e.registry.lanes {
+				n += cap(l.buffer) + cap(l.scratch)
+			}
+			return n
+		})
+		if n > 1000 {
+			t.Errorf("messages for which a lane has memory: got %d, want at most 1000", n)
+		}
+		w.end()
+	})
+}
+
 // The accepted messages and the body of a batch have at most maxBytes; a longer message is alone.
 func TestBytesOfABatch(t *testing.T) {
 	bubble(t, func(t *testing.T) {

@@ -135,9 +135,16 @@ func (l *lane) take() queue.Delivery {
 	d := l.buffer[l.head]
 	l.buffer[l.head] = queue.Delivery{}
 	if l.head++; l.head == len(l.buffer) {
-		l.buffer, l.head = l.buffer[:0], 0
+		l.emptyBuffer()
 	}
 	return d
+}
+
+// emptyBuffer keeps only the memory of a small buffer: there can be thousands of lanes.
+func (l *lane) emptyBuffer() {
+	if l.buffer, l.head = l.buffer[:0], 0; cap(l.buffer) > 4*maxLease {
+		l.buffer, l.scratch = nil, nil
+	}
 }
 
 func (l *lane) anyClosed() bool {

@@ -323,7 +323,7 @@ func (s *scheduler) takeBuffer(l *lane) []queue.Delivery {
 	l.joinParts()
 	back := append([]queue.Delivery(nil), l.buffer[l.head:]...)
 	clear(l.buffer)
-	l.buffer, l.head = l.buffer[:0], 0
+	l.emptyBuffer()
 	size := bodies(back)
 	s.addLeased(l, -len(back), -size)
 	s.bufferedBytes -= size
