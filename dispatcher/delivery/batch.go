@@ -47,7 +47,7 @@ func (e *Engine) nextBatch(l *lane, p *post, now time.Time) bool {
 		return false // The end of the lease queues the lane again.
 	}
 	first, full := l.nextGroup()
-	ripe := first >= 0 && (full || e.scheduler.buffersFull() || !now.Before(l.ripeAt(first)))
+	ripe := first >= 0 && (full || e.scheduler.buffersFull() || !now.Before(l.ripeAt(first, now)))
 	switch {
 	case l.more && !full && e.scheduler.mayLease(l) && (!ripe || !e.scheduler.buffersFull()):
 		e.lease(l)
@@ -56,7 +56,7 @@ func (e *Engine) nextBatch(l *lane, p *post, now time.Time) bool {
 	case l.more:
 		e.scheduler.awaitLease(l)
 	case first >= 0:
-		e.hold(l, l.ripeAt(first), now)
+		e.hold(l, l.ripeAt(first, now), now)
 		e.yield(l, now)
 	default:
 		e.yield(l, now)
@@ -86,9 +86,13 @@ func (l *lane) nextGroup() (first int, full bool) {
 	return first, false
 }
 
-// ripeAt is the time at which the batch of a buffered message waits no longer.
-func (l *lane) ripeAt(first int) time.Time {
-	return l.buffer[first].AcceptedAt.Add(l.set.batch.MaxDelay())
+// ripeAt is the time at which the batch of a buffered message waits no longer: now if the clock was set back since its acceptance.
+func (l *lane) ripeAt(first int, now time.Time) time.Time {
+	accepted := l.buffer[first].AcceptedAt
+	if accepted.After(now.Add(time.Second)) {
+		return now
+	}
+	return accepted.Add(l.set.batch.MaxDelay())
 }
 
 // hold makes a lane wait for further messages until a time.

@@ -74,6 +74,20 @@ func TestBatchIsSent(t *testing.T) {
 	})
 }
 
+// A batch does not wait until a clock that was set back reaches the acceptance of its messages again.
+func TestBatchAfterTheClockWasSetBack(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(batching(urlA))
+		_, err := w.store.Append(context.Background(), []queue.Message{{Source: "ns/web", ID: "m1", Type: "track",
+			AcceptedAt: time.Now().Add(time.Hour), Body: []byte(`{"n":1}`)}})
+		check.NoError(t, "append", err)
+		w.sleep(time.Second)
+		check.Equal(t, "requests", len(w.client.requests("")), 1)
+		w.end()
+	})
+}
+
 // A lane keeps no memory of a large batch.
 func TestMemoryAfterABatch(t *testing.T) {
 	bubble(t, func(t *testing.T) {
