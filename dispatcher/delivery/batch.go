@@ -433,7 +433,7 @@ func (p *post) item(i int, r *ended, o retry.Outcome) (*ended, retry.Outcome) {
 		one.StatusCode, one.Reason = status, reasonOf(status)
 		one.Message = fmt.Sprintf("the response has status %d for message %d of %d", status, i, len(p.batch))
 		r, o = &one, retry.Outcome{StatusCode: status, Reason: one.Reason}
-		if endpoint.AboutURL(status) {
+		if p.others || endpoint.AboutURL(status) {
 			o.StatusCode = 0
 		}
 	case p.failed != nil:

@@ -208,6 +208,25 @@ func TestRejectedBatchIsDivided(t *testing.T) {
 	})
 }
 
+// A batch that several endpoints may get is divided, too: its valid messages do not wait for the end of their retry window.
+func TestRejectedBatchOfARemovedEndpoint(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 503}))
+		w.apply(batching(urlA))
+		w.sendCalls("track", calls(1, 4)...)
+		w.sleep(time.Second)
+		w.client.set(rejecting(t, 3))
+		d := batching(urlA, urlB, urlC)
+		d.Endpoints = d.Endpoints[1:]
+		w.apply(d)
+		w.sleep(10 * time.Minute)
+		check.Same(t, "ledger", w.report("crm").Ledger, adminapi.Ledger{Accepted: 4, Delivered: 3, Pending: 1})
+		w.sleep(4 * time.Hour)
+		check.Same(t, "ledger after the window", w.report("crm").Ledger, adminapi.Ledger{Accepted: 4, Delivered: 3, DeadLettered: 1})
+		w.end()
+	})
+}
+
 // Twenty rejected single messages in a row open the circuit, and the rest waits.
 func TestEveryMessageIsRejected(t *testing.T) {
 	bubble(t, func(t *testing.T) {

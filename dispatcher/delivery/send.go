@@ -233,7 +233,7 @@ func (p *post) messageOutcome(r *ended) retry.Outcome {
 		if p.target.machine.HoldsUnmade() {
 			o.Reason = egress.ConnectionFailed
 		}
-	case p.set.policy.Permanent(o) != "" && (p.others || p.target.machine.Holds(o.StatusCode) ||
+	case p.set.policy.Permanent(o) != "" && (p.others && len(p.batch) < 2 || p.target.machine.Holds(o.StatusCode) ||
 		p.set.batch != nil && endpoint.AboutURL(o.StatusCode)): // All messages of a batch would become dead letters.
 		o.StatusCode = 0
 	}
