@@ -39,7 +39,7 @@ func (e *Engine) nextBatch(l *lane, p *post, now time.Time) bool {
 	if n := len(l.parts); n > 0 {
 		next := l.parts[n-1]
 		l.parts = l.parts[:n-1]
-		e.scheduler.bufferedBytes -= bodies(next.messages)
+		e.scheduler.addBuffered(l, -bodies(next.messages))
 		e.startBatch(l, next, p, now)
 		return true
 	}
@@ -47,7 +47,7 @@ func (e *Engine) nextBatch(l *lane, p *post, now time.Time) bool {
 		return false // The end of the lease queues the lane again.
 	}
 	first, full := l.nextGroup()
-	ripe := first >= 0 && (full || e.scheduler.buffersFull() || !now.Before(l.ripeAt(first, now)))
+	ripe := first >= 0 && (full || !e.scheduler.mayHold(l) || !now.Before(l.ripeAt(first, now)))
 	switch {
 	case l.more && !full && e.scheduler.mayLease(l) && (!ripe || !e.scheduler.buffersFull()):
 		e.lease(l)
@@ -134,7 +134,7 @@ func (s *scheduler) takeGroup(l *lane, first int) (batch []queue.Delivery, size 
 	if l.buffered() == 0 {
 		l.emptyBuffer()
 	}
-	s.bufferedBytes -= size
+	s.addBuffered(l, -size)
 	return batch, size
 }
 
@@ -203,7 +203,7 @@ func (e *Engine) startBatch(l *lane, next part, p *post, now time.Time) {
 // keepApart makes leased messages the next requests of their lane, the last part first.
 func (s *scheduler) keepApart(l *lane, parts ...part) {
 	for _, next := range parts {
-		s.bufferedBytes += bodies(next.messages)
+		s.addBuffered(l, bodies(next.messages))
 	}
 	l.parts = append(l.parts, parts...)
 }

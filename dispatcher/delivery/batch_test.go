@@ -422,6 +422,36 @@ func TestBatchesDoNotUseTheLeasesOfOthers(t *testing.T) {
 	})
 }
 
+// A namespace whose batches fill the memory for waiting messages does not make the batches of another one smaller.
+func TestBatchesOfANamespaceLeaveSpace(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}), func(o *Options) { o.MaxInFlight = 16 }) // 20,000 bytes may wait.
+		var configs []liveconfig.Revisioned
+		for namespace, url := range map[string]string{"large": urlA, "small": urlB} {
+			d := batching(url)
+			d.Batch.MaxMessages, d.Batch.MaxBytes, d.Batch.MaxDelayMS = 4000, 4<<20, 60_000
+			configs = append(configs, liveconfig.Revisioned{Revision: "1", Config: liveconfig.Config{Version: 1, Namespace: namespace,
+				Sources: []liveconfig.Source{{Name: "web"}}, Destinations: []liveconfig.Destination{d}}})
+		}
+		check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView(configs)))
+		send := func(namespace string, n, size int) {
+			for range n {
+				_, err := w.store.Append(context.Background(), []queue.Message{{Source: namespace + "/web", ID: "m", Type: "track",
+					AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"text":%q}`, strings.Repeat("x", size))}})
+				check.NoError(t, "append", err)
+				w.sleep(10 * time.Millisecond)
+			}
+		}
+		send("large", 39, 500)
+		send("small", 10, 50)
+		send("large", 1, 500)
+		send("small", 10, 50)
+		w.sleep(time.Minute)
+		check.Equal(t, "requests of the small namespace", len(w.client.requests(urlB)), 1)
+		w.end()
+	})
+}
+
 func TestFailedItems(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"failed":[{"index":0,"status":422},{"index":2,"status":503}]}`: "map[0:422 2:503]",

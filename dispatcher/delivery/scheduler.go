@@ -61,6 +61,10 @@ func (s *scheduler) bufferLimit() int { return s.maxInFlight * memory.RequestByt
 // buffersFull reports whether no lane may hold messages that it could send.
 func (s *scheduler) buffersFull() bool { return s.bufferedBytes+s.leasingBytes >= s.bufferLimit() }
 
+// mayHold reports whether a lane may hold messages that it could send: its namespace has no more of them than is still free, so that
+// its batches do not make those of others smaller.
+func (s *scheduler) mayHold(l *lane) bool { return l.owner.buffered <= s.bufferLimit()-s.bufferedBytes }
+
 // enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
 // in progress queues itself afterwards.
 func (s *scheduler) enqueue(l *lane) bool {
@@ -292,10 +296,16 @@ func (s *scheduler) addLeased(l *lane, n, size int) {
 	l.counted, l.batched = counted, batched
 }
 
+// addBuffered adds a number of bytes to the bodies of a lane's messages without a request.
+func (s *scheduler) addBuffered(l *lane, size int) {
+	s.bufferedBytes += size
+	l.owner.buffered += size
+}
+
 // take removes the first message of a lane's buffer.
 func (s *scheduler) take(l *lane) queue.Delivery {
 	d := l.take()
-	s.bufferedBytes -= len(d.Body)
+	s.addBuffered(l, -len(d.Body))
 	return d
 }
 
@@ -314,7 +324,7 @@ func (s *scheduler) fill(l *lane, got []queue.Delivery) {
 	l.buffer, l.head, l.held = append(l.buffer[:rest], got...), 0, false
 	size := bodies(got)
 	s.addLeased(l, len(got), size)
-	s.bufferedBytes += size
+	s.addBuffered(l, size)
 	clear(got)
 }
 
@@ -326,7 +336,7 @@ func (s *scheduler) takeBuffer(l *lane) []queue.Delivery {
 	l.emptyBuffer()
 	size := bodies(back)
 	s.addLeased(l, -len(back), -size)
-	s.bufferedBytes -= size
+	s.addBuffered(l, -size)
 	l.more = l.more || len(back) > 0
 	return back
 }
