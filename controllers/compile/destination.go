@@ -556,7 +556,8 @@ func (b *builder) batch(s *v1beta1.Batch) *liveconfig.Batch {
 		}
 	}
 	if c.Format != liveconfig.BatchJSONArray && c.Format != liveconfig.BatchNDJSON {
-		b.add(v1beta1.ReasonInvalidSpec, field+".format", "%q is unknown; use %s or %s", c.Format, liveconfig.BatchJSONArray, liveconfig.BatchNDJSON)
+		b.add(v1beta1.ReasonInvalidSpec, field+".format", "%q is unknown; use %s or %s", c.Format,
+			liveconfig.BatchJSONArray, liveconfig.BatchNDJSON)
 		c.Format = liveconfig.BatchJSONArray
 	}
 	switch s.Response {

@@ -524,7 +524,8 @@ func TestRandomBatches(t *testing.T) {
 					w.restart()
 					w.apply(d)
 				case 1:
-					d.Batch = &liveconfig.Batch{MaxMessages: 2 + rnd.IntN(100), MaxBytes: 4096, MaxDelayMS: int64(rnd.IntN(3000)), Format: liveconfig.BatchJSONArray}
+					d.Batch = &liveconfig.Batch{MaxMessages: 2 + rnd.IntN(100), MaxBytes: 4096, MaxDelayMS: int64(rnd.IntN(3000)),
+						Format: liveconfig.BatchJSONArray}
 					w.apply(d)
 				}
 			}

@@ -38,7 +38,8 @@ func attemptOf(p *post, r *ended) adminapi.Attempt {
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
-		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Messages: len(p.batch), Generation: p.set.generation, Number: p.message.Attempt + 1,
+		Seq: p.message.Seq, MessageID: event.ID(p.message.ID), Messages: len(p.batch),
+		Generation: p.set.generation, Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RetryAfter: r.RetryAfter, RemoteAddr: r.RemoteAddr,
 		CertificateExpires: r.CertificateExpires, Probe: p.probe,
 	}

@@ -237,7 +237,8 @@ func sinkRole(args []string) error {
 	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
 		mu.Lock()
 		defer mu.Unlock()
-		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Bytes: size.Swap(0), Connections: connections.Swap(0), Most: most.Swap(0), Samples: samples})
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Bytes: size.Swap(0), Connections: connections.Swap(0),
+			Most: most.Swap(0), Samples: samples})
 		samples = nil
 	}))
 }

@@ -341,7 +341,8 @@ func TestNotes(t *testing.T) {
 	}{
 		"default": {"posthorn", "posthorn-system", nil,
 			[]string{"http://posthorn-dispatcher.posthorn-system.svc:80/v1/", "helm test posthorn --namespace posthorn-system",
-				"\n  kubectl posthorn why crm", "private addresses are denied", "\n---\napiVersion: ", "\nEOF\n"}, // A shell gets them by copy and paste.
+				"\n  kubectl posthorn why crm", "private addresses are denied",
+				"\n---\napiVersion: ", "\nEOF\n"}, // A shell gets them by copy and paste.
 			[]string{"https://posthorn", "WARNING"}},
 		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false,tls.certManager.enabled=false,tls.secretName=posthorn-calls"},
 			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},

@@ -2,6 +2,7 @@ package storetest
 
 import (
 	"bytes"
+	"errors"
 	"math"
 	"math/rand/v2"
 	"testing"
@@ -78,7 +79,7 @@ func (x *suite) settleAll() {
 	x.equal("the rest", seqs(x.lease(lane, 10)), []uint64{5, 6, 7})
 	x.Clock.Advance(time.Hour)
 	x.equal("the retry", seqs(x.lease(lane, 10)), []uint64{3})
-	if err := x.store.SettleAll(queue.LaneID{Source: source, Destination: mail}, all); err != queue.ErrNoLane {
+	if err := x.store.SettleAll(queue.LaneID{Source: source, Destination: mail}, all); !errors.Is(err, queue.ErrNoLane) {
 		x.Errorf("settle messages of a lane that is not open: got error %v, want %v", err, queue.ErrNoLane)
 	}
 }
