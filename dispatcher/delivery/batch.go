@@ -196,7 +196,8 @@ func (e *Engine) startBatch(l *lane, next part, p *post, now time.Time) {
 	e.start(l, d, l.choose(d.Attempt, now, func(t target) bool { return t.takes(now) }), p, now)
 	p.split = next.split
 	if len(next.messages) > 1 {
-		p.batch = next.messages
+		p.batch, p.copied = next.messages, 2*bodies(next.messages) // Until its body is made, so that fewer batches start at once.
+		e.scheduler.addLeased(l, 0, p.copied)
 	}
 }
 

@@ -104,11 +104,13 @@ func (e *Engine) send(w *worker) {
 	request, failed := p.makeRequest()
 	started := e.o.Now()
 	if len(p.body) > 0 && &p.body[0] != &p.message.Body[0] {
-		if p.copied = len(p.body); p.batch != nil {
-			p.copied *= 2 // The request is larger than memory.RequestBytes.
+		copied := len(p.body)
+		if p.batch != nil {
+			copied *= 2 // The request is larger than memory.RequestBytes.
 		}
 		e.mu.Lock()
-		e.scheduler.addLeased(p.lane, 0, p.copied)
+		e.scheduler.addLeased(p.lane, 0, copied-p.copied)
+		p.copied = copied
 		e.mu.Unlock()
 	}
 	w.headers = p.headers(w.headers[:0], &request, started)
