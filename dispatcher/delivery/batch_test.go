@@ -452,6 +452,40 @@ func TestBatchesOfANamespaceLeaveSpace(t *testing.T) {
 	})
 }
 
+// A namespace whose batches in flight use the memory for requests does not stop another one.
+func TestBatchesInFlightLeaveSpace(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, func(r request) answer {
+			if r.url == urlB {
+				return answer{status: 200}
+			}
+			return answer{status: 200, after: 4 * time.Second}
+		}, func(o *Options) { o.MaxInFlight = 64 })
+		var large []liveconfig.Destination
+		for i := range 40 {
+			d := batching(urlA)
+			d.Name, d.Batch.MaxMessages, d.Batch.MaxBytes = fmt.Sprint("d", i), 100, 200_000
+			large = append(large, d)
+		}
+		var configs []liveconfig.Revisioned
+		for namespace, all := range map[string][]liveconfig.Destination{"ns": large, "small": {dest("crm", urlB)}} {
+			configs = append(configs, liveconfig.Revisioned{Revision: "1", Config: liveconfig.Config{Version: 1, Namespace: namespace,
+				Sources: []liveconfig.Source{{Name: "web"}}, Destinations: all}})
+		}
+		check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView(configs)))
+		w.sendLarge("web", 100, 10_000)
+		w.sleep(2 * time.Second)
+		if n := look(w, func(e *Engine) int { return e.scheduler.limit() }); n > 20 {
+			t.Fatalf("limit of requests: got %d, want at most 20", n)
+		}
+		w.sendTo("small/web", 100)
+		w.sleep(time.Second)
+		check.Equal(t, "requests of the small namespace", len(w.client.requests(urlB)), 100)
+		w.sleep(time.Minute)
+		w.end()
+	})
+}
+
 func TestFailedItems(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"failed":[{"index":0,"status":422},{"index":2,"status":503}]}`: "map[0:422 2:503]",

@@ -38,8 +38,8 @@ type namespace struct {
 	// leases counts the leases in progress; toLease are the lanes that wait for the end of one.
 	leases  int
 	toLease fifo
-	// buffered is the part of scheduler.bufferedBytes of the namespace's lanes.
-	buffered int
+	// buffered and leasedBytes are the parts of scheduler.bufferedBytes and scheduler.leasedBytes of the namespace's lanes.
+	buffered, leasedBytes int
 
 	attempts attemptCounts
 	dead     deadCounts

@@ -126,11 +126,13 @@ func (s *scheduler) endLease(l *lane) {
 
 // share is the present limit of the requests in flight of a lane: no more than are still free, for all or of its
 // namespace's part. So a few lanes may use most of the total, many lanes get equal shares, some capacity is always free
-// for the next lane, and a namespace gets its part however many lanes another one has. Lanes whose endpoints fail share
+// for the next lane, and a namespace gets its part however many lanes another one has. It keeps half of its part, less the memory of
+// its own messages, while those of others reduce the limit. Lanes whose endpoints fail share
 // one half at most: more of them than requests in flight, each with a timeout, would use up the capacity until their
 // circuits open.
 func (s *scheduler) share(l *lane, failing bool) int {
-	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight)
+	free := max(s.limit()-s.inFlight, s.limit()/max(1, s.active)-l.owner.inFlight,
+		min(s.maxInFlight, maxFast+s.slow)/(2*max(1, s.active))-l.owner.inFlight-l.owner.leasedBytes/memory.RequestBytes)
 	if failing {
 		return min(free, s.freeForFailing())
 	}
@@ -287,6 +289,7 @@ func (s *scheduler) wakeNextLane(ep *liveEndpoint, now time.Time) (at time.Time)
 func (s *scheduler) addLeased(l *lane, n, size int) {
 	l.leased += n
 	s.leasedBytes += size
+	l.owner.leasedBytes += size
 	counted, batched := l.leased, 0
 	if l.set != nil && l.set.batch != nil {
 		counted, batched = batched, counted
