@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/contract/adminapi"
 	"github.com/posthorn/posthorn/contract/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/delivery/egress"
+	"github.com/posthorn/posthorn/dispatcher/memory"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
@@ -454,36 +455,17 @@ func TestBatchesOfANamespaceLeaveSpace(t *testing.T) {
 
 // A namespace whose batches in flight use the memory for requests does not stop another one.
 func TestBatchesInFlightLeaveSpace(t *testing.T) {
-	bubble(t, func(t *testing.T) {
-		w := newWorld(t, func(r request) answer {
-			if r.url == urlB {
-				return answer{status: 200}
-			}
-			return answer{status: 200, after: 4 * time.Second}
-		}, func(o *Options) { o.MaxInFlight = 64 })
-		var large []liveconfig.Destination
-		for i := range 40 {
-			d := batching(urlA)
-			d.Name, d.Batch.MaxMessages, d.Batch.MaxBytes = fmt.Sprint("d", i), 100, 200_000
-			large = append(large, d)
-		}
-		var configs []liveconfig.Revisioned
-		for namespace, all := range map[string][]liveconfig.Destination{"ns": large, "small": {dest("crm", urlB)}} {
-			configs = append(configs, liveconfig.Revisioned{Revision: "1", Config: liveconfig.Config{Version: 1, Namespace: namespace,
-				Sources: []liveconfig.Source{{Name: "web"}}, Destinations: all}})
-		}
-		check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView(configs)))
-		w.sendLarge("web", 100, 10_000)
-		w.sleep(2 * time.Second)
-		if n := look(w, func(e *Engine) int { return e.scheduler.limit() }); n > 20 {
-			t.Fatalf("limit of requests: got %d, want at most 20", n)
-		}
-		w.sendTo("small/web", 100)
-		w.sleep(time.Second)
-		check.Equal(t, "requests of the small namespace", len(w.client.requests(urlB)), 100)
-		w.sleep(time.Minute)
-		w.end()
-	})
+	s := &scheduler{maxInFlight: 1000, active: 1} // The other namespace is active.
+	large, small := &lane{owner: &namespace{}}, &lane{owner: &namespace{}}
+	for range 10 {
+		s.addLeased(large, 1000, 100*memory.RequestBytes)
+		s.addInFlight(large.owner, 1, false)
+	}
+	check.Equal(t, "limit", s.limit(), 1)
+	if n := s.share(large, false); n > 0 {
+		t.Errorf("share of the namespace with batches: got %d, want none", n)
+	}
+	check.Equal(t, "share of the other", s.share(small, false), 250)
 }
 
 func TestFailedItems(t *testing.T) {
