@@ -387,7 +387,8 @@ func TestHintOfAFailure(t *testing.T) {
 		batch          *v1beta1.Batch
 	}{
 		{name: "unauthorized", reason: "Rejected", status: 401, fix: "check the signing secret"},
-		{name: "unauthorized, with batches", reason: "Rejected", status: 401, fix: "check the signing secret", not: again, batch: &v1beta1.Batch{}},
+		{name: "unauthorized, with batches", reason: "Rejected", status: 401, fix: "check the signing secret", not: again,
+			batch: &v1beta1.Batch{}},
 		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "let the receiver use the secret without the line break at its end"},
 		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak,
 			fix: "check the path of the URL" + again},
