@@ -377,7 +377,7 @@ func TestEditWhileABatchIsLeased(t *testing.T) {
 				w.sleep(time.Second)
 				check.Equal(t, "requests", len(w.client.requests("")), 1)
 				w.client.set(always(answer{status: 200}))
-				w.store.onDue = sync.OnceFunc(func() {
+				onDue := sync.OnceFunc(func() {
 					if d := batching(urlA); edit == nil {
 						w.apply()
 					} else {
@@ -385,6 +385,9 @@ func TestEditWhileABatchIsLeased(t *testing.T) {
 						w.apply(d)
 					}
 				})
+				w.store.mu.Lock()
+				w.store.onDue = onDue
+				w.store.mu.Unlock()
 				w.sleep(10 * time.Second)
 				if name != "edited" {
 					check.Equal(t, "leased messages", look(w, func(e *Engine) int { return e.scheduler.batched + e.scheduler.leased }), 0)
@@ -498,13 +501,13 @@ func TestFailedItems(t *testing.T) {
 func TestRandomBatches(t *testing.T) {
 	for seed := range uint64(30) {
 		bubble(t, func(t *testing.T) {
-			rnd := rand.New(rand.NewPCG(seed, 9))
+			rnd, answers := rand.New(rand.NewPCG(seed, 9)), rand.New(rand.NewPCG(seed, 10))
 			accepted := map[int]int{}
 			largest := 1 + rnd.IntN(60)
 			receiver := func(r request) answer {
 				list := numbers(t, r)
-				after := time.Duration(rnd.IntN(100)) * time.Millisecond
-				switch n := rnd.IntN(20); {
+				after := time.Duration(answers.IntN(100)) * time.Millisecond
+				switch n := answers.IntN(20); {
 				case len(list) > largest:
 					return answer{status: 413, after: after}
 				case n == 0:

@@ -144,8 +144,11 @@ func (s *testStore) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err
 }
 
 func (s *testStore) LeaseDue(id queue.LaneID, due time.Time, n, maxBytes int, buf []queue.Delivery) ([]queue.Delivery, error) {
-	if s.onDue != nil {
-		s.onDue()
+	s.mu.Lock()
+	onDue := s.onDue
+	s.mu.Unlock()
+	if onDue != nil {
+		onDue()
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
