@@ -300,15 +300,17 @@ func (e *Engine) finish(p *post, r *ended, s outcome) (back []queue.Delivery) {
 	}
 	l.inFlight--
 	ep.inFlight--
-	if p.batch == nil {
-		p.settled = append(p.settled, settled{p.message, s})
+	e.scheduler.addLeased(l, 0, -p.copied)
+	n := len(p.settled)
+	if p.batch == nil { // A list of one would be an allocation for each message.
+		n = 1
+		e.finishMessage(l, &p.message, s, now)
+	}
+	for i := range p.settled {
+		e.finishMessage(l, &p.settled[i].Delivery, p.settled[i].outcome, now)
 	}
 	if p.set.redaction.redactor != nil && p.set == l.destination.set {
-		l.destination.matches.add(len(p.settled), p.matched)
-	}
-	e.scheduler.addLeased(l, 0, -p.copied)
-	for i := range p.settled {
-		e.finishMessage(l, &p.settled[i], now)
+		l.destination.matches.add(n, p.matched)
 	}
 	if e.scheduler.keepApart(l, p.apart...); len(p.apart) > 0 && (l.parked() || e.lifetime.stopped || !l.anyClosed()) {
 		back = e.scheduler.takeBuffer(l)
@@ -331,10 +333,10 @@ func (e *Engine) finish(p *post, r *ended, s outcome) (back []queue.Delivery) {
 }
 
 // finishMessage accounts for a message whose request has ended. The lock is held.
-func (e *Engine) finishMessage(l *lane, m *settled, now time.Time) {
-	e.scheduler.addLeased(l, -1, -len(m.Body))
-	e.recorder.countOutcome(l.destination, m.outcome, now.Sub(m.AcceptedAt))
-	if m.LongNumbers {
+func (e *Engine) finishMessage(l *lane, d *queue.Delivery, o outcome, now time.Time) {
+	e.scheduler.addLeased(l, -1, -len(d.Body))
+	e.recorder.countOutcome(l.destination, o, now.Sub(d.AcceptedAt))
+	if d.LongNumbers {
 		l.destination.metrics.longNumbers++
 	}
 }
