@@ -40,17 +40,13 @@ const maxKeptResponse = 512
 type record struct {
 	adminapi.Attempt
 	id []byte
-	// others are hashes of the further messageIds of a batch, sorted.
+	// others are hashes of the further messageIds of a batch.
 	others []uint64
 }
 
 // of reports whether an attempt was one of a message.
 func (r *record) of(messageID string) bool {
-	if string(r.id) == messageID {
-		return true
-	}
-	_, found := slices.BinarySearch(r.others, maphash.String(idSeed, messageID))
-	return found
+	return string(r.id) == messageID || slices.Contains(r.others, maphash.String(idSeed, messageID))
 }
 
 // setOthers remembers the further messages of an attempt with a batch.
@@ -60,7 +56,6 @@ func (a *attempts) setOthers(r *record, batch []queue.Delivery) {
 	for i := 1; i < len(batch); i++ {
 		r.others = append(r.others, maphash.String(idSeed, batch[i].ID))
 	}
-	slices.Sort(r.others)
 	a.others += len(r.others)
 	for i := 0; i < len(a.ring) && a.others > maxOthers; i++ {
 		if old := &a.ring[(a.next+i)%len(a.ring)]; old != r {
